@@ -1,0 +1,152 @@
+"""Every error a part of the system may raise at another, with a code that crosses the wire.
+
+`code` is what programs test; the message says what was wrong and what to do about it.
+"""
+
+from typing import ClassVar
+
+
+class LambdaScaleError(Exception):
+    code: ClassVar[str] = "error"
+
+
+class BadInput(LambdaScaleError):
+    """What the caller gave cannot be used; nothing was changed."""
+
+    code = "bad_input"
+
+
+class ConfigError(LambdaScaleError):
+    code = "config"
+
+
+class NotFound(LambdaScaleError):
+    code = "not_found"
+
+
+class Conflict(LambdaScaleError):
+    """The thing exists already, or is in a state that forbids the call."""
+
+    code = "conflict"
+
+
+class StaleEpoch(LambdaScaleError):
+    """The sender speaks of a node generation, event or plan revision that is over."""
+
+    code = "stale"
+
+
+class CapacityExceeded(LambdaScaleError):
+    """No room now (arena, KV cache, queue); the same call may succeed later or elsewhere."""
+
+    code = "capacity"
+
+
+class PlanError(LambdaScaleError):
+    """No plan exists for these inputs."""
+
+    code = "plan"
+
+
+class IllegalTransition(LambdaScaleError):
+    """A state machine was asked for a step its table does not have; carries the history."""
+
+    code = "illegal_transition"
+
+
+# --- models -----------------------------------------------------------------
+
+
+class ModelError(LambdaScaleError):
+    code = "model"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class CorruptCheckpoint(ModelError):
+    code = "corrupt_checkpoint"
+
+
+class MissingTensor(ModelError):
+    code = "missing_tensor"
+
+
+# --- control bus ------------------------------------------------------------
+
+
+class BusError(LambdaScaleError):
+    code = "bus"
+
+
+class BusTimeout(BusError):
+    code = "bus_timeout"
+
+
+class NoResponders(BusError):
+    """Nobody serves the subject now."""
+
+    code = "no_responders"
+
+
+class BadMessage(BusError):
+    """A message of an unknown kind or version, or that does not fit its schema."""
+
+    code = "bad_message"
+
+
+class KeyExists(BusError):
+    """A create or a compare-and-set met another revision."""
+
+    code = "key_exists"
+
+
+# --- data plane -------------------------------------------------------------
+
+
+class TransportError(LambdaScaleError):
+    code = "transport"
+
+
+class PeerLost(TransportError):
+    """The connection to a peer broke, or the peer went silent."""
+
+    code = "peer_lost"
+
+
+class TransportTimeout(TransportError):
+    code = "transport_timeout"
+
+
+class ProtocolViolation(TransportError):
+    """The peer sent what the protocol does not allow; its connection is closed."""
+
+    code = "protocol"
+
+
+class RegionUnknown(TransportError):
+    """The peer has no such region, or the range lies outside it."""
+
+    code = "region_unknown"
+
+
+class DigestMismatch(TransportError):
+    """Bytes arrived that are not the manifest's; they are dropped and fetched elsewhere."""
+
+    code = "digest"
+
+
+def _all_errors() -> dict[str, type[LambdaScaleError]]:
+    found: dict[str, type[LambdaScaleError]] = {}
+    pending: list[type[LambdaScaleError]] = [LambdaScaleError]
+    while pending:
+        cls = pending.pop()
+        found[cls.code] = cls
+        pending.extend(cls.__subclasses__())
+    return found
+
+
+def from_code(code: str, message: str) -> LambdaScaleError:
+    """The typed error a peer reported; an unknown code is a plain LambdaScaleError."""
+    return _all_errors().get(code, LambdaScaleError)(message)

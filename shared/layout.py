@@ -1,0 +1,85 @@
+"""How a model lies in memory: blocks of packed tensors, described by a manifest.
+
+A *block* is the unit of execution: a run of whole units, where unit 0 is the embedding, units
+1..L are the decoder layers and unit L+1 is the final norm with the head. All tensors of a block
+lie in one contiguous region (tensor packing: FaaScale, section 4.4), each aligned to ALIGN bytes,
+so that one arena and one registered region hold a block and nothing is copied after arrival.
+A *chunk* is the unit of transfer and of checking: `chunk_bytes` long (the last one of a block
+may be shorter), with one xxh3-128 digest each.
+"""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from shared.ids import ModelId
+
+ALIGN = 256
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    name: str
+    """The checkpoint's own name, for example `model.layers.3.mlp.up_proj.weight`."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the block."""
+    nbytes: int
+
+
+class BlockSpec(msgspec.Struct, frozen=True):
+    index: int
+    first_unit: int
+    last_unit: int
+    """Inclusive. See the module's text for what the units are."""
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+    digests: tuple[bytes, ...]
+    """xxh3-128 of each chunk, 16 bytes each, in order."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All that is needed to hold, check and run a model, without its weights."""
+
+    architecture: str
+    """The first of the config's `architectures`, for example `LlamaForCausalLM`."""
+    config: dict[str, Any]
+    """The checkpoint's config.json as it is."""
+    chunk_bytes: int
+    blocks: tuple[BlockSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.blocks)
+
+    def n_chunks(self, block: int) -> int:
+        return len(self.blocks[block].digests)
+
+    def chunk_range(self, block: int, chunk: int) -> tuple[int, int]:
+        """(offset, length) of a chunk within its block, in bytes."""
+        offset = chunk * self.chunk_bytes
+        return offset, min(self.chunk_bytes, self.blocks[block].nbytes - offset)
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Canonical bytes: equal manifests encode equally."""
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    return _decoder.decode(data)
+
+
+def model_id(manifest: Manifest) -> ModelId:
+    """Content address: the first 32 hex digits of the SHA-256 of the canonical bytes."""
+    return ModelId(hashlib.sha256(encode_manifest(manifest)).hexdigest()[:32])

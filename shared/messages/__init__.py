@@ -1,0 +1,51 @@
+"""Control messages, one module a conversation, and their wire form."""
+
+from types import UnionType
+from typing import Union, cast
+
+import msgspec
+
+from shared.errors import BadMessage
+from shared.messages import base, instances, load, pool, scaling, serving
+from shared.messages.base import ErrorReply, Message, Ok, Ping
+
+__all__ = ["ErrorReply", "Message", "Ok", "Ping", "decode", "encode"]
+
+KINDS: tuple[type[Message], ...] = tuple(
+    value
+    for module in (base, instances, load, pool, scaling, serving)
+    for value in vars(module).values()
+    if isinstance(value, type)
+    and issubclass(value, Message)
+    and value is not Message
+    and value.__module__ == module.__name__
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(cast(UnionType, Union[KINDS]))  # noqa: UP007 - built at run time
+
+
+def version(kind: type[Message]) -> int:
+    """The version of a message kind that this process speaks: the default of its field `v`."""
+    return next(cast(int, f.default) for f in msgspec.structs.fields(kind) if f.name == "v")
+
+
+_VERSIONS = {kind: version(kind) for kind in KINDS}
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The message in `data`; BadMessage if its kind, version or a field is not ours."""
+    try:
+        message = cast(Message, _decoder.decode(data))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadMessage(f"malformed message: {error}") from error
+    current = _VERSIONS[type(message)]
+    if message.v != current:
+        raise BadMessage(
+            f"message kind {type(message).__struct_config__.tag!r} has version {message.v}, "
+            f"this process speaks {current}: run the same release everywhere"
+        )
+    return message

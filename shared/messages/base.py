@@ -1,0 +1,43 @@
+"""The envelope of every control message: a kind, a version, the trace it belongs to.
+
+A message is a frozen msgspec struct encoded as a msgpack map with `kind` (the struct's tag), `v`
+(its version) and `trace` (W3C traceparent of the span that caused it, or ""). Fields may be added
+with defaults within a version; anything else is a new version.
+"""
+
+from typing import Self
+
+import msgspec
+
+from shared.errors import LambdaScaleError, from_code
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    v: int = 1
+    trace: str = ""
+
+    def caused_by(self, trace: str) -> Self:
+        """The same message, in the given trace."""
+        return msgspec.structs.replace(self, trace=trace)
+
+
+class Ok(Message, frozen=True, kw_only=True, tag="ok"):
+    """Done; nothing more to say."""
+
+
+class ErrorReply(Message, frozen=True, kw_only=True, tag="error"):
+    """The request was refused or failed; `code` is that of a `shared.errors` class."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: LambdaScaleError) -> "ErrorReply":
+        return cls(code=error.code, message=str(error))
+
+    def error(self) -> LambdaScaleError:
+        return from_code(self.code, self.message)
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Are you there? Answered with Ok by every service."""

@@ -1,0 +1,36 @@
+"""Load reports, every 100 ms on core NATS: what the planner decides by."""
+
+import msgspec
+
+from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
+from shared.messages.base import Message
+
+
+class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One model at one gateway, now. Tokens are those still to prefill plus those to generate."""
+
+    model: ModelName
+    queued_requests: int
+    queued_tokens: int
+    running_requests: int
+    running_tokens: int
+    instance_requests: dict[InstanceId, int]
+    """Requests in flight on each instance, from this gateway."""
+
+
+class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
+    gateway: GatewayId
+    models: tuple[ModelLoad, ...]
+
+
+class NodeLoad(Message, frozen=True, kw_only=True, tag="node_load"):
+    node: NodeId
+    generation: Generation
+    running: int
+    """Sequences that this node leads or is a stage of."""
+    waiting: int
+    kv_used: int
+    """KV cache in use, token positions."""
+    kv_capacity: int
+    tokens_out: int
+    """Tokens sampled here since the node started."""

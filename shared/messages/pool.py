@@ -1,0 +1,178 @@
+"""The parameter pool: nodes, their leases, what they hold, models, sources and reservations."""
+
+import enum
+
+import msgspec
+
+from shared.ids import EventId, Generation, ModelId, ModelName, NodeId
+from shared.messages.base import Message
+
+
+class Tier(enum.Enum):
+    """Where a block lies, nearest to execution first."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node is; the value of its lease."""
+
+    node: NodeId
+    generation: Generation
+    address: str
+    """Data plane, for example `tcp://10.0.0.7:7001`."""
+    host: str
+    """Name of the machine; nodes of one host share local links and disks."""
+    device: str
+    """`cpu` or `cuda:0`."""
+    arena_bytes: int
+    """Memory for weights on the device."""
+    link_bytes_per_s: int
+    """Rate of its data link each way; 0 when not known."""
+    slots: int
+    """Sequences that a full replica on this node runs at once."""
+
+
+class Holding(msgspec.Struct, frozen=True):
+    model_id: ModelId
+    tier: Tier
+    blocks: tuple[int, ...]
+    """Verified blocks, ascending."""
+
+
+class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
+    """Node -> registry, planner: all it holds now. On change, on request, every second."""
+
+    node: NodeId
+    generation: Generation
+    seq: int
+    """Counts up; an older one that arrives late is ignored."""
+    arena_free: int
+    holdings: tuple[Holding, ...]
+
+
+class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
+    """Registry -> all nodes, after a (re)start: send your NodeStatus now."""
+
+
+class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
+    info: NodeInfo
+
+
+class NodeGone(Message, frozen=True, kw_only=True, tag="node_gone"):
+    """Registry -> all: the lease ended or was given back. `generation` is over for good."""
+
+    node: NodeId
+    generation: Generation
+    reason: str
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A published model. The objects lie in the asset store, named by their SHA-256."""
+
+    name: ModelName
+    model_id: ModelId
+    manifest: str
+    """Object name of the encoded manifest."""
+    files: dict[str, str]
+    """Tokenizer and template files: file name -> object name."""
+    nbytes: int
+    n_blocks: int
+    context_length: int
+    created_ns: int
+    min_instances: int = 0
+    max_instances: int = 0
+    """0: as many as there are nodes."""
+
+
+class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):
+    """Node -> registry: a model was imported. Ok, or Conflict if the name means another model."""
+
+    record: ModelRecord
+
+
+class ModelRemove(Message, frozen=True, kw_only=True, tag="model_remove"):
+    name: ModelName
+
+
+class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):
+    """-> Models."""
+
+
+class Models(Message, frozen=True, kw_only=True, tag="models"):
+    records: tuple[ModelRecord, ...]
+
+
+class ModelAdded(Message, frozen=True, kw_only=True, tag="model_added"):
+    """Registry -> all. Nodes fetch the manifest now, so that a plan need not wait for it."""
+
+    record: ModelRecord
+
+
+class ModelRemoved(Message, frozen=True, kw_only=True, tag="model_removed"):
+    """Registry -> all: stop serving it, then forget it in every tier."""
+
+    name: ModelName
+    model_id: ModelId
+
+
+class SourcesQuery(Message, frozen=True, kw_only=True, tag="sources_query"):
+    """-> Sources: who holds blocks of the model, best first (GPU, host, disk; most blocks)."""
+
+    model_id: ModelId
+
+
+class Source(msgspec.Struct, frozen=True):
+    info: NodeInfo
+    tier: Tier
+    blocks: tuple[int, ...]
+    complete: bool
+
+
+class Sources(Message, frozen=True, kw_only=True, tag="sources"):
+    sources: tuple[Source, ...]
+
+
+class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
+    """Planner -> registry: set aside up to `count` nodes for an event. -> Reserved.
+
+    Chosen: alive, room for `nbytes`, not reserved by another event, not in `exclude`; first those
+    that hold blocks of the model already (nearest tier, most blocks), then the most free memory.
+    """
+
+    event: EventId
+    model_id: ModelId
+    nbytes: int
+    count: int
+    exclude: tuple[NodeId, ...]
+
+
+class Reserved(Message, frozen=True, kw_only=True, tag="reserved"):
+    """As many targets as could be had, best first; possibly none."""
+
+    targets: tuple[NodeInfo, ...]
+
+
+class Unreserve(Message, frozen=True, kw_only=True, tag="unreserve"):
+    """The event is over, or `nodes` are no longer part of it (empty: all of the event's)."""
+
+    event: EventId
+    nodes: tuple[NodeId, ...] = ()
+
+
+class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
+    """-> PoolState."""
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    info: NodeInfo
+    holdings: tuple[Holding, ...]
+    arena_free: int
+    reserved_by: EventId | None
+
+
+class PoolState(Message, frozen=True, kw_only=True, tag="pool_state"):
+    nodes: tuple[NodeView, ...]
+    models: tuple[ModelRecord, ...]

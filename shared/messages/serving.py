@@ -1,0 +1,75 @@
+"""One request between the gateway that owns it and the node that leads its path.
+
+The gateway owns (prompt, sampling, tokens so far); an *attempt* is one try of one instance at the
+rest. Switch, drain and failure all are: cancel the attempt, submit the next one elsewhere.
+"""
+
+import msgspec
+
+from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.messages.base import Message
+from shared.messages.instances import Stage
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How token `i` is drawn: a counter-based generator keyed by (seed, i), no other state."""
+
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int = 0
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+    """Gateway -> leader. Ok once queued; CapacityExceeded, NotFound (no such blocks), BadInput."""
+
+    request: RequestId
+    attempt: int
+    gateway: GatewayId
+    model_id: ModelId
+    instance: InstanceId
+    stages: tuple[Stage, ...]
+    tokens: tuple[int, ...]
+    """The prompt and, on a resumption, the tokens generated so far."""
+    prompt_tokens: int
+    """How many of `tokens` are the prompt; the next token has index len(tokens) - prompt_tokens."""
+    max_tokens: int
+    """Limit on generated tokens, those of earlier attempts included."""
+    stop_ids: tuple[int, ...]
+    """Generating one of these ends the request; it is sent, as the last token."""
+    sampling: Sampling
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+    """Gateway -> leader, one way: forget the attempt (unknown ones are ignored)."""
+
+    request: RequestId
+    attempt: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    request: RequestId
+    attempt: int
+    index: int
+    """Counts the request's generated tokens from 0, over all attempts."""
+    token: int
+    finish: str = ""
+    """`stop` or `length` on the last token."""
+
+
+class AttemptFailed(msgspec.Struct, frozen=True, array_like=True):
+    request: RequestId
+    attempt: int
+    code: str
+    """Code of a `shared.errors` class; the gateway resumes the request elsewhere."""
+    message: str
+
+
+class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
+    """Leader -> one gateway: everything that one engine step produced for its requests."""
+
+    node: NodeId
+    tokens: tuple[Token, ...]
+    failed: tuple[AttemptFailed, ...] = ()

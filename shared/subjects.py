@@ -1,0 +1,75 @@
+"""Every subject, bucket and object store on the bus. Nothing else in the system spells one."""
+
+from shared.ids import GatewayId, NodeId
+
+ROOT = "ls"
+
+# --- registry (requests) ---
+REGISTRY_MODEL_ADD = f"{ROOT}.registry.model_add"
+REGISTRY_MODEL_REMOVE = f"{ROOT}.registry.model_remove"
+REGISTRY_MODELS = f"{ROOT}.registry.models"
+REGISTRY_SOURCES = f"{ROOT}.registry.sources"
+REGISTRY_RESERVE = f"{ROOT}.registry.reserve"
+REGISTRY_UNRESERVE = f"{ROOT}.registry.unreserve"
+REGISTRY_POOL = f"{ROOT}.registry.pool"
+
+# --- the pool's broadcasts ---
+POOL_STATUS = f"{ROOT}.pool.status"
+"""NodeStatus, from nodes."""
+POOL_REPORT = f"{ROOT}.pool.report"
+"""ReportStatus, from the registry."""
+POOL_NODES = f"{ROOT}.pool.nodes"
+"""NodeJoined and NodeGone, from the registry."""
+POOL_MODELS = f"{ROOT}.pool.models"
+"""ModelAdded and ModelRemoved, from the registry."""
+
+# --- planner ---
+PLANNER_STATE = f"{ROOT}.planner.state"
+PLANNER_INSTANCES = f"{ROOT}.planner.instances"
+PLANNER_SCALE = f"{ROOT}.planner.scale"
+PLANNER_SUSPECT = f"{ROOT}.planner.suspect"
+INSTANCES = f"{ROOT}.instances"
+"""InstanceSet, from the planner."""
+EVENTS = f"{ROOT}.events"
+"""EventChanged, from the planner."""
+ARRIVALS = f"{ROOT}.arrivals"
+"""BlockArrived and PullFailed, from nodes; FirstPartialToken, from gateways."""
+
+# --- load ---
+LOAD_GATEWAY = f"{ROOT}.load.gateway"
+LOAD_NODE = f"{ROOT}.load.node"
+
+# --- durable state (JetStream) ---
+KV_LEASES = "ls_leases"
+KV_MODELS = "ls_models"
+KV_RESERVATIONS = "ls_reservations"
+KV_EVENTS = "ls_events"
+OBJECTS = "ls_assets"
+
+
+def node_plan(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.plan"
+
+
+def node_release(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.release"
+
+
+def node_import(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.import"
+
+
+def node_ping(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.ping"
+
+
+def node_submit(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.submit"
+
+
+def node_cancel(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.cancel"
+
+
+def gateway_tokens(gateway: GatewayId) -> str:
+    return f"{ROOT}.gateway.{gateway}.tokens"

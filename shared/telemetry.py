@@ -1,0 +1,185 @@
+"""Logs and traces, the same way in every process.
+
+Logs: structlog to standard error. Traces: OpenTelemetry spans to a JSON-lines file and, when an
+endpoint is configured, to OTLP. Parents travel as W3C traceparent strings in messages
+(`Message.trace`), so a scaling event is one trace across all processes. No span per token.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.trace import Link, Span, SpanContext
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from shared.config import TelemetryConfig
+from shared.errors import ConfigError
+
+Attribute = str | int | float | bool
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+_propagator = TraceContextTextMapPropagator()
+_provider: TracerProvider | None = None
+
+
+class JsonLinesExporter(SpanExporter):
+    """Appends one JSON object a finished span; readable while the process runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        for span in spans:
+            self._file.write(json.dumps(_as_json(span)) + "\n")
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self._file.close()
+
+
+def _as_json(span: ReadableSpan) -> dict[str, object]:
+    context = span.get_span_context()
+    if context is None:
+        raise ValueError("a finished span has a context")
+    return {
+        "trace_id": f"{context.trace_id:032x}",
+        "span_id": f"{context.span_id:016x}",
+        "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
+        "name": span.name,
+        "service": span.resource.attributes.get("service.name"),
+        "start_ns": span.start_time,
+        "end_ns": span.end_time,
+        "attributes": dict(span.attributes or {}),
+        "links": [
+            f"{link.context.trace_id:032x}-{link.context.span_id:016x}" for link in span.links
+        ],
+        "error": span.status.description if not span.status.is_ok else None,
+    }
+
+
+def configure(service: str, config: TelemetryConfig) -> None:
+    """Sets up logs and traces of this process; once, at its start."""
+    global _provider
+    if config.log_level not in _LEVELS:
+        raise ConfigError(f"telemetry.log_level {config.log_level!r}: use {', '.join(_LEVELS)}")
+    renderer = (
+        structlog.processors.JSONRenderer()
+        if config.log_json
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    if config.trace_dir:
+        directory = Path(config.trace_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        provider.add_span_processor(
+            SimpleSpanProcessor(JsonLinesExporter(directory / f"{service}.jsonl"))
+        )
+    if config.otlp_endpoint:
+        exporter = OTLPSpanExporter(endpoint=f"{config.otlp_endpoint.rstrip('/')}/v1/traces")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    _provider = provider
+
+
+def shutdown() -> None:
+    """Flushes and closes the exporters."""
+    global _provider
+    if _provider is not None:
+        _provider.shutdown()
+        _provider = None
+
+
+def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
+    bound: structlog.stdlib.BoundLogger = structlog.get_logger().bind(role=role, **context)
+    return bound
+
+
+def _tracer() -> trace.Tracer:
+    return (_provider or trace.get_tracer_provider()).get_tracer("lambdascale")
+
+
+def context_of(traceparent: str) -> SpanContext | None:
+    """The span that a traceparent names; None for an empty or malformed one."""
+    found = trace.get_current_span(
+        _propagator.extract({"traceparent": traceparent})
+    ).get_span_context()
+    return found if found.is_valid else None
+
+
+def traceparent(span: Span) -> str:
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get("traceparent", "")
+
+
+def start(
+    name: str,
+    *,
+    parent: str = "",
+    start_ns: int | None = None,
+    attributes: Mapping[str, Attribute] | None = None,
+    links: Sequence[str] = (),
+) -> Span:
+    """Begins a span; the caller ends it (`span.end(end_time=ns)`)."""
+    contexts = [context for link in links if (context := context_of(link))]
+    return _tracer().start_span(
+        name,
+        context=_propagator.extract({"traceparent": parent}),
+        start_time=start_ns,
+        attributes=dict(attributes or {}),
+        links=[Link(context) for context in contexts],
+    )
+
+
+def record(
+    name: str,
+    *,
+    start_ns: int,
+    end_ns: int,
+    parent: str = "",
+    attributes: Mapping[str, Attribute] | None = None,
+    links: Sequence[str] = (),
+) -> str:
+    """A span that is over already; returns its traceparent."""
+    span = start(name, parent=parent, start_ns=start_ns, attributes=attributes, links=links)
+    span.end(end_time=end_ns)
+    return traceparent(span)
+
+
+@contextmanager
+def span(
+    name: str, *, parent: str = "", attributes: Mapping[str, Attribute] | None = None
+) -> Iterator[Span]:
+    """A span around a block of code; an exception marks it and goes on."""
+    current = start(name, parent=parent, attributes=attributes)
+    try:
+        yield current
+    except BaseException as error:
+        current.set_status(trace.Status(trace.StatusCode.ERROR, repr(error)))
+        raise
+    finally:
+        current.end()
