@@ -1,0 +1,109 @@
+"""What both buses do alike: keys and lifetimes, decoding what arrives, running handlers."""
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from typing import Any
+
+from shared import telemetry
+from shared.bus.base import Handler, M, Server
+from shared.errors import BadInput, BadMessage, BusError, LambdaScaleError
+from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
+
+MAX_PAYLOAD = 1 << 20
+"""Bytes of one message or KV value; the default of nats-server."""
+
+_KEY = re.compile(r"[-/_=A-Za-z0-9]+(\.[-/_=A-Za-z0-9]+)*")
+
+
+def check_key(key: str) -> str:
+    if not _KEY.fullmatch(key):
+        raise BadInput(f"key {key!r} is not valid: dot-separated names of letters, digits, '-/_='")
+    return key
+
+
+def check_ttl(ttl: float) -> int:
+    if ttl < 1 or ttl != int(ttl):
+        raise BadInput(f"time to live {ttl} s: use a whole number of seconds, at least 1")
+    return int(ttl)
+
+
+def check_size(data: bytes, what: str) -> bytes:
+    if len(data) > MAX_PAYLOAD:
+        raise BusError(f"{what}: {len(data)} bytes, the limit is {MAX_PAYLOAD}")
+    return data
+
+
+class Tasks:
+    """Tasks with one owner, who ends them all when it closes."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        running = self._running - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class Delivery:
+    """Runs handlers so that nothing that arrives, and nothing they raise, breaks a bus."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log = telemetry.logger("bus", name=name)
+        self.rejected = 0
+        """Messages that arrived malformed."""
+        self.failed = 0
+        """Handler calls that raised something (in `serve`: something untyped)."""
+
+    async def handle(self, subject: str, handler: Handler, data: bytes) -> None:
+        try:
+            message = self._decode(subject, data)
+        except BadMessage as error:
+            self.log.warning("message dropped", error=str(error))
+            return
+        try:
+            await handler(message)
+        except Exception:  # the supervised boundary of all handlers
+            self.failed += 1
+            self.log.exception("handler failed", subject=subject)
+
+    async def answer(self, subject: str, server: Server, data: bytes) -> bytes:
+        try:
+            message = self._decode(subject, data)
+            reply = Ok() if isinstance(message, Ping) else await server(message)
+            return check_size(encode(reply), f"reply on {subject}")
+        except LambdaScaleError as error:
+            self.log.debug("request refused", subject=subject, error=str(error))
+            return encode(ErrorReply.of(error))
+        except Exception as error:  # the supervised boundary of all servers
+            self.failed += 1
+            self.log.exception("server failed", subject=subject)
+            return encode(ErrorReply(code="error", message=f"{self.name} failed: {error!r}"))
+
+    def expect(self, subject: str, data: bytes, kind: type[M]) -> M:
+        """The reply in `data`, or raises the error that it carries."""
+        reply = self._decode(subject, data)
+        if isinstance(reply, ErrorReply):
+            raise reply.error()
+        if not isinstance(reply, kind):
+            self.rejected += 1
+            raise BadMessage(
+                f"{subject} answered with {type(reply).__name__}, expected {kind.__name__}"
+            )
+        return reply
+
+    def _decode(self, subject: str, data: bytes) -> Message:
+        try:
+            return decode(data)
+        except BadMessage as error:
+            self.rejected += 1
+            raise BadMessage(f"{subject}: {error}") from error
