@@ -5,36 +5,11 @@ from typing import Protocol
 
 import torch
 
+from services.node.core.rows import Draw, Row, SequenceKey
 from shared.ids import ModelId
 from shared.layout import Manifest
-from shared.messages.serving import Sampling
 
-SequenceKey = str
-"""Names a sequence on every stage of its path: `<request>#<attempt>`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Sample the token with this index of its request, after the row's last position."""
-
-    index: int
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A sequence's share of a step: `count` positions from `position` on."""
-
-    sequence: SequenceKey
-    position: int
-    """0 starts the sequence (its KV is made); later rows go on where the last one ended."""
-    count: int
-    limit: int
-    """Most positions the sequence will ever have; its KV is reserved for that many."""
-    tokens: tuple[int, ...] = ()
-    """`count` token ids where the batch starts at block 0, else empty."""
-    draw: Draw | None = None
-    """Set on the row that completes the known tokens; used by the stage with the head."""
+__all__ = ["Draw", "Engine", "Row", "SequenceKey", "StageBatch", "StageResult"]
 
 
 @dataclass(frozen=True, slots=True)
