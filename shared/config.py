@@ -66,6 +66,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """Longest path, in stages."""
     link_bytes_per_s: int = 0
     """Assumed where a node does not say; 0: unknown (no predictions)."""
+    strategy: str = "binomial"
+    """How blocks spread; `lambdascale plan --help` names the others."""
     step_overhead_s: float = 0.001
     """alpha of the cost model: fixed time of one block transfer."""
 

@@ -33,6 +33,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Rate of its data link each way; 0 when not known."""
     slots: int
     """Sequences that a full replica on this node runs at once."""
+    kv_tokens: int
+    """KV positions that it holds."""
 
 
 class Holding(msgspec.Struct, frozen=True):
