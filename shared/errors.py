@@ -73,6 +73,12 @@ class MissingTensor(ModelError):
     code = "missing_tensor"
 
 
+class UnsafeCheckpoint(ModelError):
+    """Only pickled weights, which run code when they are opened; they never are."""
+
+    code = "unsafe_checkpoint"
+
+
 # --- control bus ------------------------------------------------------------
 
 
