@@ -12,6 +12,8 @@ from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
 MAX_PAYLOAD = 1 << 20
 """Bytes of one message or KV value; the default of nats-server."""
+INBOX_LIMIT = 1 << 16
+"""Messages that wait for one handler; more are dropped, as a slow consumer's are."""
 
 _KEY = re.compile(r"[-/_=A-Za-z0-9]+(\.[-/_=A-Za-z0-9]+)*")
 
@@ -59,10 +61,19 @@ class Delivery:
     def __init__(self, name: str) -> None:
         self.name = name
         self.log = telemetry.logger("bus", name=name)
+        self.tasks = Tasks()
         self.rejected = 0
         """Messages that arrived malformed."""
         self.failed = 0
         """Handler calls that raised something (in `serve`: something untyped)."""
+        self.dropped = 0
+        """Messages lost because their handler was too slow."""
+
+    def inbox(self, subject: str, handler: Handler) -> "Inbox":
+        """An inbox, and the task that works it off."""
+        inbox = Inbox(self, subject)
+        self.tasks.spawn(inbox.work_off(handler), name=f"{self.name}/{subject}")
+        return inbox
 
     async def handle(self, subject: str, handler: Handler, data: bytes) -> None:
         try:
@@ -107,3 +118,32 @@ class Delivery:
         except BadMessage as error:
             self.rejected += 1
             raise BadMessage(f"{subject}: {error}") from error
+
+
+class Inbox:
+    """Messages for one handler, which gets them one after the other."""
+
+    def __init__(self, delivery: Delivery, subject: str) -> None:
+        self._delivery = delivery
+        self._subject = subject
+        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue(INBOX_LIMIT)
+        self._closed = False
+
+    def put(self, data: bytes) -> None:
+        try:
+            self._waiting.put_nowait(data)
+        except asyncio.QueueFull:
+            self._delivery.dropped += 1
+            self._delivery.log.error("message dropped: slow handler", subject=self._subject)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._waiting.empty():
+            self._waiting.put_nowait(None)  # wakes the task, which then ends
+
+    async def work_off(self, handler: Handler) -> None:
+        while True:
+            data = await self._waiting.get()
+            if self._closed or data is None:
+                return
+            await self._delivery.handle(self._subject, handler, data)

@@ -6,35 +6,39 @@ encoded, so that what could not cross the wire fails here as well.
 
 import asyncio
 import hashlib
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
 from shared.bus.base import Handler, KvEntry, KvOp, M, Server
-from shared.bus.delivery import Delivery, Tasks, check_key, check_size, check_ttl
+from shared.bus.delivery import Delivery, Inbox, check_key, check_size, check_ttl
 from shared.errors import BusError, BusTimeout, KeyExists, NoResponders, NotFound
 from shared.messages import Message, encode
 
 Reply = asyncio.Future[bytes]
+Receiver = Callable[[bytes, Reply | None], None]
 Changes = asyncio.Queue[KvEntry | None]
 """What a watch has still to tell; None: its bus was closed."""
 
 
 class MemorySubscription:
-    """A queue of what arrived, and the task of its bus that works it off."""
-
-    def __init__(self, broker: "MemoryBroker", subject: str, *, serves: bool) -> None:
+    def __init__(self, broker: "MemoryBroker", subject: str, receive: Receiver) -> None:
         self.subject = subject
-        self.serves = serves
-        self.inbox: asyncio.Queue[tuple[bytes, Reply | None]] = asyncio.Queue()
-        self.closed = False
+        self.receive = receive
         self._broker = broker
 
     async def close(self) -> None:
-        self.closed = True
         self._broker.leave(self)
-        self.inbox.put_nowait((b"", None))  # wakes the task, which then ends
+
+
+class ListenerSubscription(MemorySubscription):
+    def __init__(self, broker: "MemoryBroker", subject: str, inbox: Inbox) -> None:
+        super().__init__(broker, subject, lambda data, _: inbox.put(data))
+        self._inbox = inbox
+
+    async def close(self) -> None:
+        await super().close()
+        self._inbox.close()
 
 
 class MemoryBroker:
@@ -42,32 +46,30 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self._listeners: dict[str, list[MemorySubscription]] = {}
-        self._servers: dict[str, deque[MemorySubscription]] = {}
+        self._servers: dict[str, list[MemorySubscription]] = {}
         self._buckets: dict[str, Bucket] = {}
         self.blobs: dict[str, bytes] = {}
 
-    def join(self, subscription: MemorySubscription) -> None:
-        if subscription.serves:
-            self._servers.setdefault(subscription.subject, deque()).append(subscription)
-        else:
-            self._listeners.setdefault(subscription.subject, []).append(subscription)
+    def listen(self, subscription: MemorySubscription) -> None:
+        self._listeners.setdefault(subscription.subject, []).append(subscription)
+
+    def serve(self, subscription: MemorySubscription) -> None:
+        self._servers.setdefault(subscription.subject, []).append(subscription)
 
     def leave(self, subscription: MemorySubscription) -> None:
-        members = (self._servers if subscription.serves else self._listeners).get(
-            subscription.subject, []
-        )
-        if subscription in members:
-            members.remove(subscription)
+        for members in (self._listeners, self._servers):
+            if subscription in members.get(subscription.subject, []):
+                members[subscription.subject].remove(subscription)
 
     def deliver(self, subject: str, data: bytes, reply: Reply | None) -> bool:
         """To every listener and, in turn, to one server; False if there is nobody."""
         receivers = list(self._listeners.get(subject, []))
         servers = self._servers.get(subject)
         if servers:
-            receivers.append(servers[0])
-            servers.rotate(-1)
+            servers.append(servers.pop(0))
+            receivers.append(servers[-1])
         for subscription in receivers:
-            subscription.inbox.put_nowait((data, reply))
+            subscription.receive(data, reply)
         return bool(receivers)
 
     def bucket(self, name: str) -> "Bucket":
@@ -93,7 +95,8 @@ class Bucket:
         return entry.revision
 
     def drop(self, key: str) -> None:
-        self._change(key, b"", KvOp.DELETE)
+        if key in self.live:
+            self._change(key, b"", KvOp.DELETE)
 
     def _change(self, key: str, value: bytes, op: KvOp) -> KvEntry:
         self.live.pop(key, None)
@@ -110,7 +113,6 @@ class MemoryBus(Delivery):
     def __init__(self, broker: MemoryBroker, name: str = "memory") -> None:
         super().__init__(name)
         self._broker = broker
-        self._tasks = Tasks()
         self._subscriptions: list[MemorySubscription] = []
         self._watches: list[Changes] = []
         self._requests: set[Reply] = set()
@@ -134,7 +136,7 @@ class MemoryBus(Delivery):
                 reply.set_exception(BusError(f"{self.name}: the bus was closed"))
         for changes in self._watches:
             changes.put_nowait(None)
-        await self._tasks.close()
+        await self.tasks.close()
 
     def check_open(self) -> None:
         if not self._open:
@@ -160,13 +162,22 @@ class MemoryBus(Delivery):
         return self.expect(subject, data, reply)
 
     async def subscribe(self, subject: str, handler: Handler) -> MemorySubscription:
-        subscription = self._join(subject, serves=False)
-        self._tasks.spawn(self._listen(subscription, handler), name=f"{self.name}/{subject}")
+        self.check_open()
+        subscription = ListenerSubscription(self._broker, subject, self.inbox(subject, handler))
+        self._broker.listen(subscription)
+        self._subscriptions.append(subscription)
         return subscription
 
     async def serve(self, subject: str, server: Server) -> MemorySubscription:
-        subscription = self._join(subject, serves=True)
-        self._tasks.spawn(self._dispatch(subscription, server), name=f"{self.name}/{subject}")
+        self.check_open()
+
+        def receive(data: bytes, reply: Reply | None) -> None:
+            work = self._reply(subject, server, data, reply)
+            self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
+
+        subscription = MemorySubscription(self._broker, subject, receive)
+        self._broker.serve(subscription)
+        self._subscriptions.append(subscription)
         return subscription
 
     async def kv(self, bucket: str) -> "MemoryKeyValue":
@@ -191,28 +202,6 @@ class MemoryBus(Delivery):
         finally:
             bucket.watchers.remove(changes)
             self._watches.remove(changes)
-
-    def _join(self, subject: str, *, serves: bool) -> MemorySubscription:
-        self.check_open()
-        subscription = MemorySubscription(self._broker, subject, serves=serves)
-        self._broker.join(subscription)
-        self._subscriptions.append(subscription)
-        return subscription
-
-    async def _listen(self, subscription: MemorySubscription, handler: Handler) -> None:
-        while True:
-            data, _ = await subscription.inbox.get()
-            if subscription.closed:
-                return
-            await self.handle(subscription.subject, handler, data)
-
-    async def _dispatch(self, subscription: MemorySubscription, server: Server) -> None:
-        while True:
-            data, reply = await subscription.inbox.get()
-            if subscription.closed:
-                return
-            work = self._reply(subscription.subject, server, data, reply)
-            self._tasks.spawn(work, name=f"{self.name}/{subscription.subject}/request")
 
     async def _reply(self, subject: str, server: Server, data: bytes, reply: Reply | None) -> None:
         answer = await self.answer(subject, server, data)
