@@ -43,6 +43,8 @@ LOAD_NODE = f"{ROOT}.load.node"
 KV_LEASES = "ls_leases"
 KV_MODELS = "ls_models"
 KV_RESERVATIONS = "ls_reservations"
+KV_NODES = "ls_nodes"
+"""Nodes that joined and were not yet told to be gone: what a registry that restarts must settle."""
 KV_EVENTS = "ls_events"
 OBJECTS = "ls_assets"
 

@@ -1,0 +1,109 @@
+"""The published models. A name means one model, and a model has one name.
+
+The second half is not obvious: memory of a model is released and forgotten by model id, so two
+names of one model would take it away from each other.
+"""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
+from shared.ids import ModelId, ModelName, check_model_name
+from shared.messages.pool import ModelRecord
+
+_MODEL_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class Catalog:
+    def __init__(self) -> None:
+        self._by_name: dict[ModelName, ModelRecord] = {}
+        self._by_id: dict[ModelId, ModelRecord] = {}
+
+    def admit(self, record: ModelRecord) -> ModelRecord | None:
+        """The record to keep for this one; None if it is kept already. Changes nothing.
+
+        The same model again under its name replaces limits and files, and keeps its first
+        `created_ns`. BadInput: the record makes no sense. Conflict: the name or the id is taken.
+        """
+        _check(record)
+        named = self._by_name.get(record.name)
+        if named is not None and named.model_id != record.model_id:
+            raise Conflict(
+                f"model name {record.name!r} means model {named.model_id} already, not "
+                f"{record.model_id}: remove that model first, or publish under another name"
+            )
+        known = self._by_id.get(record.model_id)
+        if known is None:
+            return record
+        if known.name != record.name:
+            raise Conflict(
+                f"model {record.model_id} is published as {known.name!r} already: use that name, "
+                f"or remove it before publishing as {record.name!r}"
+            )
+        updated = msgspec.structs.replace(record, created_ns=known.created_ns)
+        return None if updated == known else updated
+
+    def put(self, record: ModelRecord) -> None:
+        """Keeps a record that `admit` returned."""
+        self._by_name[record.name] = record
+        self._by_id[record.model_id] = record
+
+    def restore(self, records: Iterable[ModelRecord]) -> list[tuple[ModelRecord, str]]:
+        """Takes stored records, oldest first; those that do not fit, and why not."""
+        refused = []
+        for record in sorted(records, key=lambda r: (r.created_ns, r.model_id)):
+            try:
+                self.put(self.admit(record) or record)
+            except LambdaScaleError as error:
+                refused.append((record, str(error)))
+        return refused
+
+    def remove(self, name: ModelName) -> ModelRecord:
+        record = self.named(name)
+        del self._by_name[name]
+        del self._by_id[record.model_id]
+        return record
+
+    def named(self, name: ModelName) -> ModelRecord:
+        record = self._by_name.get(name)
+        if record is None:
+            known = ", ".join(sorted(self._by_name)) or "none"
+            raise NotFound(f"no model is named {name!r}; published models: {known}")
+        return record
+
+    def get(self, model_id: ModelId) -> ModelRecord | None:
+        return self._by_id.get(model_id)
+
+    def identified(self, model_id: ModelId) -> ModelRecord:
+        record = self._by_id.get(model_id)
+        if record is None:
+            raise NotFound(f"no published model has the id {model_id!r}: publish the model first")
+        return record
+
+    @property
+    def records(self) -> tuple[ModelRecord, ...]:
+        """By name."""
+        return tuple(self._by_name[name] for name in sorted(self._by_name))
+
+
+def _check(record: ModelRecord) -> None:
+    check_model_name(record.name)
+    if not _MODEL_ID.fullmatch(record.model_id):
+        raise BadInput(
+            f"model id {record.model_id!r} is not valid: it is the digest of a manifest "
+            "(letters, digits, '-' and '_', 128 at most)"
+        )
+    if record.n_blocks < 1 or record.nbytes < 1:
+        raise BadInput(
+            f"model {record.name!r} has {record.n_blocks} blocks and {record.nbytes} bytes: "
+            "both must be positive; import the checkpoint again"
+        )
+    if record.min_instances < 0 or record.max_instances < 0:
+        raise BadInput(f"model {record.name!r}: limits on instances must not be negative")
+    if 0 < record.max_instances < record.min_instances:
+        raise BadInput(
+            f"model {record.name!r}: min_instances {record.min_instances} exceeds "
+            f"max_instances {record.max_instances}"
+        )

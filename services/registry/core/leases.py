@@ -1,0 +1,132 @@
+"""Which nodes there are: one lease a node, and what ends it.
+
+    absent --put--> standing --owner deletes--------------------------------> over
+                    standing --expires--> in doubt --silent, or too long----> over
+                                          in doubt --put, same generation---> standing
+    standing or in doubt --put, other generation--> the old one over, the new one standing
+
+A lease can expire under a node that is well: while the bus's durable store elects a leader (some
+seconds), nobody can renew. Hence the doubt: a node whose status reports still come keeps its
+place, but gets no new work, until its lease is back. A node that died is silent, so that the doubt
+does not prolong its life by more than SILENCE_S after its last report.
+A generation that is over stays over; should it show up again, it is told so again.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shared.ids import Generation, NodeId
+from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
+
+SILENCE_S = 2.0
+"""Nodes report every second: one that let this pass without a report, or a lease, is gone."""
+LEASELESS_S = 10.0
+"""How long reports alone keep a node: longer than the durable store may refuse writes."""
+OWN_DELETE_S = 0.9
+"""A key lives at least one second, so one that ends sooner after its renewal was deleted."""
+REMEMBERED = 8
+"""Generations that are over, a node."""
+
+Change = NodeJoined | NodeGone
+
+
+@dataclass(slots=True)
+class _Lease:
+    info: NodeInfo
+    renewed: float
+    heard: float = float("-inf")
+    """Last status report."""
+    ended: float | None = None
+    """When its key was seen to be gone; None while it stands."""
+    announced: bool = True
+
+
+class Leases:
+    def __init__(self) -> None:
+        self._leases: dict[NodeId, _Lease] = {}
+        self._over: dict[NodeId, deque[Generation]] = {}
+
+    def restore(self, info: NodeInfo, now: float) -> None:
+        """A node from before this process: in doubt until its lease shows."""
+        self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now, announced=False)
+
+    def put(self, info: NodeInfo, now: float) -> list[Change]:
+        """A lease was made or renewed."""
+        if self.is_over(info.node, info.generation):
+            return [self.gone_again(info.node, info.generation)]
+        lease = self._leases.get(info.node)
+        changes: list[Change] = []
+        if lease is not None and lease.info.generation != info.generation:
+            changes.append(
+                self._end(lease.info, f"a new process runs under its name ({info.generation})")
+            )
+            lease = None
+        if lease is None:
+            lease = self._leases[info.node] = _Lease(info, renewed=now, announced=False)
+        if not lease.announced or lease.info != info:
+            changes.append(NodeJoined(info=info))
+        lease.info, lease.renewed, lease.ended, lease.announced = info, now, None, True
+        return changes
+
+    def heard(self, node: NodeId, generation: Generation, now: float) -> None:
+        lease = self._leases.get(node)
+        if lease is not None and lease.info.generation == generation:
+            lease.heard = now
+
+    def dropped(self, node: NodeId, now: float) -> list[Change]:
+        """The key of a lease is gone: deleted or expired."""
+        lease = self._leases.get(node)
+        if lease is None or lease.ended is not None:
+            return []
+        if now - lease.renewed < OWN_DELETE_S:
+            return [self._end(lease.info, "it gave its lease back")]
+        lease.ended = now
+        return self.overdue(now)
+
+    def only(self, nodes: Collection[NodeId], now: float) -> list[Change]:
+        """These nodes have leases, no others (what a watch that begins tells)."""
+        for node, lease in self._leases.items():
+            if node not in nodes and lease.ended is None:
+                lease.ended = now
+        return self.overdue(now)
+
+    def overdue(self, now: float) -> list[Change]:
+        """Ends the leases whose doubt is over."""
+        ended: list[Change] = []
+        for lease in list(self._leases.values()):
+            if lease.ended is None:
+                continue
+            if now - lease.heard >= SILENCE_S:
+                ended.append(self._end(lease.info, "its lease expired and it is silent"))
+            elif now - lease.ended >= LEASELESS_S:
+                reason = f"it reports, but has renewed no lease for {LEASELESS_S:.0f} s"
+                ended.append(self._end(lease.info, reason))
+        return ended
+
+    def is_over(self, node: NodeId, generation: Generation) -> bool:
+        return generation in self._over.get(node, ())
+
+    def gone_again(self, node: NodeId, generation: Generation) -> NodeGone:
+        """For a process that lives on under a generation that is over, so that it learns."""
+        reason = "this generation is over: go on under a new one"
+        return NodeGone(node=node, generation=generation, reason=reason)
+
+    def info(self, node: NodeId) -> NodeInfo | None:
+        lease = self._leases.get(node)
+        return None if lease is None else lease.info
+
+    @property
+    def present(self) -> tuple[NodeInfo, ...]:
+        """Every node that is not gone, by name."""
+        return tuple(self._leases[node].info for node in sorted(self._leases))
+
+    @property
+    def standing(self) -> tuple[NodeInfo, ...]:
+        """Nodes whose lease is not in doubt, by name."""
+        return tuple(i for i in self.present if self._leases[i.node].ended is None)
+
+    def _end(self, info: NodeInfo, reason: str) -> NodeGone:
+        del self._leases[info.node]
+        self._over.setdefault(info.node, deque(maxlen=REMEMBERED)).append(info.generation)
+        return NodeGone(node=info.node, generation=info.generation, reason=reason)

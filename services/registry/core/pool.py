@@ -1,0 +1,174 @@
+"""The registry's whole state, as one machine: events in, effects out, no clock of its own.
+
+Invariants: a node belongs to one event at most; a reservation is of a node and generation that is
+present; only nodes with a standing lease are sources or targets.
+"""
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from services.registry.core import replication
+from services.registry.core.catalog import Catalog
+from services.registry.core.leases import Change, Leases
+from services.registry.core.replication import Copies
+from services.registry.core.reservations import Reservation, Reservations
+from services.registry.core.residency import Residency
+from services.registry.core.sources import Candidate, candidate, sources
+from shared.errors import BadInput
+from shared.ids import ModelId, NodeId
+from shared.messages.pool import (
+    NodeGone,
+    NodeInfo,
+    NodeJoined,
+    NodeStatus,
+    NodeView,
+    PoolState,
+    Reserve,
+    Source,
+    Unreserve,
+)
+
+
+class ReservationMade(msgspec.Struct, frozen=True):
+    reservation: Reservation
+
+
+class ReservationEnded(msgspec.Struct, frozen=True):
+    reservation: Reservation
+    reason: str
+
+
+Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
+"""To be announced, and to be stored."""
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.catalog = Catalog()
+        self.leases = Leases()
+        self.residency = Residency()
+        self.reservations = Reservations()
+
+    # --- what happens to nodes ---
+
+    def restore(
+        self, nodes: Iterable[NodeInfo], reservations: Iterable[Reservation], now: float
+    ) -> None:
+        """What was stored before a restart; `leases_are` then tells what still holds."""
+        for info in nodes:
+            self.leases.restore(info, now)
+        for reservation in reservations:
+            self.reservations.add(reservation)
+
+    def lease_put(self, info: NodeInfo, now: float) -> list[Effect]:
+        return self._after(self.leases.put(info, now))
+
+    def lease_dropped(self, node: NodeId, now: float) -> list[Effect]:
+        return self._after(self.leases.dropped(node, now))
+
+    def leases_are(self, nodes: Collection[NodeId], now: float) -> list[Effect]:
+        """The leases that exist, all of them: whatever rests on others is in doubt or ends."""
+        effects = self._after(self.leases.only(nodes, now))
+        for held in self.reservations.all:
+            info = self.leases.info(held.node)
+            if info is None or info.generation != held.generation:
+                self.reservations.lose(held.node, held.generation)
+                effects.append(ReservationEnded(held, "its node did not outlive the restart"))
+        return effects
+
+    def status(self, status: NodeStatus, now: float) -> list[Effect]:
+        if self.leases.is_over(status.node, status.generation):
+            return [self.leases.gone_again(status.node, status.generation)]
+        if self.residency.report(status, now):
+            self.leases.heard(status.node, status.generation, now)
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Ends what has been in doubt for too long."""
+        effects = self._after(self.leases.overdue(now))
+        present = {(info.node, info.generation) for info in self.leases.present}
+        self.residency.prune(present, now)
+        return effects
+
+    def _after(self, changes: Iterable[Change]) -> list[Effect]:
+        effects: list[Effect] = []
+        for change in changes:
+            effects.append(change)
+            if isinstance(change, NodeGone):
+                self.residency.forget(change.node, change.generation)
+                lost = self.reservations.lose(change.node, change.generation)
+                if lost is not None:
+                    effects.append(ReservationEnded(lost, f"its node is gone: {change.reason}"))
+        return effects
+
+    # --- what is asked of the pool ---
+
+    def reserve(self, request: Reserve) -> tuple[tuple[NodeInfo, ...], list[Effect]]:
+        """Targets for an event, best first. Asking again gives the same nodes: those that the
+        event has and does not exclude come first and count.
+
+        BadInput: negative numbers. NotFound: no such model. Conflict: the event moves another.
+        """
+        if request.count < 0 or request.nbytes < 0:
+            raise BadInput(
+                f"reserve for event {request.event}: count {request.count} and nbytes "
+                f"{request.nbytes} must not be negative"
+            )
+        self.reservations.check_model(request.event, request.model_id)
+        ranked = self._ranked(request)
+        chosen = tuple(info for _, info in sorted(ranked)[: request.count])
+        effects: list[Effect] = []
+        for info in chosen:
+            if self.reservations.of(info.node) is None:
+                made = Reservation(
+                    node=info.node,
+                    generation=info.generation,
+                    event=request.event,
+                    model_id=request.model_id,
+                )
+                self.reservations.add(made)
+                effects.append(ReservationMade(made))
+        return chosen, effects
+
+    def _ranked(self, request: Reserve) -> list[tuple[tuple[bool, Candidate], NodeInfo]]:
+        record = self.catalog.identified(request.model_id)
+        found = []
+        for info in self.leases.standing:
+            held = self.reservations.of(info.node)
+            if info.node in request.exclude or (held and held.event != request.event):
+                continue
+            room = 0 if held else request.nbytes  # its event may have filled it already
+            rank = candidate(record, info, room, self.residency)
+            if rank is not None:
+                found.append(((held is None, rank), info))
+        return found
+
+    def unreserve(self, request: Unreserve) -> list[Effect]:
+        ended = self.reservations.release(request.event, request.nodes)
+        return [ReservationEnded(held, "unreserved") for held in ended]
+
+    def sources(self, model_id: ModelId) -> tuple[Source, ...]:
+        record = self.catalog.identified(model_id)
+        return tuple(sources(record, self.leases.standing, self.residency))
+
+    def copies(self, model_id: ModelId) -> Copies:
+        """Where the model is whole, among all nodes that are not gone."""
+        record = self.catalog.identified(model_id)
+        return replication.copies(record, self.leases.present, self.residency)
+
+    def view(self) -> PoolState:
+        return PoolState(
+            nodes=tuple(self._node_view(info) for info in self.leases.present),
+            models=self.catalog.records,
+        )
+
+    def _node_view(self, info: NodeInfo) -> NodeView:
+        status = self.residency.of(info)
+        held = self.reservations.of(info.node)
+        return NodeView(
+            info=info,
+            holdings=status.holdings if status else (),
+            arena_free=status.arena_free if status else 0,
+            reserved_by=held.event if held else None,
+        )

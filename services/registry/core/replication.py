@@ -1,0 +1,48 @@
+"""The pool's invariant: of every model, a full copy in host or GPU memory somewhere.
+
+After BlitzScale's global parameter pool, which keeps one host copy of each model in the cluster.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from services.registry.core.residency import Residency
+from shared.ids import NodeId
+from shared.messages.pool import ModelRecord, NodeInfo, Tier
+
+
+class Copies(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one model is whole."""
+
+    memory: tuple[NodeId, ...]
+    """Nodes that hold every block in host or GPU memory."""
+    disk: tuple[NodeId, ...]
+    """Nodes that hold every block if their disk counts too (those above included)."""
+    missing: tuple[int, ...]
+    """Blocks that no node holds in any tier: the model cannot be had until one comes back."""
+
+    @property
+    def safe(self) -> bool:
+        return bool(self.memory)
+
+    def last_in_memory(self, node: NodeId) -> bool:
+        """Would there be no full copy in memory without this node's?"""
+        return self.memory == (node,)
+
+
+def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Residency) -> Copies:
+    every = frozenset(range(record.n_blocks))
+    memory: list[NodeId] = []
+    disk: list[NodeId] = []
+    anywhere: frozenset[int] = frozenset()
+    for info in nodes:
+        tiers = held.blocks(info, record.model_id)
+        near = tiers.get(Tier.GPU, frozenset()) | tiers.get(Tier.HOST, frozenset())
+        all_tiers = near | tiers.get(Tier.DISK, frozenset())
+        anywhere |= all_tiers
+        if near >= every:
+            memory.append(info.node)
+        if all_tiers >= every:
+            disk.append(info.node)
+    return Copies(memory=tuple(memory), disk=tuple(disk), missing=tuple(sorted(every - anywhere)))

@@ -1,0 +1,270 @@
+"""The registry's shell: the bus on one side, the pool on the other.
+
+Handlers change the pool without awaiting in between, so that each sees it whole. What follows from
+a change (announcements, writes) is queued in order and done by tasks that outlast a bus outage.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
+from services.registry.store import Store
+from shared import clock, subjects
+from shared.bus.base import Bus, KeyValue, KvEntry, KvOp
+from shared.config import RegistryConfig
+from shared.errors import BadInput, BadMessage, BusError
+from shared.ids import NodeId, check_name
+from shared.messages import Message, Ok
+from shared.messages.pool import (
+    ModelAdd,
+    ModelAdded,
+    ModelRemove,
+    ModelRemoved,
+    Models,
+    ModelsQuery,
+    NodeGone,
+    NodeInfo,
+    NodeJoined,
+    NodeStatus,
+    PoolQuery,
+    PoolState,
+    ReportStatus,
+    Reserve,
+    Reserved,
+    Sources,
+    SourcesQuery,
+    Unreserve,
+)
+from shared.service import Service
+
+TICK_S = 0.25
+"""How often doubts about leases are looked at."""
+STORED_WAIT_S = 0.25
+"""How long an answer about reservations waits until it is durable; then it goes out as it is."""
+RETRY_S = 0.5
+"""Between attempts at the bus."""
+
+K = TypeVar("K", bound=Message)
+
+
+class RegistryService(Service):
+    """Models, nodes and their leases, which block lies where, reservations. One a cluster.
+
+    How durable an answer is: a model that was added or removed is stored before Ok. Reservations
+    are in force with the answer and stored just before it (about a millisecond), or, while the
+    durable store takes no writes, as soon as it does: a registry that is killed in such an outage
+    forgets those made during it. Requests about nodes wait, after a start, until the nodes have
+    said what they hold. `bus` is opened and closed by the caller.
+    """
+
+    role: ClassVar[str] = "registry"
+
+    def __init__(self, bus: Bus, config: RegistryConfig) -> None:
+        super().__init__("registry")
+        self.pool = Pool()
+        self._bus = bus
+        self._config = config
+        self._store = Store(bus, self.log)
+        self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
+        self._leases_known = asyncio.Event()
+        self._reconciled = asyncio.Event()
+        self._catalog_lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        await self._restore()
+        leases = await self._bus.kv(subjects.KV_LEASES)
+        status = await self._bus.subscribe(subjects.POOL_STATUS, self._on_status)
+        self.resources.push_async_callback(status.close)
+        self.spawn(self._store.write(), name="store")
+        self.spawn(self._announce(), name="announce")
+        self.spawn(self._watch_leases(leases), name="leases")
+        self.spawn(self._tick(), name="tick")
+        self.spawn(self._reconcile(), name="reconcile")
+        await self._serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model)
+        await self._serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model)
+        await self._serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models)
+        await self._serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources)
+        await self._serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve)
+        await self._serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve)
+        await self._serve(subjects.REGISTRY_POOL, PoolQuery, self._view)
+
+    async def drain(self) -> None:
+        await self._outbox.join()
+        await self._store.settled(self.drain_s)
+
+    async def _restore(self) -> None:
+        saved = await self._store.load()
+        for record, reason in self.pool.catalog.restore(saved.models):
+            self.log.warning("stored model ignored", model=record.name, reason=reason)
+        self.pool.restore(saved.nodes, saved.reservations, clock.now())
+        self.log.info(
+            "state restored",
+            models=len(saved.models),
+            nodes=len(saved.nodes),
+            reservations=len(saved.reservations),
+        )
+
+    async def _serve(
+        self, subject: str, kind: type[K], handler: Callable[[K], Awaitable[Message]]
+    ) -> None:
+        async def server(message: Message) -> Message:
+            if not isinstance(message, kind):
+                raise BadMessage(f"{subject} takes {kind.__name__}, not {type(message).__name__}")
+            return await handler(message)
+
+        subscription = await self._bus.serve(subject, server)
+        self.resources.push_async_callback(subscription.close)
+
+    # --- requests ---
+
+    async def _add_model(self, request: ModelAdd) -> Ok:
+        async with self._catalog_lock:
+            record = self.pool.catalog.admit(request.record)
+            if record is None:
+                return Ok()
+            before = self.pool.catalog.get(record.model_id)
+            await self._store.model(record.model_id, record, before)
+            self.pool.catalog.put(record)
+        self.log.info("model added", model=record.name, model_id=record.model_id)
+        self._send(subjects.POOL_MODELS, ModelAdded(record=record, trace=request.trace))
+        return Ok()
+
+    async def _remove_model(self, request: ModelRemove) -> Ok:
+        async with self._catalog_lock:
+            record = self.pool.catalog.named(request.name)
+            await self._store.model(record.model_id, None, record)
+            self.pool.catalog.remove(record.name)
+        self.log.info("model removed", model=record.name, model_id=record.model_id)
+        removed = ModelRemoved(name=record.name, model_id=record.model_id, trace=request.trace)
+        self._send(subjects.POOL_MODELS, removed)
+        return Ok()
+
+    async def _models(self, request: ModelsQuery) -> Models:
+        return Models(records=self.pool.catalog.records)
+
+    async def _sources(self, request: SourcesQuery) -> Sources:
+        await self._reconciled.wait()
+        return Sources(sources=self.pool.sources(request.model_id))
+
+    async def _reserve(self, request: Reserve) -> Reserved:
+        await self._reconciled.wait()
+        targets, effects = self.pool.reserve(request)
+        self._follow(effects)
+        await self._store.settled(STORED_WAIT_S)
+        return Reserved(targets=targets)
+
+    async def _unreserve(self, request: Unreserve) -> Ok:
+        self._follow(self.pool.unreserve(request))
+        await self._store.settled(STORED_WAIT_S)
+        return Ok()
+
+    async def _view(self, request: PoolQuery) -> PoolState:
+        await self._reconciled.wait()
+        return self.pool.view()
+
+    # --- what nodes say ---
+
+    async def _on_status(self, message: Message) -> None:
+        if not isinstance(message, NodeStatus):
+            raise BadMessage(f"{subjects.POOL_STATUS} takes NodeStatus, not {type(message)}")
+        self._follow(self.pool.status(message, clock.now()))
+
+    async def _watch_leases(self, leases: KeyValue) -> None:
+        while True:
+            try:
+                await self._follow_watch(leases)
+                self.log.warning("the watch of the leases ended, beginning it again")
+            except BusError as error:
+                self.log.warning("the watch of the leases broke", error=str(error))
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow_watch(self, leases: KeyValue) -> None:
+        first: set[NodeId] = set()
+        async for entry in leases.watch():
+            now = clock.now()
+            if entry is None:
+                self._follow(self.pool.leases_are(first, now))
+                self._leases_known.set()
+            elif entry.op is KvOp.DELETE:
+                self._follow(self.pool.lease_dropped(NodeId(entry.key), now))
+            elif info := self._lease_value(entry):
+                first.add(info.node)
+                self._follow(self.pool.lease_put(info, now))
+
+    def _lease_value(self, entry: KvEntry) -> NodeInfo | None:
+        try:
+            info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
+            check_name("node", info.node)
+        except (msgspec.MsgspecError, BadInput) as error:
+            self.log.warning("lease ignored", key=entry.key, error=str(error))
+            return None
+        if info.node != entry.key:
+            self.log.warning("lease ignored", key=entry.key, error=f"it names node {info.node}")
+            return None
+        return info
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._follow(self.pool.tick(clock.now()))
+
+    async def _reconcile(self) -> None:
+        await self._leases_known.wait()
+        self._send(subjects.POOL_REPORT, ReportStatus())
+        await asyncio.sleep(self._config.report_s)
+        self._reconciled.set()
+        self.log.info("reconciled", nodes=len(self.pool.leases.present))
+
+    # --- what follows ---
+
+    def _follow(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case NodeJoined(info=info):
+                    self.log.info("node joined", node=info.node, generation=info.generation)
+                    self._store.node(info.node, self.pool.leases.info(info.node))
+                    self._send(subjects.POOL_NODES, effect)
+                case NodeGone(node=node):
+                    self._on_gone(effect)
+                    self._store.node(node, self.pool.leases.info(node))
+                    self._send(subjects.POOL_NODES, effect)
+                case ReservationMade(reservation=held):
+                    self.log.info("node reserved", node=held.node, event_id=held.event)
+                    self._store.reservation(held.node, self.pool.reservations.of(held.node))
+                case ReservationEnded(reservation=held, reason=reason):
+                    self.log.info(
+                        "reservation ended", node=held.node, event_id=held.event, reason=reason
+                    )
+                    self._store.reservation(held.node, self.pool.reservations.of(held.node))
+
+    def _on_gone(self, gone: NodeGone) -> None:
+        self.log.warning(
+            "node gone", node=gone.node, generation=gone.generation, reason=gone.reason
+        )
+        if not self._reconciled.is_set():
+            return
+        for record in self.pool.catalog.records:
+            copies = self.pool.copies(record.model_id)
+            if copies.missing:
+                self.log.error("blocks lost", model=record.name, blocks=len(copies.missing))
+            elif not copies.safe:
+                self.log.warning("no full copy in memory", model=record.name, disk=copies.disk)
+
+    def _send(self, subject: str, message: Message) -> None:
+        self._outbox.put_nowait((subject, message))
+
+    async def _announce(self) -> None:
+        """Publishes in order; what the bus does not take is offered again until it does."""
+        while True:
+            subject, message = await self._outbox.get()
+            while True:
+                try:
+                    await self._bus.publish(subject, message)
+                    break
+                except BusError as error:
+                    self.log.warning("announcement held back", subject=subject, error=str(error))
+                    await asyncio.sleep(RETRY_S)
+            self._outbox.task_done()

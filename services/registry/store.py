@@ -1,0 +1,143 @@
+"""The registry's durable state: models, reservations, and the nodes that are not yet gone.
+
+Memory is the truth while the process lives; the store follows it. Writes are *behind*: one writer
+works through the slots that changed, newest value only, and tries again for as long as the durable
+store refuses (while it elects a leader, some seconds). Nothing is lost by that but durability: a
+registry killed meanwhile starts from the older state.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from services.registry.core.reservations import Reservation
+from shared.bus.base import Bus, KeyValue
+from shared.errors import BusError, BusTimeout
+from shared.ids import ModelId, NodeId
+from shared.messages.pool import ModelRecord, NodeInfo
+from shared.subjects import KV_MODELS, KV_NODES, KV_RESERVATIONS
+
+MODEL_WAIT_S = 4.0
+"""How long publishing or removing a model waits until it is durable, before it is refused."""
+RETRY_S = 0.1
+RETRY_MAX_S = 1.0
+
+Slot = tuple[str, str]
+"""Bucket and key."""
+T = TypeVar("T", ModelRecord, NodeInfo, Reservation)
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    models: list[ModelRecord]
+    nodes: list[NodeInfo]
+    reservations: list[Reservation]
+
+
+class Store:
+    def __init__(self, bus: Bus, log: structlog.stdlib.BoundLogger) -> None:
+        self._bus = bus
+        self._log = log
+        self._buckets: dict[str, KeyValue] = {}
+        self._stored: dict[Slot, bytes | None] = {}
+        """What is known to lie there; no entry: not known."""
+        self._wanted: dict[Slot, bytes | None] = {}
+        """What is still to be written; None: deleted."""
+        self._wake = asyncio.Event()
+        self._landed = asyncio.Condition()
+
+    async def load(self) -> Saved:
+        """Opens the buckets and reads them; entries that make no sense are logged and left."""
+        for bucket in (KV_MODELS, KV_NODES, KV_RESERVATIONS):
+            self._buckets[bucket] = await self._bus.kv(bucket)
+        return Saved(
+            models=await self._read(KV_MODELS, ModelRecord),
+            nodes=await self._read(KV_NODES, NodeInfo),
+            reservations=await self._read(KV_RESERVATIONS, Reservation),
+        )
+
+    def node(self, node: NodeId, info: NodeInfo | None) -> None:
+        self._want((KV_NODES, node), info)
+
+    def reservation(self, node: NodeId, reservation: Reservation | None) -> None:
+        self._want((KV_RESERVATIONS, node), reservation)
+
+    async def model(
+        self, model_id: ModelId, record: ModelRecord | None, before: ModelRecord | None
+    ) -> None:
+        """Returns once `record` (None: its removal) is durable; BusTimeout, and nothing changed,
+        if that does not come about. `before` is what to go back to then."""
+        slot = (KV_MODELS, model_id)
+        self._want(slot, record)
+        if not await self._until(lambda: slot not in self._wanted, MODEL_WAIT_S):
+            self._want(slot, before)  # the write that failed may have got through
+            raise BusTimeout(
+                f"model {model_id}: the durable store took no write for {MODEL_WAIT_S} s; "
+                "nothing was changed, try again when JetStream has a leader"
+            )
+
+    async def settled(self, timeout: float) -> bool:
+        """Waits until all is durable; False if that takes longer than `timeout` seconds."""
+        return await self._until(lambda: not self._wanted, timeout)
+
+    async def write(self) -> None:
+        """The writer; runs for the life of the service."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            delay = RETRY_S
+            while self._wanted:
+                if await self._write_one(next(iter(self._wanted))):
+                    delay = RETRY_S
+                else:
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, RETRY_MAX_S)
+
+    async def _write_one(self, slot: Slot) -> bool:
+        bucket, key = slot
+        value = self._wanted[slot]
+        try:
+            if value is None:
+                await self._buckets[bucket].delete(key)
+            else:
+                await self._buckets[bucket].put(key, value)
+        except BusError as error:
+            self._stored.pop(slot, None)
+            self._wanted[slot] = self._wanted.pop(slot)  # to the end: others may fare better
+            self._log.warning("write failed, will retry", bucket=bucket, key=key, error=str(error))
+            return False
+        self._stored[slot] = value
+        if self._wanted[slot] == value:
+            del self._wanted[slot]
+        async with self._landed:
+            self._landed.notify_all()
+        return True
+
+    def _want(self, slot: Slot, item: ModelRecord | NodeInfo | Reservation | None) -> None:
+        value = None if item is None else msgspec.msgpack.encode(item)
+        if slot not in self._wanted and slot in self._stored and self._stored[slot] == value:
+            return
+        self._wanted[slot] = value
+        self._wake.set()
+
+    async def _until(self, done: Callable[[], bool], timeout: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout), self._landed:
+                await self._landed.wait_for(done)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _read(self, bucket: str, kind: type[T]) -> list[T]:
+        found = []
+        for entry in await self._buckets[bucket].entries():
+            self._stored[bucket, entry.key] = entry.value
+            try:
+                found.append(msgspec.msgpack.decode(entry.value, type=kind))
+            except msgspec.MsgspecError as error:
+                self._log.warning(
+                    "stored entry ignored", bucket=bucket, key=entry.key, error=str(error)
+                )
+        return found
