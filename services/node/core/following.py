@@ -1,0 +1,125 @@
+"""A node as a later stage of others' paths: what it keeps of their sequences, what waits to run.
+
+A micro-batch comes from the stage before, word that a sequence is over from the leader: the two
+can overtake each other. So the keys of sequences that ended are remembered for a while, and a row
+that comes after the end makes no KV; its leader is told, and ignores it if it knows.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from services.node.core.microbatches import (
+    Command,
+    Failed,
+    Failure,
+    Forward,
+    Free,
+    Hidden,
+    Part,
+    Path,
+    Release,
+    Send,
+)
+from services.node.core.recent import Recent
+from services.node.core.rows import Row, SequenceKey
+from shared.errors import ProtocolViolation
+from shared.ids import ModelId, NodeId
+
+
+@dataclass(slots=True)
+class Followed:
+    """A sequence of another leader that has KV here."""
+
+    path: Path
+    limit: int
+    position: int = 0
+    """Positions run here, or queued to be."""
+
+
+class Follower:
+    def __init__(self, node: NodeId) -> None:
+        self._node = node
+        self.sequences: dict[SequenceKey, Followed] = {}
+        self.queue: list[tuple[int, Part]] = []
+        """(tick of arrival, micro-batch), in order."""
+        self._over: Recent[SequenceKey, None] = Recent()
+
+    def forward(self, message: Forward, hidden: Hidden, tick: int) -> list[Command]:
+        """A micro-batch to run. ProtocolViolation if it is not for this node."""
+        if message.path.stages[message.stage].node != self._node:
+            raise ProtocolViolation(
+                f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
+            )
+        refused = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
+        part = Part.of(message, hidden).without(refused)
+        for row in part.rows:
+            followed = self.sequences.setdefault(row.sequence, Followed(message.path, row.limit))
+            followed.position += row.count
+        if part.rows:
+            self.queue.append((tick, part))
+        if not refused:
+            return []
+        why = Failure("not_found", f"node {self._node} does not have the sequence at that position")
+        ours = [key for key in refused if self._path_of(key) in (None, message.path)]
+        return [*self.end(ours), _failed(message.path, refused, why)]
+
+    def _goes_on(self, row: Row, path: Path) -> bool:
+        followed = self.sequences.get(row.sequence)
+        if followed is None:
+            return row.position == 0 and row.sequence not in self._over
+        fits = row.position + row.count <= followed.limit
+        return followed.path == path and followed.position == row.position and fits
+
+    def _path_of(self, key: SequenceKey) -> Path | None:
+        followed = self.sequences.get(key)
+        return followed.path if followed else None
+
+    def free(self, message: Free) -> list[Command]:
+        return self.end(message.sequences)
+
+    def failed(self, path: Path, keys: Iterable[SequenceKey], why: Failure) -> list[Command]:
+        """Sequences of one path that this node can't run: freed here, told to their leader."""
+        known = [key for key in keys if key in self.sequences]
+        return self.end(known) + ([_failed(path, known, why)] if known else [])
+
+    def peer_lost(self, address: str, why: Failure) -> list[Command]:
+        led = [key for key, s in self.sequences.items() if s.path.leader == address]
+        through = self._by_path(lambda path: path.goes_through(address) and path.leader != address)
+        commands = self.end(led)
+        for path, keys in through.items():
+            commands += self.failed(path, keys, why)
+        return commands
+
+    def model_closed(self, model_id: ModelId, why: Failure) -> list[Command]:
+        return self._fail_where(lambda path: path.model_id == model_id, why)
+
+    def close(self, why: Failure) -> list[Command]:
+        return self._fail_where(lambda path: True, why)
+
+    def _fail_where(self, ends: Callable[[Path], bool], why: Failure) -> list[Command]:
+        commands: list[Command] = []
+        for path, keys in self._by_path(ends).items():
+            commands += self.failed(path, keys, why)
+        return commands
+
+    def _by_path(self, wanted: Callable[[Path], bool]) -> dict[Path, list[SequenceKey]]:
+        found: dict[Path, list[SequenceKey]] = {}
+        for key, sequence in self.sequences.items():
+            if wanted(sequence.path):
+                found.setdefault(sequence.path, []).append(key)
+        return found
+
+    def end(self, keys: Collection[SequenceKey]) -> list[Command]:
+        """Forgets sequences, takes their rows out of the queue and frees their KV."""
+        for key in keys:
+            self._over[key] = None
+        known = tuple(key for key in keys if self.sequences.pop(key, None) is not None)
+        if not known:
+            return []
+        pruned = ((tick, part.without(known)) for tick, part in self.queue)
+        self.queue = [(tick, part) for tick, part in pruned if part.rows]
+        return [Release(known)]
+
+
+def _failed(path: Path, keys: Collection[SequenceKey], why: Failure) -> Send:
+    return Send(path.leader, Failed(tuple(keys), why.code, why.message))

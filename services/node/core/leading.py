@@ -1,0 +1,183 @@
+"""A node as leader: takes attempts in, keeps their paths busy, turns what was drawn into tokens.
+
+An attempt waits, runs, and ends exactly once: with its last token, with a failure, or forgotten
+(cancelled, or replaced by a newer attempt of its request). Whichever it is, its KV is freed here
+and on every other stage of its path at that moment; what is still in flight for it is ignored when
+it comes back.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+
+from services.node.core.microbatches import (
+    Command,
+    Emit,
+    Failure,
+    Finish,
+    Path,
+    Release,
+    Sampled,
+    frees,
+)
+from services.node.core.recent import Recent
+from services.node.core.rows import SequenceKey
+from services.node.core.sequences import Lane, Sequence, limit_of
+from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch
+from shared.ids import ModelId, NodeId, RequestId
+from shared.messages.serving import AttemptFailed, Submit, Token
+
+NO_TOKEN = Failure("protocol", "the last stage of the path returned no token where one was due")
+
+
+class Leader:
+    def __init__(self, node: NodeId, *, slots: int, kv_capacity: int) -> None:
+        self._node = node
+        self._slots = slots
+        self._kv_capacity = kv_capacity
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[SequenceKey, Sequence] = {}
+        self.lanes: dict[Path, Lane] = {}
+        self._attempts: Recent[RequestId, int] = Recent()
+        """The newest attempt seen of a request: older ones come too late."""
+
+    def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
+        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued."""
+        check_submit(submit, self._node, n_blocks)
+        first = submit.stages[0]
+        missing = sorted(set(range(first.start, first.stop)) - set(held))
+        if missing:
+            raise NotFound(
+                f"node {self._node} does not hold blocks {missing} of model {submit.model_id}: "
+                f"submit to an instance of the newest revision"
+            )
+        newest = self._attempts.get(submit.request)
+        if newest is not None and submit.attempt <= newest:
+            raise StaleEpoch(
+                f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
+            )
+        older = [s for s in self._all() if s.submit.request == submit.request]
+        self._check_room(submit, replaced=len(older))
+        self._attempts[submit.request] = submit.attempt
+        commands = self.end(older, None)
+        self.waiting.append(Sequence.of(submit))
+        return commands
+
+    def _check_room(self, submit: Submit, *, replaced: int) -> None:
+        if limit_of(submit) > self._kv_capacity:
+            raise CapacityExceeded(
+                f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
+                f"node {self._node} has {self._kv_capacity}: raise node.kv_tokens"
+            )
+        if len(self.running) + len(self.waiting) - replaced >= 2 * self._slots:
+            raise CapacityExceeded(
+                f"node {self._node} leads {len(self.running)} sequences and {len(self.waiting)} "
+                f"wait: submit elsewhere"
+            )
+
+    def cancel(self, request: RequestId, attempt: int) -> list[Command]:
+        newest = self._attempts.get(request)
+        self._attempts[request] = attempt if newest is None else max(newest, attempt)
+        return self.end(
+            [s for s in self._all() if (s.submit.request, s.submit.attempt) == (request, attempt)],
+            None,
+        )
+
+    def admit(self, kv_used: int, tick: int) -> None:
+        """Waiting sequences start, in order, as slots and KV allow."""
+        while self.waiting and len(self.running) < self._slots:
+            if kv_used + self.waiting[0].limit > self._kv_capacity:
+                return
+            sequence = self.waiting.popleft()
+            kv_used += sequence.limit
+            sequence.ready = tick
+            self.running[sequence.key] = sequence
+            lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
+            lane.sequences[sequence.key] = sequence
+
+    def sampled(self, message: Sampled, tick: int) -> list[Command]:
+        """A micro-batch is back: tokens go out, its sequences are ready again or over."""
+        commands: list[Command] = []
+        over: list[Sequence] = []
+        cut: list[Sequence] = []
+        for key, token in message.tokens:
+            sequence = self.running.get(key)
+            if sequence is None or sequence.flight != message.batch:
+                continue
+            if not sequence.land(tick):
+                continue
+            if token is None:
+                cut.append(sequence)
+                continue
+            index, finish = sequence.append(token)
+            submit = sequence.submit
+            out = Token(submit.request, submit.attempt, index, token, finish.value)
+            commands.append(Emit(submit.gateway, out))
+            if finish is not Finish.NOT_YET:
+                over.append(sequence)
+        return commands + self.end(over, None) + self.end(cut, NO_TOKEN)
+
+    def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
+        return self.end([self.running[key] for key in keys if key in self.running], failure)
+
+    def peer_lost(self, address: str, failure: Failure) -> list[Command]:
+        through = [s for s in self._all() if s.path.goes_through(address)]
+        return self.end(through, failure, lost=address)
+
+    def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
+        return self.end([s for s in self._all() if s.submit.model_id == model_id], failure)
+
+    def close(self, failure: Failure) -> list[Command]:
+        return self.end(list(self._all()), failure)
+
+    def end(
+        self, sequences: Iterable[Sequence], failure: Failure | None, *, lost: str = ""
+    ) -> list[Command]:
+        """Forgets sequences and frees what stages keep of them, but not at a `lost` peer."""
+        released: list[SequenceKey] = []
+        elsewhere: list[tuple[str, SequenceKey]] = []
+        told: list[Command] = []
+        for sequence in sequences:
+            self._remove(sequence)
+            if sequence.started:
+                released.append(sequence.key)
+                followers = (a for a in sequence.path.followers if a != lost)
+                elsewhere += [(address, sequence.key) for address in followers]
+            if failure:
+                submit = sequence.submit
+                reason = AttemptFailed(
+                    submit.request, submit.attempt, failure.code, failure.message
+                )
+                told.append(Emit(submit.gateway, reason))
+        local: list[Command] = [Release(tuple(released))] if released else []
+        return local + frees(elsewhere) + told
+
+    def _remove(self, sequence: Sequence) -> None:
+        if self.running.pop(sequence.key, None) is None:
+            self.waiting.remove(sequence)
+            return
+        lane = self.lanes[sequence.path]
+        del lane.sequences[sequence.key]
+        if not lane.sequences:
+            del self.lanes[sequence.path]
+
+    def _all(self) -> Iterator[Sequence]:
+        yield from self.running.values()
+        yield from self.waiting
+
+
+def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:
+    """BadInput unless the attempt makes sense and this node leads its path."""
+    stages = submit.stages
+    ends = [stage.stop for stage in stages]
+    if not stages or stages[0].node != node:
+        raise BadInput(f"node {node} does not lead the path of request {submit.request}")
+    if [stage.start for stage in stages] != [0, *ends[:-1]] or ends[-1] != n_blocks:
+        raise BadInput(f"the path of request {submit.request} does not cover {n_blocks} blocks")
+    if any(stage.start >= stage.stop for stage in stages):
+        raise BadInput(f"the path of request {submit.request} has a stage without blocks")
+    if len({stage.address for stage in stages}) < len(stages):
+        raise BadInput(f"the path of request {submit.request} comes to a node twice")
+    if not 0 < submit.prompt_tokens <= len(submit.tokens) or min(submit.tokens) < 0:
+        raise BadInput(f"request {submit.request} has no prompt, or token ids below 0")
+    if len(submit.tokens) - submit.prompt_tokens >= submit.max_tokens:
+        raise BadInput(f"request {submit.request} has all its {submit.max_tokens} tokens already")

@@ -1,0 +1,191 @@
+"""Micro-batches: what stages of a path tell each other, and what the scheduler asks of its shell.
+
+`Forward`, `Sampled`, `Free` and `Failed` cross between nodes (their wire form is in
+`services.node.activations`). `Send`, `Release` and `Emit` are commands: what the scheduler wants
+done. Hidden states are opaque here: the scheduler passes them on and never looks inside.
+"""
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from services.node.core.rows import Row, SequenceKey
+from shared.ids import GatewayId, ModelId
+from shared.messages.instances import Stage
+from shared.messages.serving import AttemptFailed, Token
+
+Hidden = Any
+"""Hidden states of a batch, [sum(count), hidden_size]; whatever form the shell gives them."""
+
+
+class Path(msgspec.Struct, frozen=True):
+    """A model's stages, in order, covering every block once. The first leads."""
+
+    model_id: ModelId
+    stages: tuple[Stage, ...]
+
+    @property
+    def leader(self) -> str:
+        return self.stages[0].address
+
+    @property
+    def followers(self) -> tuple[str, ...]:
+        return tuple(stage.address for stage in self.stages[1:])
+
+    def goes_through(self, address: str) -> bool:
+        return any(stage.address == address for stage in self.stages)
+
+
+class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
+    """What one node of a path sends to another."""
+
+
+class Forward(StageMessage, frozen=True, tag="forward"):
+    """Previous stage -> this one: run your blocks over these rows. Hidden states come along."""
+
+    path: Path
+    stage: int
+    batch: int
+    """The leader's number of the micro-batch."""
+    rows: tuple[Row, ...]
+
+
+class Sampled(StageMessage, frozen=True, tag="sampled"):
+    """Last stage -> leader: the micro-batch has come through."""
+
+    batch: int
+    tokens: tuple[tuple[SequenceKey, int | None], ...]
+    """A row each; None where no token was to be drawn."""
+
+
+class Free(StageMessage, frozen=True, tag="free"):
+    """Leader -> other stages: these sequences are over."""
+
+    sequences: tuple[SequenceKey, ...]
+
+
+class Failed(StageMessage, frozen=True, tag="failed"):
+    """Stage -> leader: these sequences cannot go on; nothing of them is kept here."""
+
+    sequences: tuple[SequenceKey, ...]
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One micro-batch at one stage."""
+
+    path: Path
+    stage: int
+    batch: int
+    rows: tuple[Row, ...]
+    hidden: Hidden = None
+    offsets: tuple[int, ...] = ()
+    """Where each row's positions begin in `hidden`."""
+
+    @classmethod
+    def of(cls, forward: Forward, hidden: Hidden) -> "Part":
+        ends = accumulate((row.count for row in forward.rows), initial=0)
+        offsets = tuple(ends)[:-1]
+        return cls(forward.path, forward.stage, forward.batch, forward.rows, hidden, offsets)
+
+    @property
+    def positions(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return tuple(row.sequence for row in self.rows)
+
+    def without(self, gone: Collection[SequenceKey]) -> "Part":
+        kept = [i for i, row in enumerate(self.rows) if row.sequence not in gone]
+        if len(kept) == len(self.rows):
+            return self
+        return replace(
+            self,
+            rows=tuple(self.rows[i] for i in kept),
+            offsets=tuple(self.offsets[i] for i in kept) if self.offsets else (),
+        )
+
+
+class BlockRange(msgspec.Struct, frozen=True):
+    """What is batched together: micro-batches for the same blocks, whichever path they are of."""
+
+    model_id: ModelId
+    start: int
+    stop: int
+
+
+def range_of(path: Path, stage: int) -> BlockRange:
+    return BlockRange(path.model_id, path.stages[stage].start, path.stages[stage].stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One run of the engine."""
+
+    blocks: BlockRange
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for part in self.parts for row in part.rows)
+
+    def without(self, gone: Collection[SequenceKey]) -> "Work":
+        parts = tuple(part.without(gone) for part in self.parts)
+        return replace(self, parts=tuple(part for part in parts if part.rows))
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why sequences end before their time; `code` is that of a `shared.errors` class."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Deliver a message to a peer."""
+
+    address: str
+    message: StageMessage
+    hidden: Hidden = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free these sequences' KV in this node's engine."""
+
+    sequences: tuple[SequenceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tell a gateway."""
+
+    gateway: GatewayId
+    what: Token | AttemptFailed
+
+
+Command = Send | Release | Emit
+
+
+class Finish(enum.Enum):
+    """How a request ends well; the values are those of `Token.finish`."""
+
+    NOT_YET = ""
+    STOP = "stop"
+    LENGTH = "length"
+
+
+def frees(pairs: Sequence[tuple[str, SequenceKey]]) -> list[Command]:
+    """One Free a peer, from (address, sequence) pairs."""
+    by_address: dict[str, list[SequenceKey]] = {}
+    for address, key in pairs:
+        by_address.setdefault(address, []).append(key)
+    return [Send(address, Free(tuple(keys))) for address, keys in by_address.items()]

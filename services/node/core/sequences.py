@@ -1,0 +1,121 @@
+"""The sequences that this node leads, and the lanes (one a path) in which they advance.
+
+A lane of S stages keeps at most S micro-batches in flight (2-D pipelining: lambdaScale, section
+4.3). A micro-batch takes the ready sequences that have waited longest, at most an S-th of the
+lane's: so the lane stays evenly split while sequences come and go, and one that is in flight is
+never in a second micro-batch.
+"""
+
+from dataclasses import dataclass, field
+
+from services.node.core.microbatches import Finish, Part, Path
+from services.node.core.rows import Draw, Row, SequenceKey
+from shared.ids import RequestId
+from shared.messages.serving import Submit
+
+
+def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
+    return f"{request}#{attempt}"
+
+
+def limit_of(submit: Submit) -> int:
+    """Positions that the request can come to: its last token is never run."""
+    return submit.prompt_tokens + submit.max_tokens - 1
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One attempt: its known tokens and how many of them have been run."""
+
+    submit: Submit
+    key: SequenceKey
+    path: Path
+    tokens: list[int]
+    ready: int = 0
+    """When it last became ready, in the scheduler's ticks."""
+    position: int = 0
+    flight: int | None = None
+    """The micro-batch that it is in."""
+    in_flight: int = 0
+    """Its positions in that micro-batch."""
+
+    @classmethod
+    def of(cls, submit: Submit) -> "Sequence":
+        key = sequence_key(submit.request, submit.attempt)
+        path = Path(submit.model_id, submit.stages)
+        return cls(submit, key, path, list(submit.tokens))
+
+    @property
+    def limit(self) -> int:
+        return limit_of(self.submit)
+
+    @property
+    def started(self) -> bool:
+        """Some stage may hold KV of it."""
+        return self.position > 0 or self.flight is not None
+
+    @property
+    def decodes(self) -> bool:
+        return self.position >= len(self.submit.tokens)
+
+    def depart(self, batch: int, count: int) -> Row:
+        """Its next `count` positions, in a micro-batch."""
+        start, stop = self.position, self.position + count
+        draw = None
+        if stop == len(self.tokens):
+            draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling)
+        self.flight, self.in_flight = batch, count
+        return Row(self.key, start, count, self.limit, tuple(self.tokens[start:stop]), draw)
+
+    def land(self, tick: int) -> bool:
+        """Its micro-batch is back. Whether a token is due with it."""
+        self.position += self.in_flight
+        self.flight, self.in_flight, self.ready = None, 0, tick
+        return self.position == len(self.tokens)
+
+    def append(self, token: int) -> tuple[int, Finish]:
+        """Takes the drawn token: (its index, how the request ended)."""
+        index = len(self.tokens) - self.submit.prompt_tokens
+        self.tokens.append(token)
+        if token in self.submit.stop_ids:
+            return index, Finish.STOP
+        return index, Finish.LENGTH if index + 1 == self.submit.max_tokens else Finish.NOT_YET
+
+
+@dataclass(slots=True)
+class Lane:
+    """The running sequences of one path."""
+
+    path: Path
+    sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
+
+    @property
+    def flights(self) -> set[int]:
+        """Micro-batches out; one whose sequences have all ended is no longer waited for."""
+        return {s.flight for s in self.sequences.values() if s.flight is not None}
+
+    @property
+    def waiting_since(self) -> int | None:
+        """Tick since which a micro-batch could have been formed; None: there is none to form."""
+        if len(self.flights) >= len(self.path.stages):
+            return None
+        ready = (s.ready for s in self.sequences.values() if s.flight is None)
+        return min(ready, default=None)
+
+    def form(self, batch: int, prompt_budget: int) -> Part:
+        """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens."""
+        share = -(-len(self.sequences) // len(self.path.stages))
+        ready = sorted(
+            (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.ready
+        )
+        rows: list[Row] = []
+        for sequence in ready:
+            if len(rows) == share:
+                break
+            count = 1
+            if not sequence.decodes:
+                count = min(len(sequence.submit.tokens) - sequence.position, prompt_budget)
+                prompt_budget -= count
+            if count:
+                rows.append(sequence.depart(batch, count))
+        return Part(self.path, 0, batch, tuple(rows))

@@ -1,0 +1,214 @@
+"""The engine thread: one a node. It runs the scheduler and the engine, and nothing else does.
+
+Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
+engine runs it takes in all that has come, so that new sequences join at the next step; with nothing
+to run it sleeps.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from services.node.engine.base import Engine
+from services.node.steps import EmitTo, SendTo, Steps, WorkerLoad
+from shared import telemetry
+from shared.errors import ConfigError, Conflict, TransportError
+from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.serving import Cancel, Submit
+
+__all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
+
+Call = Callable[[Steps], None]
+
+
+class Worker:
+    """Owns the engine thread. `send` and `emit` are called on it: they must be thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        make_engine: Callable[[], Engine],
+        slots: int,
+        step_tokens: int,
+        step_floor_s: float,
+        send: SendTo,
+        emit: EmitTo,
+    ) -> None:
+        if slots < 1 or step_tokens < 1:
+            raise ConfigError("node.slots and node.step_tokens must be at least 1")
+        self._node = node
+        self._make_engine = make_engine
+        self._slots = slots
+        self._step_tokens = step_tokens
+        self._step_floor_s = step_floor_s
+        self._send = send
+        self._emit = emit
+        self._log = telemetry.logger("worker", node=node)
+        self._calls: list[Call] = []
+        self._changed = threading.Condition()
+        """Guards `_calls` and `_over`."""
+        self._over = False
+        self._stopping = False
+        """The thread's own."""
+        self._load = WorkerLoad()
+        self._asked: set[asyncio.Future[None]] = set()
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- on the control loop ------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread; the engine is made on it."""
+        loop = asyncio.get_running_loop()
+        name = f"engine-{self._node}"
+        self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
+        self._thread.start()
+
+    async def wait(self) -> None:
+        """Until the thread has ended; raises what it failed with."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def stop(self) -> None:
+        """Fails what is running (gateways resume it elsewhere) and ends the thread."""
+        if self._thread is None:
+            return
+        self._post(self._close)
+        await self._ended.wait()
+        self._thread.join()
+
+    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+        await self._ask(lambda steps: steps.open_model(model_id, manifest))
+
+    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        await self._ask(lambda steps: steps.attach(model_id, block, buffer))
+
+    async def close_model(self, model_id: ModelId) -> None:
+        """Once it returns, nothing touches the model's buffers."""
+        await self._ask(lambda steps: steps.close_model(model_id))
+
+    async def submit(self, submit: Submit) -> None:
+        """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it is not."""
+        await self._ask(lambda steps: steps.submit(submit))
+
+    def cancel(self, cancel: Cancel) -> None:
+        self._post(lambda steps: steps.cancel(cancel))
+
+    # --- on any thread ------------------------------------------------------
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        self._post(lambda steps: steps.received(sender, header, payload))
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        """Its attempts fail. Also for a peer that a message could not be sent to, or that died."""
+        self._post(lambda steps: steps.peer_lost(address, error))
+
+    def load(self) -> WorkerLoad:
+        return self._load
+
+    # --- between the threads ------------------------------------------------
+
+    def _post(self, call: Call) -> bool:
+        """Queues a call; False if the thread is over and nothing will come of it."""
+        with self._changed:
+            if not self._over:
+                self._calls.append(call)
+                self._changed.notify()
+            return not self._over
+
+    async def _ask(self, act: Call) -> None:
+        """Runs `act` on the engine thread; its error is raised here."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+
+        def call(steps: Steps) -> None:
+            try:
+                act(steps)
+            except Exception as error:  # handed on to the caller
+                loop.call_soon_threadsafe(_settle, answer, error)
+            else:
+                loop.call_soon_threadsafe(_settle, answer, None)
+
+        self._asked.add(answer)
+        try:
+            if not self._post(call):
+                raise self._gone()
+            await answer
+        finally:
+            self._asked.discard(answer)
+
+    def _gone(self) -> Conflict:
+        return Conflict(f"the engine thread of node {self._node} has ended: {self._error}")
+
+    def _on_ended(self, error: Exception | None) -> None:
+        self._error = error
+        self._ended.set()
+        for answer in self._asked:
+            _settle(answer, self._gone())
+
+    # --- the engine thread --------------------------------------------------
+
+    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
+        failure: Exception | None = None
+        try:
+            self._serve()
+        except Exception as error:  # the thread's boundary: `wait` raises it on the control loop
+            self._log.exception("engine thread failed")
+            failure = error
+        with self._changed:
+            self._over = True
+            self._calls.clear()
+        loop.call_soon_threadsafe(self._on_ended, failure)
+
+    def _serve(self) -> None:
+        steps = Steps(
+            node=self._node,
+            engine=self._make_engine(),
+            slots=self._slots,
+            step_tokens=self._step_tokens,
+            step_floor_s=self._step_floor_s,
+            send=self._send,
+            emit=self._emit,
+        )
+        self._load = steps.load
+        idle = False
+        while not self._stopping:
+            self._take_in(steps, timeout=None if idle else 0)
+            idle = not self._stopping and not steps.step(lambda until: self._hold(steps, until))
+            steps.flush()
+            self._load = steps.load
+
+    def _take_in(self, steps: Steps, timeout: float | None) -> None:
+        """Runs the calls that have come, having waited for one if there was none."""
+        with self._changed:
+            if not self._calls and timeout != 0:
+                self._changed.wait(timeout)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            if not self._stopping:
+                call(steps)
+        if calls:
+            steps.flush()
+            self._load = steps.load
+
+    def _hold(self, steps: Steps, until: float) -> None:
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            self._take_in(steps, timeout=left)
+
+    def _close(self, steps: Steps) -> None:
+        self._stopping = True
+        steps.close()
+
+
+def _settle(answer: asyncio.Future[None], error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)
