@@ -1,0 +1,52 @@
+"""What a request may ask for, and how many may wait."""
+
+from shared.errors import BadInput, CapacityExceeded
+
+MAX_CHOICES = 128
+"""Most completions that one HTTP request may ask for (prompts x n)."""
+_SEED_MASK = (1 << 63) - 1
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that every choice of a request has another seed (Weyl sequence, golden ratio)."""
+
+
+def check_queue(waiting: int, arriving: int, limit: int) -> None:
+    """All of a call's requests are let in, or none."""
+    if waiting + arriving > limit:
+        raise CapacityExceeded(
+            f"{waiting} requests are waiting for this model and the limit is {limit}: "
+            "try again later"
+        )
+
+
+def check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        raise BadInput(
+            f"{prompts} prompts with n={n} make {prompts * n} completions; "
+            f"one request may ask for {MAX_CHOICES}"
+        )
+
+
+def output_limit(prompt: int, asked: int | None, default: int | None, context: int) -> int:
+    """Most tokens to generate after `prompt` tokens.
+
+    Nothing asked: `default`, but not more than fits; None fills the context.
+    """
+    room = context - prompt
+    if room < 1:
+        raise BadInput(
+            f"the prompt has {prompt} tokens; this model's context is {context} tokens, "
+            "which leaves no room for a completion"
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise BadInput(
+            f"this model's context is {context} tokens; {prompt + asked} were asked for "
+            f"({prompt} in the prompt, {asked} for the completion)"
+        )
+    return asked
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of a call's choice: that of choice 0 is the given one, modulo 2^63."""
+    return (seed + choice * _SEED_STEP) & _SEED_MASK

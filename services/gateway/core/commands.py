@@ -1,0 +1,70 @@
+"""What the dispatch core tells its shell to do, in order."""
+
+import msgspec
+
+from shared.errors import LambdaScaleError
+from shared.ids import InstanceId, ModelName, NodeId, RequestId
+from shared.messages.instances import Instance
+from shared.messages.serving import Cancel, Submit
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Hand the attempt to the node and report what it answers."""
+
+    node: NodeId
+    submit: Submit
+
+
+class Withdraw(msgspec.Struct, frozen=True, gc=False):
+    node: NodeId
+    cancel: Cancel
+
+
+class Emit(msgspec.Struct, frozen=True, gc=False):
+    """The request's next token, for its client."""
+
+    request: RequestId
+    token: int
+    finish: str
+    """`stop` or `length`: the request is done. Empty: it goes on."""
+    first: bool
+    """The first token of its attempt."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The request cannot be completed."""
+
+    request: RequestId
+    error: LambdaScaleError
+
+
+class Resumed(msgspec.Struct, frozen=True, gc=False):
+    """An attempt is over and the request goes on with the next one. For the record."""
+
+    name: ModelName
+    reason: str
+    """`refused`, `failed`, `lost`, `gone` or `moved`."""
+    detail: str
+
+
+class Served(msgspec.Struct, frozen=True):
+    """An instance gave its first token. For the record."""
+
+    name: ModelName
+    instance: Instance
+    trace: str
+    """Of the set that brought the instance."""
+    submitted_at: float
+
+
+class Switched(msgspec.Struct, frozen=True):
+    """A set moved requests off its moving instances. For the record."""
+
+    name: ModelName
+    trace: str
+    moved: tuple[RequestId, ...]
+    stayed: int
+    sources: tuple[InstanceId, ...]
+
+
+Command = Send | Withdraw | Emit | End | Resumed | Served | Switched

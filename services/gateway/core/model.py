@@ -1,0 +1,290 @@
+"""The requests of one model: those that wait, and those that run on its instances.
+
+Requests wait first-in first-out; one that is resumed goes to the head. Whenever a slot may have
+come free, requests on moving instances get it first, then the queue.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from services.gateway.core import routing, streams
+from services.gateway.core.commands import (
+    Command,
+    Emit,
+    End,
+    Resumed,
+    Send,
+    Served,
+    Switched,
+    Withdraw,
+)
+from services.gateway.core.requests import Request, State
+from services.gateway.core.routing import Route, Table
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    LambdaScaleError,
+    NoResponders,
+    NotFound,
+    StaleEpoch,
+)
+from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
+from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.load import ModelLoad
+from shared.messages.serving import Cancel, Submit, Token
+
+REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
+"""The node did not take the attempt (or could not keep it for want of room): no failure of the
+request's, which may try as often as its time allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    gateway: GatewayId
+    draw: Callable[[], float]
+    """Uniform numbers in [0, 1)."""
+    max_queue: int
+    """Requests of one model that may wait."""
+    queue_timeout_s: float
+    stall_s: float
+    """An attempt that gives no token for so long is taken as failed: the token that would show
+    the loss may itself be lost."""
+    max_attempts: int
+    """Failures that a request survives."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the models of a gateway share."""
+
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    """All that have not ended."""
+    out: list[Command] = field(default_factory=list)
+    """Commands of the event that is being handled."""
+
+
+class Model:
+    def __init__(self, name: ModelName, model_id: ModelId, rules: Rules, ledger: Ledger) -> None:
+        self.name = name
+        self.id = model_id
+        self.listed = False
+        """The registry has it. Otherwise nothing is begun for it."""
+        self.table = Table()
+        self.queue: deque[Request] = deque()
+        self._rules = rules
+        self._ledger = ledger
+        self._out = ledger.out
+
+    # --- events --------------------------------------------------------------
+
+    def apply(self, new: InstanceSet, now: float) -> None:
+        self._give_back(self.table.apply(new), "left the set")
+        moved = self._move(now)
+        if moved:
+            staying = sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r))
+            requests = tuple(request.id for request, _ in moved)
+            sources = tuple(dict.fromkeys(source.instance.id for _, source in moved))
+            self._out.append(Switched(self.name, new.trace, requests, staying, sources))
+        self.dispatch(now)
+
+    def node_gone(self, node: NodeId, now: float) -> None:
+        gone = self.table.drop_node(node)
+        for route in gone:
+            for request in route.requests.values():
+                request.failures += 1
+        self._give_back(gone, f"node {node} is gone")
+        self.dispatch(now)
+
+    def accept(self, request: Request, token: Token, now: float) -> bool:
+        """Takes the request's next token; says whether a slot came free."""
+        route = self._route(request)
+        first = request.state is State.SUBMITTED
+        if first and not route.served:
+            route.served = True
+            self._out.append(Served(self.name, route.instance, route.trace, request.progress_at))
+        request.tokens.append(token.token)
+        request.progress_at = request.waiting_since = now
+        route.refusals = 0
+        route.tokens += request.remaining - request.charge
+        request.charge = request.remaining
+        finish = streams.finish_of(request, token)
+        self._out.append(Emit(request.id, token.token, finish, first))
+        if finish:
+            if not token.finish:
+                self._withdraw(route, request)
+            self._detach(route, request)
+            self._close(request, State.DONE, finish)
+        elif first:
+            request.become(State.STREAMING, "first token")
+        return bool(finish)
+
+    def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
+        """The node refused the attempt, did not answer, or gave it up."""
+        if isinstance(error, REFUSALS):
+            self._put_back(request, "refused", str(error), now)
+        elif isinstance(error, BadInput):
+            self._detach(self._route(request), request)
+            self._fail(request, error)
+        else:
+            self.lost(request, "failed", str(error), now)
+
+    def lost(self, request: Request, reason: str, detail: str, now: float) -> None:
+        request.failures += 1
+        self._put_back(request, reason, detail, now)
+
+    def leave(self, request: Request, state: State, why: str, now: float) -> None:
+        """The gateway itself ends the request."""
+        if request.running:
+            route = self._route(request)
+            self._withdraw(route, request)
+            self._detach(route, request)
+        else:
+            self.queue.remove(request)
+        self._close(request, state, why)
+        self.dispatch(now)
+
+    def tick(self, now: float) -> None:
+        patience = self._rules.queue_timeout_s
+        for request in [r for r in self.queue if now - r.waiting_since >= patience]:
+            self.queue.remove(request)
+            message = f"no instance of model {self.name!r} had room for {patience:g} s"
+            self._fail(request, CapacityExceeded(f"{message}: try again later"))
+        stall = self._rules.stall_s
+        for route in self.table.routes.values():
+            for request in [r for r in route.requests.values() if now - r.progress_at >= stall]:
+                self.lost(request, "lost", f"no token for {stall:g} s", now)
+        self.dispatch(now)
+
+    def dispatch(self, now: float) -> None:
+        """Gives out the slots that are free now."""
+        if not self.listed:
+            while self.queue:
+                error = NotFound(f"model {self.name!r} was removed")
+                self._fail(self.queue.popleft(), error)
+            return
+        self._move(now)
+        draw = self._rules.draw
+        routes = self.table.routes.values()
+        while self.queue:
+            route = routing.choose(routes, now, draw(), draw())
+            if route is None:
+                return
+            self._start(self.queue.popleft(), route, now)
+
+    def load(self) -> ModelLoad:
+        routes = self.table.routes
+        return ModelLoad(
+            model=self.name,
+            queued_requests=len(self.queue),
+            queued_tokens=sum(request.work for request in self.queue),
+            running_requests=sum(len(route.requests) for route in routes.values()),
+            running_tokens=sum(route.tokens for route in routes.values()),
+            instance_requests={key: len(route.requests) for key, route in routes.items()},
+        )
+
+    # --- attempts ------------------------------------------------------------
+
+    def _move(self, now: float) -> list[tuple[Request, Route]]:
+        """Resumes elsewhere what is worth moving, as far as there is room; (request, source)s.
+
+        What finds no room goes on where it is: that is better for it than to wait.
+        """
+        moved: list[tuple[Request, Route]] = []
+        routes = self.table.routes.values()
+        for source in [route for route in routes if _is_moving(route) and route.requests]:
+            stages = len(source.instance.stages)
+            for request in list(source.requests.values()):
+                context = len(request.prompt) + len(request.tokens)
+                if routing.stays(request.remaining, context, stages):
+                    continue
+                target = routing.refuge(routes, now)
+                if target is None:
+                    return moved
+                self._take_off(source, request, f"moves to {target.instance.id}")
+                self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
+                self._start(request, target, now)
+                moved.append((request, source))
+        return moved
+
+    def _start(self, request: Request, route: Route, now: float) -> None:
+        instance = route.instance
+        request.attempt += 1
+        request.become(State.SUBMITTED, instance.id)
+        request.instance = instance.id
+        request.progress_at = now
+        request.charge = request.work
+        route.requests[request.id] = request
+        route.tokens += request.charge
+        submit = Submit(
+            request=request.id,
+            attempt=request.attempt,
+            gateway=self._rules.gateway,
+            model_id=request.model_id,
+            instance=instance.id,
+            stages=instance.stages,
+            tokens=(*request.prompt, *request.tokens),
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+        )
+        self._out.append(Send(instance.leader, submit))
+
+    def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:
+        """Ends the attempt; its instance is left alone for a while."""
+        route = self._route(request)
+        route.avoid(now)
+        self._take_off(route, request, detail)
+        self._requeue([request], reason, detail)
+
+    def _give_back(self, gone: Iterable[Route], detail: str) -> None:
+        orphans = []
+        for route in gone:
+            for request in list(route.requests.values()):
+                self._take_off(route, request, detail)
+                orphans.append(request)
+        self._requeue(orphans, "gone", detail)
+
+    def _requeue(self, requests: list[Request], reason: str, detail: str) -> None:
+        """To the queue's head, in the order given."""
+        for request in reversed(requests):
+            if request.failures > self._rules.max_attempts:
+                message = f"the request failed {request.failures} times, at last: {detail}"
+                self._fail(request, LambdaScaleError(message))
+            else:
+                self._out.append(Resumed(self.name, reason, detail))
+                self.queue.appendleft(request)
+
+    def _take_off(self, route: Route, request: Request, why: str) -> None:
+        """Ends the attempt on its instance, so that the next one can begin."""
+        self._withdraw(route, request)
+        self._detach(route, request)
+        request.become(State.QUEUED, why)
+
+    def _withdraw(self, route: Route, request: Request) -> None:
+        cancel = Cancel(request=request.id, attempt=request.attempt)
+        self._out.append(Withdraw(route.instance.leader, cancel))
+
+    def _detach(self, route: Route, request: Request) -> None:
+        del route.requests[request.id]
+        route.tokens -= request.charge
+        request.charge = 0
+        request.instance = None
+
+    def _fail(self, request: Request, error: LambdaScaleError) -> None:
+        self._out.append(End(request.id, error))
+        self._close(request, State.FAILED, str(error))
+
+    def _close(self, request: Request, state: State, why: str) -> None:
+        request.become(state, why)
+        del self._ledger.requests[request.id]
+
+    def _route(self, request: Request) -> Route:
+        if request.instance is None:
+            raise NotFound(f"request {request.id} is on no instance")
+        return self.table.routes[request.instance]
+
+
+def _is_moving(route: Route) -> bool:
+    return route.instance.state is InstanceState.MOVING

@@ -1,0 +1,88 @@
+"""The life of one request, as the gateway that owns it sees it.
+
+    queued --------> submitted ---------> streaming ---------> done
+      ^                  |                    |
+      +---- resumed -----+--------------------+        any but the last three -> failed, cancelled
+
+Rules: a request is in exactly one state; the last three are final. Every submission is the next
+*attempt*; whatever speaks of an earlier attempt is late and changes nothing. A request is resumed
+(back to queued, then the next attempt with prompt + tokens so far) when its attempt is refused,
+fails, moves, or its instance is gone; only failures count towards the limit.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from shared.errors import IllegalTransition
+from shared.ids import InstanceId, ModelId, RequestId
+from shared.messages.serving import Sampling
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    SUBMITTED = "submitted"
+    """Handed to an instance; no token of this attempt yet."""
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDS = frozenset({State.FAILED, State.CANCELLED})
+NEXT: dict[State, frozenset[State]] = {
+    State.QUEUED: _ENDS | {State.SUBMITTED},
+    State.SUBMITTED: _ENDS | {State.QUEUED, State.STREAMING, State.DONE},
+    State.STREAMING: _ENDS | {State.QUEUED, State.DONE},
+    State.DONE: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: RequestId
+    model_id: ModelId
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """At least 1."""
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    waiting_since: float
+    """When it began to wait for a token: its arrival, or its last resumption after progress."""
+    tokens: list[int] = field(default_factory=list)
+    """Generated so far, over all attempts; index i is token i."""
+    state: State = State.QUEUED
+    attempt: int = 0
+    """Number of the current attempt, or of the last one; 0 before the first."""
+    failures: int = 0
+    instance: InstanceId | None = None
+    """Where the attempt runs, exactly in SUBMITTED and STREAMING."""
+    progress_at: float = 0.0
+    """When the attempt was submitted or gave its last token."""
+    charge: int = 0
+    """Tokens of work that it counts for on its instance."""
+    history: list[str] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        return self.instance is not None
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.tokens)
+
+    @property
+    def work(self) -> int:
+        """Tokens still to prefill plus tokens still to generate, for an attempt that begins now."""
+        return len(self.prompt) + self.max_tokens
+
+    def become(self, state: State, why: str) -> None:
+        if state not in NEXT[self.state]:
+            story = "; ".join(self.history)
+            raise IllegalTransition(
+                f"request {self.id}: {self.state.value} -> {state.value} ({why}) is not a step "
+                f"of a request; so far: {story}"
+            )
+        self.history.append(f"{state.value} (attempt {self.attempt}): {why}")
+        self.state = state

@@ -1,0 +1,126 @@
+"""Which instance takes a request: the table of one model's instances, and the choices over it.
+
+Load is measured in outstanding tokens (to prefill and to generate) per unit of capacity; two
+random choices are enough to balance it (Mitzenmacher: the power of two choices). An instance with
+no free slot is no candidate: what finds none stays in the gateway's queue, where the planner sees
+it and from where a new instance gets it the moment it appears.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.gateway.core.requests import Request
+from shared.ids import InstanceId, NodeId, RequestId
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+
+AVOID_S = 0.05
+"""How long an instance is left alone after a refusal; doubles with each one that follows."""
+AVOID_MAX_S = 1.0
+HOP_STEPS = 0.25
+"""What a token gains by leaving a path, in decode steps for each hop of the path."""
+PREFILL_TOKENS = 64
+"""Tokens that are prefilled in the time of one decode step."""
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """An instance and what this gateway has running on it."""
+
+    instance: Instance
+    trace: str
+    """Of the set that brought the instance."""
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    tokens: int = 0
+    """Outstanding: the sum of its requests' charges."""
+    avoid_until: float = float("-inf")
+    refusals: int = 0
+    """In a row."""
+    served: bool = False
+    """It has given a token."""
+
+    def takes(self, now: float) -> bool:
+        instance = self.instance
+        return (
+            instance.state is InstanceState.SERVING
+            and len(self.requests) < instance.slots
+            and instance.capacity > 0
+            and now >= self.avoid_until
+        )
+
+    @property
+    def load(self) -> float:
+        return self.tokens / self.instance.capacity
+
+    def avoid(self, now: float) -> None:
+        self.avoid_until = now + min(AVOID_S * 2**self.refusals, AVOID_MAX_S)
+        self.refusals = min(self.refusals + 1, 16)
+
+
+class Table:
+    """The instances of one model, as the newest set has them."""
+
+    def __init__(self) -> None:
+        self.version: tuple[int, int] = (-1, -1)
+        """(epoch, revision) of the newest set."""
+        self.routes: dict[InstanceId, Route] = {}
+
+    def apply(self, new: InstanceSet) -> list[Route]:
+        """Takes a set over unless a newer one was seen; returns the routes that are gone.
+
+        The version that is already known is applied again: it brings back an instance that was
+        dropped for a node which then turned out to live.
+        """
+        if (new.epoch, new.revision) < self.version:
+            return []
+        self.version = (new.epoch, new.revision)
+        old, self.routes = self.routes, {}
+        for instance in new.instances:
+            route = old.pop(instance.id, None) or Route(instance, new.trace)
+            route.instance = instance
+            self.routes[instance.id] = route
+        return list(old.values())
+
+    def drop_node(self, node: NodeId) -> list[Route]:
+        """The routes that led over a node which is gone; they are gone too."""
+        gone = [
+            route
+            for route in self.routes.values()
+            if any(stage.node == node for stage in route.instance.stages)
+        ]
+        for route in gone:
+            del self.routes[route.instance.id]
+        return gone
+
+
+def choose(routes: Iterable[Route], now: float, first: float, second: float) -> Route | None:
+    """The less loaded of two candidates drawn at random; None if there is no candidate.
+
+    `first` and `second` are uniform in [0, 1).
+    """
+    candidates = [route for route in routes if route.takes(now)]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    i = int(first * len(candidates))
+    j = int(second * (len(candidates) - 1))
+    if j >= i:
+        j += 1
+    a, b = candidates[i], candidates[j]
+    return a if a.load <= b.load else b
+
+
+def refuge(routes: Iterable[Route], now: float) -> Route | None:
+    """Where a request goes that must leave its path: the replica with the least load.
+
+    Paths are taken only where no replica serves at all; None while all that serve are full.
+    """
+    serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
+    replicas = [route for route in serving if route.instance.is_replica]
+    free = [route for route in replicas or serving if route.takes(now)]
+    return min(free, key=lambda route: (route.load, len(route.requests)), default=None)
+
+
+def stays(remaining: int, context: int, stages: int) -> bool:
+    """Whether a request better ends on its moving instance: what its remaining tokens would gain
+    elsewhere is less than recomputing the KV of its context costs, both in decode steps."""
+    gain = remaining * HOP_STEPS * max(1, stages - 1)
+    return gain < 1 + context / PREFILL_TOKENS

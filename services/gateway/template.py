@@ -1,0 +1,78 @@
+"""Chat templates: Jinja2 as Hugging Face checkpoints use it, in a sandbox.
+
+A template comes with the model, so it is not trusted: it can read what it is given and nothing
+else, and change nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import BadInput, ModelError
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model wrote, for training; the text
+    between is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares a set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: `bos_token` and the like. ModelError if the template is malformed."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """The prompt. BadInput if the template refuses the messages; `arguments` are the
+        caller's own switches (`enable_thinking` and the like)."""
+        variables = {"tools": None, "documents": None, **self._special_tokens, **arguments}
+        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadInput(f"the model's chat template refuses the messages: {error}") from error

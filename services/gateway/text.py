@@ -1,0 +1,143 @@
+"""Text to tokens, and tokens back to text while they are generated."""
+
+import asyncio
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer
+
+from shared.errors import BadInput, ModelError
+
+_INLINE_CHARS = 1 << 14
+"""Longer texts are tokenized on a thread, so that streams go on meanwhile."""
+_UTF8_LONGEST = 4
+_REPLACEMENT = "\ufffd"
+_WINDOW = 64
+
+
+class TextCodec:
+    """A model's tokenizer, from the bytes of its tokenizer.json."""
+
+    def __init__(self, tokenizer_json: bytes, *, bos: str | None = None, add_bos: bool = False):
+        """`add_bos`: prompts begin with `bos` even if the tokenizer does not put it there."""
+        try:
+            self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._bos = self.token_id(bos) if bos else None
+        self._add_bos = add_bos
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        """A bare prompt, with the special tokens the model wants; never two BOS."""
+        ids = await self._encode(text, special=True)
+        bos = self._bos
+        if bos is not None:
+            if ids[:2] == [bos, bos]:
+                del ids[0]
+            elif self._add_bos and ids[:1] != [bos]:
+                ids.insert(0, bos)
+        return ids
+
+    async def encode_chat(self, rendered: str) -> list[int]:
+        """A rendered chat template, which has its special tokens in its text."""
+        return await self._encode(rendered, special=False)
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        if len(text) <= _INLINE_CHARS:
+            return self._encode_now(text, special)
+        return await asyncio.to_thread(self._encode_now, text, special)
+
+    def _encode_now(self, text: str, special: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # lone surrogates and whatever else the tokenizer refuses
+            raise BadInput(f"the text cannot be tokenized: {error}") from error
+
+    def decode(self, ids: list[int]) -> str:
+        """Without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class DecodeStream:
+    """Text of a growing token sequence; a character comes out when all its bytes are there.
+
+    A few tokens before the new ones are decoded along, because what a token reads as can depend
+    on its neighbours (word spaces, byte tokens). A trailing replacement character may be the
+    beginning of a character, so it waits; after as many tokens as a character has bytes, what
+    cannot be completed any more is given out.
+    """
+
+    def __init__(self, codec: TextCodec, context: Iterable[int] = ()) -> None:
+        self._codec = codec
+        self._window = list(context)
+        self._clean = len(self._window)
+        """Tokens of the window whose text is out as a whole."""
+        self._sent = len(codec.decode(self._window)) if self._window else 0
+        """Characters of the window's text that are out."""
+
+    def step(self, token: int) -> str:
+        self._window.append(token)
+        text = self._codec.decode(self._window)
+        end = len(text)
+        if text.endswith(_REPLACEMENT):
+            if len(self._window) - self._clean < _UTF8_LONGEST:
+                return ""
+            end -= 1
+        new = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        if end == len(text):
+            self._shift(self._clean, held=0)
+        elif len(self._window) > _WINDOW:
+            self._shift(len(self._window) - _UTF8_LONGEST, held=1)
+        return new
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
+        return self._codec.decode(self._window)[self._sent :] if self._window else ""
+
+    def _shift(self, start: int, held: int) -> None:
+        if start:
+            del self._window[:start]
+            self._sent = len(self._codec.decode(self._window)) - held
+        self._clean = 0 if held else len(self._window)
+
+
+class StopStrings:
+    """Finds the earliest stop string in text that comes in pieces.
+
+    Text that may be the beginning of a stop string is held back until the next piece decides.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is certain, whether a stop string was met: then nothing follows)."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        hits = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            self._held = ""
+            return text[: min(hits)], True
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """What was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
