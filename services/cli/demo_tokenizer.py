@@ -1,0 +1,54 @@
+"""A byte-level BPE tokenizer, trained here on Python's own help texts, with a chat template."""
+
+import json
+from pydoc_data.topics import topics
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+BOS, EOS = "<|begin|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (BOS, EOS, *ROLES)
+"""The first ids, in this order."""
+MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """At most `vocab_size` tokens, at least MIN_VOCAB; the same ones for one Python release."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    text = [topics[name] for name in sorted(topics)] if vocab_size > MIN_VOCAB else []
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def tokenizer_config(context_length: int) -> str:
+    """tokenizer_config.json, as transformers reads it."""
+    return json.dumps(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "model_max_length": context_length,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+        indent=2,
+    )

@@ -1,0 +1,16 @@
+"""A tiny real checkpoint; vary it with `dataclasses.replace(TINY, ...)`."""
+
+from services.cli.demo_model import CheckpointSpec
+
+TINY = CheckpointSpec(
+    layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=320, context_length=512
+)
+"""6 units, 0.6 MB in fp32; made by `services.cli.demo_model.make_checkpoint(path, TINY)`."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
