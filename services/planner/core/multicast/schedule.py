@@ -1,0 +1,126 @@
+"""What a multicast is: moves of blocks between nodes, step by step, and the rules they keep.
+
+Step model (RDMC 2018; λScale, section 4.1): nodes are 0..N-1 and blocks 0..b-1. In one step a node
+sends at most one block and receives at most one (full duplex); it sends only what it held at the
+end of the step before. Steps count from 1; a block "arrives at step s" if it is held at its end.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shared.errors import BadInput, PlanError
+
+
+class Move(NamedTuple):
+    """In step `step`, `src` sends `block` to `dst`. (A tuple: large plans have 10^5 of them.)"""
+
+    step: int
+    src: int
+    dst: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Moves, in order of their steps, that take every block to every node."""
+
+    nodes: int
+    blocks: int
+    sources: tuple[int, ...]
+    """They hold every block from the start."""
+    moves: tuple[Move, ...]
+
+    @property
+    def steps(self) -> int:
+        return self.moves[-1].step if self.moves else 0
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        return tuple(node for node in range(self.nodes) if node not in self.sources)
+
+    @cached_property
+    def _arrivals(self) -> dict[tuple[int, int], int]:
+        first: dict[tuple[int, int], int] = {}
+        for move in self.moves:
+            first.setdefault((move.dst, move.block), move.step)
+        return first
+
+    def arrival(self, node: int, block: int) -> int | None:
+        """Step at whose end the node holds the block (sources: 0); None if it never does."""
+        return 0 if node in self.sources else self._arrivals.get((node, block))
+
+    def held(self, step: int) -> tuple[frozenset[int], ...]:
+        """What every node holds at the end of `step`."""
+        every = frozenset(range(self.blocks))
+        holdings: list[set[int]] = [set() for _ in range(self.nodes)]
+        for move in self.moves:
+            if move.step > step:
+                break
+            holdings[move.dst].add(move.block)
+        return tuple(
+            every if node in self.sources else frozenset(blocks)
+            for node, blocks in enumerate(holdings)
+        )
+
+
+def check_inputs(nodes: int, blocks: int, sources: Sequence[int]) -> None:
+    """BadInput unless there are nodes and blocks, and the sources are distinct nodes, 1 or more."""
+    if nodes < 1 or blocks < 1:
+        raise BadInput(f"{nodes} nodes and {blocks} blocks: both must be at least 1")
+    if not sources or len(set(sources)) != len(sources):
+        raise BadInput(f"sources {list(sources)}: name at least one node, and each only once")
+    if not all(0 <= source < nodes for source in sources):
+        raise BadInput(f"sources {list(sources)} must be nodes 0..{nodes - 1}")
+
+
+def check(schedule: Schedule) -> None:
+    """PlanError naming the first rule that the schedule breaks; a valid one leaves all complete."""
+    check_inputs(schedule.nodes, schedule.blocks, schedule.sources)
+    check_moves(schedule.held(0), schedule.blocks, schedule.moves, range(schedule.nodes))
+
+
+def check_moves(
+    held: Sequence[Iterable[int]], blocks: int, moves: Iterable[Move], wanted: Iterable[int]
+) -> None:
+    """Checks moves that start from any holdings; the `wanted` nodes must end complete.
+
+    Rules: moves stand in order of their steps, from 1; one send and one receive a node and step;
+    only blocks held since the step before are sent; nothing is sent to its holder. PlanError.
+    """
+    now = [set(have) for have in held]
+    step, senders, arriving = 0, set[int](), dict[int, int]()
+    for move in moves:
+        if move.step < max(step, 1):
+            raise PlanError(f"{move} stands after a move of step {step}")
+        if move.step > step:
+            _land(now, arriving)
+            step, senders = move.step, set()
+        _check_move(move, now, blocks)
+        if move.src in senders:
+            raise PlanError(f"{move}: node {move.src} sends twice in step {step}")
+        if move.dst in arriving:
+            raise PlanError(f"{move}: node {move.dst} receives twice in step {step}")
+        senders.add(move.src)
+        arriving[move.dst] = move.block
+    _land(now, arriving)
+    for node in wanted:
+        if missing := sorted(set(range(blocks)) - now[node]):
+            raise PlanError(f"node {node} never gets blocks {missing}")
+
+
+def _land(now: Sequence[set[int]], arriving: dict[int, int]) -> None:
+    for node, block in arriving.items():
+        now[node].add(block)
+    arriving.clear()
+
+
+def _check_move(move: Move, now: Sequence[set[int]], blocks: int) -> None:
+    _, src, dst, block = move
+    if not (0 <= src < len(now) and 0 <= dst < len(now) and 0 <= block < blocks) or src == dst:
+        raise PlanError(f"{move} does not name two nodes of {len(now)} and a block of {blocks}")
+    if block not in now[src]:
+        raise PlanError(f"{move}: node {src} does not hold block {block} yet")
+    if block in now[dst]:
+        raise PlanError(f"{move}: node {dst} holds block {block} already")

@@ -1,0 +1,125 @@
+"""Paths over pools of holders: how nodes that hold parts of a model serve it together.
+
+λScale (Algorithm 2) and FaaScale make fixed groups of destinations. Here any node may run any
+block that it holds, complete nodes and busy sources included, so that capacity reaches its upper
+bound min over sets S of blocks of b |holders of S| / |S| more often and sooner. A request keeps
+its path for life; contiguous stages and their number limit what a path costs in latency.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.planner.core.packing import Packing
+from services.planner.core.pricing import Pricer, Stage, Stages
+from shared.errors import BadInput
+
+_PASSES = 24
+"""Most rounds of column generation. Small clusters need fewer than 10; at 64 nodes the limit costs
+a few per cent of capacity at worst, which the next call, beginning from `previous`, wins back."""
+_TOLERANCE = 0.01
+"""Columns that gain less than this are not worth a change."""
+_LEAST = 0.01
+"""Paths of less weight are left out."""
+
+
+@dataclass(frozen=True)
+class Path:
+    stages: Stages
+    """In order, covering every block once."""
+    weight: float
+    """Throughput given to the path, in units of one complete node."""
+
+
+def plan_paths(
+    held: Sequence[frozenset[int]],
+    blocks: int,
+    *,
+    max_stages: int,
+    hop_cost: float = 0.03,
+    previous: Iterable[Path] = (),
+    keep_gain: float = 0.05,
+    replica_floor: float = 0.05,
+) -> tuple[Path, ...]:
+    """Paths of the largest total weight such that no node's load exceeds 1.
+
+    A node's load is the sum over paths of weight x (its blocks) / blocks. `held[n]` is what node n
+    holds (nothing for a node that is gone). Of a path's unit of capacity `hop_cost` is given up
+    for each hop that it saves. A path of `previous` that can still run goes only if that gains more
+    than `keep_gain`. Every complete node keeps a path of its own, with a weight of at least
+    `replica_floor`, so that what it serves is not cut off. No node stands twice in a path.
+    Deterministic, ordered by stages; () where no path of at most `max_stages` stages exists.
+    """
+    if blocks < 1 or max_stages < 1:
+        raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
+    alone = [(Stage(node, 0, blocks),) for node, have in enumerate(held) if len(have) == blocks]
+    old = [path.stages for path in previous if _runs(path.stages, held, blocks, max_stages)]
+    kept = dict.fromkeys(old + alone)
+    capacities = [1.0] * len(held)
+    for (stage,) in alone:
+        capacities[stage.node] -= replica_floor
+
+    def value(stages: Stages) -> float:
+        return 1 - hop_cost * (len(stages) - 1) + (keep_gain if stages in kept else 0.0)
+
+    pricer = Pricer(held, blocks, max_stages=max_stages, hop_cost=hop_cost)
+    weights = _pack(pricer, capacities, tuple(kept), value)
+    if replica_floor > 0:
+        for stages in alone:
+            weights[stages] = weights.get(stages, 0.0) + replica_floor
+    return _feasible(weights, blocks)
+
+
+def loads(stages: Stages, blocks: int) -> dict[int, float]:
+    """What a unit of a path's weight puts on each of its nodes."""
+    load: dict[int, float] = {}
+    for node, start, stop in stages:
+        load[node] = load.get(node, 0.0) + (stop - start) / blocks
+    return load
+
+
+def _pack(
+    pricer: Pricer,
+    capacities: Sequence[float],
+    kept: Sequence[Stages],
+    value: Callable[[Stages], float],
+) -> dict[Stages, float]:
+    """Column generation: cheap paths at the packing's prices enter it until none gains enough."""
+    packing: Packing[Stages] = Packing(capacities)
+    for _ in range(_PASSES):
+        entered = False
+        for stages in (*kept, *pricer.cheap_paths(packing.prices, 1 - _TOLERANCE)):
+            load = loads(stages, pricer.blocks)
+            if packing.gain(load, value(stages)) > _TOLERANCE:
+                packing.enter(stages, load, value(stages))
+                entered = True
+        if not entered:
+            break
+    return dict(packing.solution())
+
+
+def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
+    """Without crumbs, and scaled so that rounding overloads no node."""
+    totals: dict[int, float] = {}
+    for stages, weight in weights.items():
+        for node, load in loads(stages, blocks).items():
+            totals[node] = totals.get(node, 0.0) + load * weight
+    scale = 1 / max(1.0, *totals.values()) if totals else 1.0
+    return tuple(
+        Path(stages, weight * scale)
+        for stages, weight in sorted(weights.items())
+        if weight >= _LEAST
+    )
+
+
+def _runs(stages: Stages, held: Sequence[frozenset[int]], blocks: int, max_stages: int) -> bool:
+    """Whether the path is a path of these holdings."""
+    ends = [0, *(stage.stop for stage in stages)]
+    return (
+        len(stages) <= max_stages
+        and ends[-1] == blocks
+        and all(stage.start == end for stage, end in zip(stages, ends, strict=False))
+        and all(
+            node < len(held) and held[node].issuperset(range(start, stop))
+            for node, start, stop in stages
+        )
+    )

@@ -1,0 +1,117 @@
+"""Cheapest paths of stages over the holders of blocks, when running a block has a node's price.
+
+A dynamic programme from the last block to the first gives the least cost of every suffix; paths
+are then read out of it one after the other, each steered away from the nodes that the ones before
+it took, so that one pass yields a whole set of different paths.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_INF = float("inf")
+_STEER = 1.0
+"""Price added to a node for each unit of load that paths of the same pass put on it. Large enough
+to part nodes of nearly equal price, which is what the first passes over alike nodes need."""
+
+
+class Stage(NamedTuple):
+    """`node` runs blocks start <= block < stop."""
+
+    node: int
+    start: int
+    stop: int
+
+
+Stages = tuple[Stage, ...]
+
+
+class Pricer:
+    """Finds cheap paths: sum over stages of price(node) x blocks / b, plus hop_cost a hop."""
+
+    def __init__(
+        self,
+        held: Sequence[frozenset[int]],
+        blocks: int,
+        *,
+        max_stages: int,
+        hop_cost: float,
+    ) -> None:
+        self.blocks = blocks
+        self.max_stages = min(max_stages, blocks)
+        self.hop_cost = hop_cost
+        self.nodes = len(held)
+        self.holders = [
+            [node for node, have in enumerate(held) if block in have] for block in range(blocks)
+        ]
+        self._costs: list[list[list[float]]] = []
+        """[s-1][block][node]: least cost of the blocks from this one on, `node` running it, in at
+        most s stages."""
+        self._tails: list[list[float]] = []
+        """[s-1][block]: least cost of the blocks from this one on after a hop, in fewer than s."""
+
+    def cheap_paths(self, prices: Sequence[float], limit: float) -> list[Stages]:
+        """At most one path from each holder of block 0, those that cost less than `limit`."""
+        self._fill([price / self.blocks for price in prices])
+        first = self._costs[-1][0]
+        load = [0.0] * self.nodes
+        paths: list[Stages] = []
+        for leader in sorted(self.holders[0], key=first.__getitem__):
+            if first[leader] >= limit:
+                break
+            stages = self._read(leader, load)
+            if stages is not None:
+                paths.append(stages)
+                for node, start, stop in stages:
+                    load[node] += (stop - start) / self.blocks
+        return paths
+
+    def _fill(self, per_block: Sequence[float]) -> None:
+        self._costs, self._tails = [], []
+        tails = [_INF] * self.blocks + [0.0]
+        for _ in range(self.max_stages):
+            self._tails.append(tails)
+            costs = self._layer(per_block, tails)
+            self._costs.append(costs)
+            tails = [min(row) + self.hop_cost for row in costs] + [0.0]
+
+    def _layer(self, per_block: Sequence[float], tails: Sequence[float]) -> list[list[float]]:
+        costs: list[list[float]] = []
+        after = [_INF] * self.nodes
+        for block in range(self.blocks - 1, -1, -1):
+            row = [_INF] * self.nodes
+            tail = tails[block + 1]
+            for node in self.holders[block]:
+                stay = after[node]
+                row[node] = (stay if stay <= tail else tail) + per_block[node]
+            costs.append(row)
+            after = row
+        costs.reverse()
+        return costs
+
+    def _read(self, leader: int, load: Sequence[float]) -> Stages | None:
+        """None where every way on leads through nodes that the path has already used."""
+        stages: list[Stage] = []
+        used = {leader}
+        node, start = leader, 0
+        for left in range(self.max_stages - 1, -1, -1):
+            stop = self._stay(node, start, left)
+            stages.append(Stage(node, start, stop))
+            if stop == self.blocks:
+                return tuple(stages)
+            if left == 0:
+                return None
+            costs = self._costs[left - 1][stop]
+            ways = [n for n in self.holders[stop] if n not in used and costs[n] < _INF]
+            if not ways:
+                return None
+            node, start = min(ways, key=lambda n: costs[n] + _STEER * load[n]), stop
+            used.add(node)
+        return None
+
+    def _stay(self, node: int, start: int, left: int) -> int:
+        """Where the node hands over, with `left` stages after its own."""
+        costs, tails = self._costs[left], self._tails[left]
+        stop = start + 1
+        while stop < self.blocks and costs[stop][node] <= tails[stop]:
+            stop += 1
+        return stop
