@@ -1,0 +1,127 @@
+import pytest
+
+from services.registry.core.leases import LEASELESS_S, SILENCE_S, Leases
+from shared.ids import Generation, NodeId
+from shared.messages.pool import NodeGone, NodeJoined
+from tests.unit.registry.builders import info
+
+A = NodeId("a")
+ONE = Generation(1)
+LATE = 5.0
+"""Long enough after a renewal that a key that goes was not deleted by its owner."""
+
+
+@pytest.fixture
+def leases() -> Leases:
+    leases = Leases()
+    leases.put(info(), now=0.0)
+    return leases
+
+
+def test_a_new_lease_is_announced_once() -> None:
+    leases = Leases()
+    assert leases.put(info(), 0.0) == [NodeJoined(info=info())]
+    assert leases.put(info(), 1.0) == []
+    assert leases.standing == (info(),)
+
+
+def test_a_changed_address_is_announced(leases: Leases) -> None:
+    moved = info(address="tcp://10.0.0.2:7001")
+    assert leases.put(moved, 1.0) == [NodeJoined(info=moved)]
+
+
+def test_another_generation_ends_the_older_first(leases: Leases) -> None:
+    gone, joined = leases.put(info(generation=2), 1.0)
+    assert isinstance(gone, NodeGone)
+    assert (gone.node, gone.generation) == (A, ONE)
+    assert joined == NodeJoined(info=info(generation=2))
+
+
+def test_a_lease_given_back_ends_the_node_at_once(leases: Leases) -> None:
+    leases.heard(A, ONE, 0.1)
+    (gone,) = leases.dropped(A, 0.2)
+    assert gone == NodeGone(node=A, generation=ONE, reason="it gave its lease back")
+    assert leases.present == ()
+
+
+def test_a_silent_node_is_gone_when_its_lease_expires(leases: Leases) -> None:
+    leases.heard(A, ONE, LATE - SILENCE_S)
+    (gone,) = leases.dropped(A, LATE)
+    assert isinstance(gone, NodeGone)
+    assert "silent" in gone.reason
+
+
+def test_a_node_that_reports_is_in_doubt_when_its_lease_expires(leases: Leases) -> None:
+    leases.heard(A, ONE, LATE - 0.5)
+    assert leases.dropped(A, LATE) == []
+    assert leases.present == (info(),)
+    assert leases.standing == ()
+
+
+def test_doubt_ends_with_silence(leases: Leases) -> None:
+    leases.heard(A, ONE, LATE)
+    leases.dropped(A, LATE)
+    assert leases.overdue(LATE + SILENCE_S - 0.1) == []
+    assert [type(change) for change in leases.overdue(LATE + SILENCE_S)] == [NodeGone]
+
+
+def test_doubt_ends_well_with_the_lease(leases: Leases) -> None:
+    leases.heard(A, ONE, LATE)
+    leases.dropped(A, LATE)
+    assert leases.put(info(), LATE + 1) == []
+    assert leases.overdue(LATE + 100) == []
+    assert leases.standing == (info(),)
+
+
+def test_reports_alone_do_not_keep_a_node_for_ever(leases: Leases) -> None:
+    leases.heard(A, ONE, LATE)
+    leases.dropped(A, LATE)
+    leases.heard(A, ONE, LATE + LEASELESS_S)
+    (gone,) = leases.overdue(LATE + LEASELESS_S)
+    assert isinstance(gone, NodeGone)
+    assert "renewed no lease" in gone.reason
+
+
+def test_reports_of_another_generation_do_not_count(leases: Leases) -> None:
+    leases.heard(A, Generation(2), LATE)
+    assert [type(change) for change in leases.dropped(A, LATE)] == [NodeGone]
+
+
+def test_a_generation_that_is_over_stays_over(leases: Leases) -> None:
+    leases.put(info(generation=2), 1.0)
+    (told,) = leases.put(info(generation=1), 2.0)
+    assert isinstance(told, NodeGone)
+    assert told.generation == ONE
+    assert leases.present == (info(generation=2),)
+
+
+def test_a_lower_generation_is_a_node_too_since_clocks_are_set_back(leases: Leases) -> None:
+    changes = leases.put(info(generation=0), 1.0)
+    assert [type(change) for change in changes] == [NodeGone, NodeJoined]
+
+
+def test_leases_missing_when_a_watch_begins_are_in_doubt(leases: Leases) -> None:
+    leases.put(info("b"), 0.0)
+    leases.heard(A, ONE, LATE)
+    leases.heard(NodeId("b"), ONE, LATE)
+    assert leases.only({NodeId("b")}, LATE) == []
+    assert leases.standing == (info("b"),)
+    assert leases.present == (info(), info("b"))
+
+
+def test_a_restored_node_is_announced_again_when_its_lease_shows() -> None:
+    leases = Leases()
+    leases.restore(info(), 0.0)
+    assert leases.standing == ()
+    assert leases.put(info(), 0.1) == [NodeJoined(info=info())]
+
+
+def test_a_restored_node_without_a_lease_is_gone_after_silence() -> None:
+    leases = Leases()
+    leases.restore(info(), 0.0)
+    assert leases.only(set(), 0.1) == []
+    assert [type(change) for change in leases.overdue(SILENCE_S)] == [NodeGone]
+
+
+def test_a_key_that_nobody_knows_may_go(leases: Leases) -> None:
+    assert leases.dropped(NodeId("unknown"), 1.0) == []

@@ -1,0 +1,52 @@
+from services.registry.core.residency import ORPHAN_S, Residency
+from shared.ids import Generation, NodeId
+from shared.messages.pool import Tier
+from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
+
+
+def test_an_older_report_that_comes_late_is_ignored() -> None:
+    held = Residency()
+    assert held.report(status(seq=2, free=5), 0.0)
+    assert not held.report(status(seq=1, free=7), 0.1)
+    assert not held.report(status(seq=2, free=7), 0.2)
+    assert held.of(info()) == status(seq=2, free=5)
+
+
+def test_generations_count_apart() -> None:
+    held = Residency()
+    held.report(status(seq=9), 0.0)
+    assert held.report(status(seq=1, generation=2), 0.1)
+    assert held.of(info(generation=2)) == status(seq=1, generation=2)
+    assert held.of(info(generation=1)) == status(seq=9)
+
+
+def test_blocks_by_tier_of_one_model() -> None:
+    held = Residency()
+    held.report(
+        status(
+            "a",
+            holding(Tier.GPU, 0, 1),
+            holding(Tier.GPU, 3),
+            holding(Tier.DISK, 2, model_id=OTHER),
+            holding(Tier.HOST),
+        ),
+        0.0,
+    )
+    assert held.blocks(info(), MODEL) == {Tier.GPU: {0, 1, 3}, Tier.HOST: set()}
+    assert held.blocks(info("b"), MODEL) == {}
+
+
+def test_reports_without_a_lease_are_forgotten_after_a_while() -> None:
+    held = Residency()
+    held.report(status("a"), 0.0)
+    held.report(status("b"), 0.0)
+    held.prune({(NodeId("a"), Generation(1))}, ORPHAN_S)
+    assert held.of(info("a")) is not None
+    assert held.of(info("b")) is None
+
+
+def test_a_fresh_report_waits_for_its_lease() -> None:
+    held = Residency()
+    held.report(status("b"), 0.0)
+    held.prune(set(), ORPHAN_S / 2)
+    assert held.of(info("b")) is not None

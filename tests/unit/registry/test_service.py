@@ -1,0 +1,255 @@
+"""The registry over the memory bus."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from services.registry import store as store_module
+from services.registry.core import leases as leases_module
+from services.registry.service import RegistryService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.config import RegistryConfig
+from shared.errors import BadMessage, BusTimeout, Conflict, NotFound
+from shared.ids import EventId, ModelName
+from shared.messages import Message, Ok
+from shared.messages.pool import (
+    ModelAdd,
+    ModelAdded,
+    ModelRemove,
+    ModelRemoved,
+    Models,
+    ModelsQuery,
+    NodeGone,
+    NodeJoined,
+    PoolQuery,
+    PoolState,
+    ReportStatus,
+    Reserve,
+    Reserved,
+    Sources,
+    SourcesQuery,
+    Tier,
+    Unreserve,
+)
+from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
+from tests.unit.registry.cluster import WAIT_S, FailingBus, Node, Observer
+
+CONFIG = RegistryConfig(report_s=0.02)
+WHOLE = holding(Tier.GPU, 0, 1, 2, 3)
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+@pytest.fixture
+async def bus(broker: MemoryBroker) -> AsyncIterator[MemoryBus]:
+    """Of everybody but the registry."""
+    async with MemoryBus(broker) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def own(broker: MemoryBroker) -> AsyncIterator[FailingBus]:
+    """The registry's."""
+    async with FailingBus(broker) as own:
+        yield own
+
+
+@pytest.fixture
+async def registry(own: FailingBus) -> AsyncIterator[RegistryService]:
+    async with RegistryService(own, CONFIG) as registry:
+        yield registry
+
+
+async def publish_model(bus: MemoryBus) -> None:
+    await bus.request(subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record()), Ok, timeout=WAIT_S)
+
+
+async def sources(bus: MemoryBus) -> list[str]:
+    query = SourcesQuery(model_id=MODEL)
+    reply = await bus.request(subjects.REGISTRY_SOURCES, query, Sources, timeout=WAIT_S)
+    return [source.info.node for source in reply.sources]
+
+
+async def reserved(bus: MemoryBus, request: Reserve) -> list[str]:
+    reply = await bus.request(subjects.REGISTRY_RESERVE, request, Reserved, timeout=WAIT_S)
+    return [target.node for target in reply.targets]
+
+
+async def pool(bus: MemoryBus) -> PoolState:
+    return await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=WAIT_S)
+
+
+async def models(bus: MemoryBus) -> list[str]:
+    reply = await bus.request(subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=WAIT_S)
+    return [r.name for r in reply.records]
+
+
+async def test_a_node_joins_and_leaves(bus: MemoryBus, registry: RegistryService) -> None:
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    node = Node(bus, info())
+    await node.join()
+    assert await nodes.next() == NodeJoined(info=info())
+    await node.renew()
+    await node.leave()
+    gone = await nodes.next()
+    assert isinstance(gone, NodeGone)
+    assert gone.reason == "it gave its lease back"
+
+
+async def test_a_lease_that_expires_ends_the_node(
+    bus: MemoryBus, registry: RegistryService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "SILENCE_S", 0.5)
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    await Node(bus, info(), ttl=1).join()
+    assert isinstance(await nodes.next(), NodeJoined)
+    gone = await nodes.next()
+    assert isinstance(gone, NodeGone)
+    assert "silent" in gone.reason
+    assert (await pool(bus)).nodes == ()
+
+
+async def test_leases_that_make_no_sense_are_ignored(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    leases = await bus.kv(subjects.KV_LEASES)
+    await leases.put("junk", b"\xc1")
+    await leases.put("other", msgspec.msgpack.encode(info("a")))
+    await leases.put("a.b", msgspec.msgpack.encode(info("a.b")))
+    await Node(bus, info("good")).join()
+    assert await nodes.next() == NodeJoined(info=info("good"))
+
+
+async def test_models_are_added_once_and_removed(bus: MemoryBus, registry: RegistryService) -> None:
+    heard = await Observer.of(bus, subjects.POOL_MODELS)
+    await publish_model(bus)
+    await publish_model(bus)
+    assert await models(bus) == ["llama"]
+    remove = ModelRemove(name=ModelName("llama"))
+    await bus.request(subjects.REGISTRY_MODEL_REMOVE, remove, Ok, timeout=WAIT_S)
+    assert await models(bus) == []
+    assert await heard.next() == ModelAdded(record=record())
+    assert await heard.next() == ModelRemoved(name=ModelName("llama"), model_id=MODEL)
+
+
+async def test_refusals_are_typed(bus: MemoryBus, registry: RegistryService) -> None:
+    await publish_model(bus)
+    other = ModelAdd(record=record(model_id="changed"))
+    with pytest.raises(Conflict, match="publish under another name"):
+        await bus.request(subjects.REGISTRY_MODEL_ADD, other, Ok, timeout=WAIT_S)
+    unknown = ModelRemove(name=ModelName("unknown"))
+    with pytest.raises(NotFound):
+        await bus.request(subjects.REGISTRY_MODEL_REMOVE, unknown, Ok, timeout=WAIT_S)
+    with pytest.raises(BadMessage, match="takes Reserve, not PoolQuery"):
+        await bus.request(subjects.REGISTRY_RESERVE, PoolQuery(), Reserved, timeout=WAIT_S)
+
+
+async def test_a_node_is_reserved_and_given_back(bus: MemoryBus, registry: RegistryService) -> None:
+    await publish_model(bus)
+    await Node(bus, info()).join()
+    assert await reserved(bus, reserve(2)) == ["a"]
+    assert (await pool(bus)).nodes[0].reserved_by == EVENT
+    assert await reserved(bus, reserve(1, event="ev-2")) == []
+    unreserve = Unreserve(event=EVENT)
+    await bus.request(subjects.REGISTRY_UNRESERVE, unreserve, Ok, timeout=WAIT_S)
+    assert await reserved(bus, reserve(1, event="ev-2")) == ["a"]
+
+
+async def test_questions_about_nodes_wait_until_they_have_reported(
+    bus: MemoryBus, own: FailingBus
+) -> None:
+    asked = asyncio.Event()
+    release = asyncio.Event()
+    node = Node(bus, info(), WHOLE)
+    await node.join()  # its report goes unheard: there is no registry yet
+
+    async def hold_back(message: Message) -> None:
+        asked.set()
+        await release.wait()
+
+    await bus.subscribe(subjects.POOL_REPORT, hold_back)
+    async with RegistryService(own, RegistryConfig(report_s=0.3)):
+        await publish_model(bus)
+        async with asyncio.TaskGroup() as group:
+            found = group.create_task(sources(bus))
+            async with asyncio.timeout(WAIT_S):
+                await asked.wait()
+            assert not found.done()
+            release.set()
+        assert found.result() == ["a"]
+
+
+async def test_a_restart_keeps_models_and_reservations(bus: MemoryBus, own: FailingBus) -> None:
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    async with RegistryService(own, CONFIG):
+        await publish_model(bus)
+        await Node(bus, info("a"), WHOLE).join()
+        await Node(bus, info("b")).join()
+        assert await reserved(bus, reserve(1, "a")) == ["b"]
+    reports = await Observer.of(bus, subjects.POOL_REPORT)
+    async with RegistryService(own, CONFIG):
+        assert isinstance(await reports.next(), ReportStatus)
+        assert await models(bus) == ["llama"]
+        assert await sources(bus) == ["a"]
+        assert [view.reserved_by for view in (await pool(bus)).nodes] == [None, EVENT]
+        assert await reserved(bus, reserve(1, "a")) == ["b"]
+    joined = [await nodes.next() for _ in range(4)]
+    assert joined == [NodeJoined(info=info(name)) for name in "abab"]
+
+
+async def test_a_node_that_died_while_no_registry_ran_is_told_to_be_gone(
+    bus: MemoryBus, own: FailingBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "SILENCE_S", 0.1)
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    node = Node(bus, info())
+    async with RegistryService(own, CONFIG):
+        await publish_model(bus)
+        await node.join()
+        assert await reserved(bus, reserve()) == ["a"]
+    assert isinstance(await nodes.next(), NodeJoined)
+    await node.leave()
+    async with RegistryService(own, CONFIG) as registry:
+        gone = await nodes.next()
+        assert isinstance(gone, NodeGone)
+        assert gone.generation == info().generation
+        assert registry.pool.reservations.all == ()
+
+
+async def test_reservations_live_through_an_outage_of_the_store(
+    bus: MemoryBus, own: FailingBus
+) -> None:
+    async with RegistryService(own, CONFIG):
+        await publish_model(bus)
+        await Node(bus, info()).join()
+        own.outage.on = True
+        assert await reserved(bus, reserve()) == ["a"]
+        assert await reserved(bus, reserve(event="ev-2")) == []
+        own.outage.on = False
+    async with RegistryService(own, CONFIG):
+        assert (await pool(bus)).nodes[0].reserved_by == EventId(EVENT)
+
+
+async def test_a_model_that_cannot_be_stored_is_not_published(
+    bus: MemoryBus, own: FailingBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MODEL_WAIT_S", 0.01)
+    heard = await Observer.of(bus, subjects.POOL_MODELS)
+    async with RegistryService(own, CONFIG):
+        own.outage.on = True
+        with pytest.raises(BusTimeout, match="nothing was changed"):
+            await publish_model(bus)
+        assert await models(bus) == []
+        monkeypatch.undo()
+        own.outage.on = False
+        await publish_model(bus)
+        assert await models(bus) == ["llama"]
+    assert isinstance(await heard.next(), ModelAdded)
+    assert heard.quiet
