@@ -1,0 +1,205 @@
+"""One TCP connection of the data plane: whole frames out, exact bytes in.
+
+Works on the raw non-blocking socket, so that bytes go from the kernel straight to where they
+belong and from a region's memory straight to the kernel. Where received bytes go is asked for at
+each receive: an owner that gives its buffer up is obeyed at once, in the middle of a frame too.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from services.node.transport.base import Buffer
+from services.node.transport.wire import (
+    PREFIX_BYTES,
+    Hello,
+    Kind,
+    Prefix,
+    encode_hello,
+    encode_prefix,
+    parse_hello,
+    parse_prefix,
+)
+from shared.errors import PeerLost, ProtocolViolation, TransportError, TransportTimeout
+
+_MAX_BUFFERS = 64
+"""Buffers handed to one sendmsg."""
+
+
+class Connection:
+    def __init__(self, sock: socket.socket, address: str, *, max_payload: int) -> None:
+        self.address = address
+        """Where the peer listens; before the handshake: what it is called in errors."""
+        self.error: TransportError | None = None
+        """Why it was closed."""
+        self.on_closed: Callable[[TransportError], None] | None = None
+        self._sock = sock
+        self._max_payload = max_payload
+        self._writing = asyncio.Lock()
+        self._readable: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._silent_since: float | None = None
+        self._in_frame = False
+        self._sent_at = 0.0
+
+    # --- receiving -------------------------------------------------------------
+
+    async def receive_some(self, into: Callable[[], memoryview]) -> int:
+        """Receives at least one byte into the start of `into()`, asked for when bytes are there."""
+        while True:
+            self._check()
+            try:
+                received = self._sock.recv_into(into())
+            except BlockingIOError:
+                await self._wait_readable()
+            except OSError as error:
+                raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
+            else:
+                if not received:
+                    raise PeerLost(f"{self.address}: the peer closed the connection")
+                return received
+
+    async def receive_exactly(self, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        position = 0
+
+        def rest() -> memoryview:
+            return view[position:]
+
+        while position < nbytes:
+            position += await self.receive_some(rest)
+        return data
+
+    async def receive_prefix(self) -> Prefix:
+        """The next frame's prefix; heartbeats are taken in silently."""
+        while True:
+            self._in_frame = False
+            data = await self.receive_exactly(PREFIX_BYTES)
+            prefix = parse_prefix(data, max_payload=self._max_payload)
+            if prefix.kind is not Kind.HEARTBEAT:
+                self._in_frame = True
+                return prefix
+
+    async def shake_hands(self, own: Hello, *, dialling: bool) -> Hello:
+        """Exchanges HELLO, the dialler's first."""
+        if dialling:
+            await self.send([encode_hello(own)])
+        prefix = await self.receive_prefix()
+        if prefix.kind is not Kind.HELLO:
+            raise ProtocolViolation(f"{self.address}: {prefix.kind.name} before HELLO")
+        hello = parse_hello(await self.receive_exactly(prefix.body))
+        if not dialling:
+            own = Hello(hello.purpose, own.instance, own.address)
+            await self.send([encode_hello(own)])
+        return hello
+
+    # --- sending ---------------------------------------------------------------
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """One frame, after those begun earlier; returns once the kernel has all of it.
+
+        Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
+        """
+        async with self._writing:
+            self._check()
+            views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
+            whole = len(views)
+            first = views[0].nbytes
+            try:
+                while views:
+                    views = _without(views, await self._send_some(views))
+            except asyncio.CancelledError:
+                if len(views) < whole or views[0].nbytes < first:
+                    self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
+                raise
+            self._sent_at = asyncio.get_running_loop().time()
+
+    async def _send_some(self, views: Sequence[memoryview]) -> int:
+        while True:
+            self._check()
+            try:
+                return self._sock.sendmsg(views[:_MAX_BUFFERS])
+            except BlockingIOError:
+                await self._wait_writable()
+            except OSError as error:
+                lost = PeerLost(f"{self.address}: connection broke: {error.strerror}")
+                self.close(lost)
+                raise lost from error
+
+    # --- life ------------------------------------------------------------------
+
+    def close(self, error: TransportError) -> None:
+        """Ends the connection; whoever waits on it gets the error. Later calls do nothing."""
+        if self.error is not None:
+            return
+        self.error = error
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock.fileno())
+        loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for waiter in (self._readable, self._writable):
+            _wake(waiter)
+        if self.on_closed is not None:
+            self.on_closed(error)
+
+    def check_silence(self, now: float, limit_s: float) -> None:
+        """Closes the connection if we have been waiting for bytes for longer than `limit_s`."""
+        if self._silent_since is None or now - self._silent_since < limit_s:
+            return
+        if self._in_frame:
+            self.close(TransportTimeout(f"{self.address}: stopped within a frame for {limit_s} s"))
+        else:
+            self.close(PeerLost(f"{self.address}: silent for {limit_s} s"))
+
+    def forgive_silence(self, now: float) -> None:
+        """This process itself was not running: what the peer sent meanwhile is still unread."""
+        if self._silent_since is not None:
+            self._silent_since = now
+
+    def wants_heartbeat(self, now: float, interval_s: float) -> bool:
+        return not self._writing.locked() and now - self._sent_at >= interval_s
+
+    async def beat(self) -> None:
+        await self.send([encode_prefix(Kind.HEARTBEAT)])
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise type(self.error)(str(self.error))
+
+    async def _wait_readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._readable = loop.create_future()
+        self._silent_since = loop.time()
+        loop.add_reader(self._sock.fileno(), _wake, self._readable)
+        try:
+            await self._readable
+        finally:
+            self._readable = self._silent_since = None
+            if self.error is None:
+                loop.remove_reader(self._sock.fileno())
+
+    async def _wait_writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._writable = loop.create_future()
+        loop.add_writer(self._sock.fileno(), _wake, self._writable)
+        try:
+            await self._writable
+        finally:
+            self._writable = None
+            if self.error is None:
+                loop.remove_writer(self._sock.fileno())
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+def _without(views: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of the buffers after their first `sent` bytes."""
+    for index, view in enumerate(views):
+        if sent < view.nbytes:
+            return [view[sent:], *views[index + 1 :]]
+        sent -= view.nbytes
+    return []

@@ -1,0 +1,169 @@
+"""The transport within one process: the same contract as `tcp`, no sockets.
+
+Bytes move when both ports grant them, on the loop's clock, so that it keeps time under a
+virtual-time loop too.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
+from services.node.transport.pacing import GRANT, Port
+from services.node.transport.regions import Regions
+from shared.clock import wall_ns
+from shared.errors import BadInput, Conflict, PeerLost
+
+
+class MemoryNetwork:
+    """Who can be reached; shared by the transports of one test or simulation."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, MemoryTransport] = {}
+
+    def join(self, end: "MemoryTransport") -> None:
+        if end.address in self._ends:
+            raise Conflict(f"{end.address} is taken")
+        self._ends[end.address] = end
+
+    def leave(self, end: "MemoryTransport") -> None:
+        del self._ends[end.address]
+
+    def find(self, address: str) -> "MemoryTransport":
+        end = self._ends.get(address)
+        if end is None:
+            raise PeerLost(f"{address}: nobody there")
+        return end
+
+
+class MemoryTransport:
+    name = "memory"
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        address: str,
+        *,
+        link_bytes_per_s: int,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+    ) -> None:
+        """`link_bytes_per_s` paces each direction; 0: as fast as it goes."""
+        self._network = network
+        self._address = address
+        self._on_message = on_message
+        self._on_peer_lost = on_peer_lost
+        self._regions = Regions()
+        self._egress = Port(link_bytes_per_s, exclusive=True)
+        self._ingress = Port(link_bytes_per_s)
+        self._links: set[MemoryTransport] = set()
+        """Ends that a connection stands with, whoever made it."""
+        self._reads: dict[asyncio.Task[ReadResult], MemoryTransport] = {}
+        """Reads in progress, made by this end, and of whom."""
+        self._open = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def __aenter__(self) -> Self:
+        self._network.join(self)
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open = False
+        self._network.leave(self)
+        for read in list(self._reads):
+            read.cancel()
+        for peer in list(self._links):
+            self._links.discard(peer)
+            peer._lose(self)
+        if self._reads:
+            await asyncio.wait(list(self._reads))
+
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
+        self._regions.register(region, buffer, ready)
+
+    def advance(self, region: str, ready: int) -> None:
+        self._regions.advance(region, ready)
+
+    async def unregister(self, region: str) -> None:
+        await self._regions.unregister(region)
+
+    async def connect(self, address: str) -> None:
+        self._link(address)
+
+    async def read(
+        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+    ) -> ReadResult:
+        flat = into.cast("B")
+        if not len(flat) or offset < 0:
+            raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")
+        peer = self._link(address)
+        copying = asyncio.get_running_loop().create_task(
+            self._copy(peer, region, offset, flat, priority)
+        )
+        self._reads[copying] = peer
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError:
+            copying.cancel()
+            raise
+        finally:
+            del self._reads[copying]
+        if copying.cancelled():
+            raise PeerLost(f"{address}: the connection ended")
+        return copying.result()
+
+    async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
+        peer = self._link(address)
+        body = memoryview(bytearray(header))
+        rest = memoryview(bytearray().join(payload))
+        self._egress.charge(len(body) + len(rest))
+        asyncio.get_running_loop().call_soon(peer._deliver, self._address, body, rest)
+
+    def _deliver(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        if self._open:
+            self._ingress.charge(len(header) + len(payload))
+            self._on_message(sender, header, payload)
+
+    def _link(self, address: str) -> "MemoryTransport":
+        if not self._open:
+            raise PeerLost("this transport is closed")
+        peer = self._network.find(address)
+        self._links.add(peer)
+        peer._links.add(self)
+        return peer
+
+    def _lose(self, peer: "MemoryTransport") -> None:
+        self._links.discard(peer)
+        for read, source in self._reads.items():
+            if source is peer:
+                read.cancel()
+        self._on_peer_lost(peer.address, PeerLost(f"{peer.address}: the peer closed"))
+
+    async def _copy(
+        self, peer: "MemoryTransport", name: str, offset: int, into: memoryview, priority: int
+    ) -> ReadResult:
+        region = peer._regions.find(name, offset, len(into))
+        position, first_byte_ns = 0, 0
+        while position < len(into):
+            ready = await region.beyond(offset + position) - offset
+            end = min(ready, position + GRANT, len(into))
+            async with (
+                peer._egress.grant(self, priority, end - position),
+                self._ingress.grant(peer, priority, end - position),
+            ):
+                with region.use() as buffer:
+                    into[position:end] = buffer[offset + position : offset + end]
+            first_byte_ns = first_byte_ns or wall_ns()
+            position = end
+            await asyncio.sleep(0)
+        return ReadResult(position, first_byte_ns)

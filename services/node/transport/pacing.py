@@ -1,0 +1,136 @@
+"""One direction of a node's link: who sends next, and how fast.
+
+The planner's step model gives a node one port each way that serves one transfer at a time, most
+urgent first (RDMC 2018, section 4; lambda-Scale, section 4.2). All connections of a direction
+share one `Port` and take a grant for every frame, so the order holds across peers. A grant is at
+most GRANT bytes: that is how long a more urgent transfer waits.
+"""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+GRANT = 64 * 1024
+"""Most bytes of a grant, and so the burst: an idle port gives one grant at once."""
+LATENESS_S = 0.02
+"""Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
+PATIENCE_S = 0.005
+"""An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
+
+
+@dataclass(order=True, slots=True)
+class _Ticket:
+    priority: int
+    seq: int
+    nbytes: int = field(compare=False)
+    granted: asyncio.Future[None] = field(compare=False)
+
+
+class Port:
+    """Grants by (priority, arrival). A lane (a connection) has one grant at a time.
+
+    `bytes_per_s` > 0: a token bucket as deep as one grant. 0: as fast as it goes, and with
+    `exclusive` one grant at a time over all lanes, since then the receivers' sockets tell the
+    link's rate and transfers that share it would all be late.
+    """
+
+    def __init__(self, bytes_per_s: int, *, exclusive: bool = False) -> None:
+        self._rate = bytes_per_s
+        self._exclusive = exclusive and not bytes_per_s
+        self._queues: dict[Hashable, list[_Ticket]] = {}
+        self._lanes: dict[Hashable, float] = {}
+        """Lanes with a grant, and when they got it."""
+        self._free_at = 0.0
+        self._idle = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._seq = 0
+
+    @asynccontextmanager
+    async def grant(self, lane: Hashable, priority: int, nbytes: int) -> AsyncIterator[None]:
+        """Waits for the port, which is held until the block ends."""
+        await self._acquire(lane, priority, nbytes)
+        try:
+            yield
+        finally:
+            del self._lanes[lane]
+            # Later in this turn of the loop, so that the holder's next frame competes too.
+            asyncio.get_running_loop().call_soon(self._released)
+
+    def charge(self, nbytes: int) -> None:
+        """Accounts for bytes that go past the queue (messages): later grants wait for them."""
+        if self._rate:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now - self._slack()) + nbytes / self._rate
+
+    async def _acquire(self, lane: Hashable, priority: int, nbytes: int) -> None:
+        self._seq += 1
+        ticket = _Ticket(priority, self._seq, nbytes, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._queues.setdefault(lane, []), ticket)
+        self._dispatch()
+        if ticket.granted.done():
+            return
+        try:
+            await ticket.granted
+        except asyncio.CancelledError:
+            if not ticket.granted.cancelled():
+                del self._lanes[lane]
+            self._released()
+            raise
+
+    def _released(self) -> None:
+        self._dispatch()
+        self._idle = not self._queues and not self._lanes
+
+    def _slack(self) -> float:
+        return 0.0 if self._idle else LATENESS_S
+
+    def _dispatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._timer is not None:
+            if self._rate:
+                return
+            self._timer.cancel()
+            self._timer = None
+        self._free_at = max(self._free_at, now - self._slack())
+        while (lane := self._next_lane()) is not None:
+            ready_at = self._ready_at(now)
+            if ready_at > now:
+                self._timer = loop.call_at(ready_at, self._timer_fired)
+                return
+            self._grant(lane, now)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._dispatch()
+
+    def _ready_at(self, now: float) -> float:
+        """When the next grant may be given."""
+        if self._rate:
+            return self._free_at
+        if self._exclusive and self._lanes:
+            return max(self._lanes.values()) + PATIENCE_S
+        return now
+
+    def _next_lane(self) -> Hashable | None:
+        best: Hashable | None = None
+        for lane, queue in list(self._queues.items()):
+            while queue and queue[0].granted.cancelled():
+                heapq.heappop(queue)
+            if not queue:
+                del self._queues[lane]
+            elif lane not in self._lanes and (best is None or queue[0] < self._queues[best][0]):
+                best = lane
+        return best
+
+    def _grant(self, lane: Hashable, now: float) -> None:
+        ticket = heapq.heappop(self._queues[lane])
+        if not self._queues[lane]:
+            del self._queues[lane]
+        self._lanes[lane] = now
+        self._idle = False
+        if self._rate:
+            self._free_at += ticket.nbytes / self._rate
+        ticket.granted.set_result(None)

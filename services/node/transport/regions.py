@@ -1,0 +1,110 @@
+"""Registered buffers and how far each may be read: the server side of every transport."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.errors import Conflict, NotFound, RegionUnknown
+
+
+class Region:
+    """A buffer whose first `ready` bytes may be sent. `users` counts sends that touch it now."""
+
+    def __init__(self, name: str, buffer: memoryview, ready: int) -> None:
+        self.name = name
+        self.buffer = buffer
+        self.ready = ready
+        self.closed = False
+        self._users = 0
+        self._changed: set[asyncio.Future[None]] = set()
+
+    async def beyond(self, position: int) -> int:
+        """How many bytes are ready, once that is more than `position`."""
+        while self.ready <= position or self.closed:
+            if self.closed:
+                raise RegionUnknown(f"region {self.name} was unregistered")
+            await self._change()
+        return self.ready
+
+    @contextmanager
+    def use(self) -> Iterator[memoryview]:
+        """The buffer, which stays valid until the block ends."""
+        if self.closed:
+            raise RegionUnknown(f"region {self.name} was unregistered")
+        self._users += 1
+        try:
+            yield self.buffer
+        finally:
+            self._users -= 1
+            self._wake()
+
+    def advance(self, ready: int) -> None:
+        if not self.ready <= ready <= len(self.buffer):
+            raise Conflict(
+                f"region {self.name}: ready goes from {self.ready} to {ready} "
+                f"of {len(self.buffer)} bytes; it may only grow, within the buffer"
+            )
+        self.ready = ready
+        self._wake()
+
+    async def close(self) -> None:
+        self.closed = True
+        self._wake()
+        while self._users:
+            await self._change()
+
+    async def _change(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._changed.add(future)
+        try:
+            await future
+        finally:
+            self._changed.discard(future)
+
+    def _wake(self) -> None:
+        for future in self._changed:
+            if not future.done():
+                future.set_result(None)
+
+
+class Regions:
+    def __init__(self) -> None:
+        self._regions: dict[str, Region] = {}
+
+    def register(self, name: str, buffer: memoryview, ready: int) -> None:
+        if name in self._regions:
+            raise Conflict(f"region {name} is registered already: unregister it first")
+        flat = buffer.cast("B")
+        if not 0 <= ready <= len(flat):
+            raise Conflict(f"region {name}: {ready} bytes ready of {len(flat)}")
+        self._regions[name] = Region(name, flat, ready)
+
+    def advance(self, name: str, ready: int) -> None:
+        self._own(name).advance(ready)
+
+    async def unregister(self, name: str) -> None:
+        """The name is free once this returns, not before: a buffer in use still owns it."""
+        region = self._own(name)
+        try:
+            await region.close()
+        finally:
+            if self._regions.get(name) is region:
+                del self._regions[name]
+
+    def find(self, name: str, offset: int, nbytes: int) -> Region:
+        """What a peer asks for; RegionUnknown if it isn't there or the range is outside."""
+        region = self._regions.get(name)
+        if region is None or region.closed:
+            raise RegionUnknown(f"no region {name} here")
+        if offset + nbytes > len(region.buffer):
+            raise RegionUnknown(
+                f"region {name} has {len(region.buffer)} bytes; "
+                f"[{offset}, {offset + nbytes}) lies outside"
+            )
+        return region
+
+    def _own(self, name: str) -> Region:
+        region = self._regions.get(name)
+        if region is None:
+            raise NotFound(f"no region {name} is registered")
+        return region

@@ -1,0 +1,310 @@
+"""The TCP transport.
+
+Each end dials its own connections: one for the reads it makes of a peer (shallow socket buffers,
+so that what is sent next is decided late) and one for the messages it sends, so that an
+activation never queues behind a block. Every connection has one task that receives, a heartbeat
+when it is idle, and is closed when the peer has been silent for `silence_s`.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
+from services.node.transport.connection import Connection
+from services.node.transport.pacing import Port
+from services.node.transport.pool import Pool, Spawn
+from services.node.transport.reads import ReadChannel, ReadServer
+from services.node.transport.regions import Regions
+from services.node.transport.wire import MAX_BODY, Hello, Kind, Purpose, encode_prefix
+from shared import telemetry
+from shared.errors import BadInput, PeerLost, ProtocolViolation, TransportError
+
+SOCKET_BUFFER = 64 * 1024
+"""Send and receive buffer of a connection for reads (the kernel doubles it)."""
+BEATS_PER_SILENCE = 4
+ACCEPT_PAUSE_S = 0.05
+"""After a failed accept (no file descriptors left, for example)."""
+PeerKey = tuple[str, int]
+"""(address, instance)."""
+
+
+class TcpTransport:
+    name = "tcp"
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        link_bytes_per_s: int,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        silence_s: float = 1.0,
+        max_payload: int = 64 << 20,
+    ) -> None:
+        """`link_bytes_per_s` paces each direction; 0: as fast as it goes."""
+        self._host, self._port = host, port
+        self._on_message = on_message
+        self._on_peer_lost = on_peer_lost
+        self._silence_s = silence_s
+        self._max_payload = max_payload
+        self._regions = Regions()
+        self._egress = Port(link_bytes_per_s, exclusive=True)
+        self._ingress = Port(link_bytes_per_s)
+        self._instance = secrets.randbits(64)
+        self._log = telemetry.logger("transport")
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._readers = Pool(self._dial_reads, self._spawn)
+        self._senders = Pool(self._dial_messages, self._spawn)
+        self._standing: dict[Connection, PeerKey] = {}
+        """Connections past their handshake, and whose they are."""
+        self._told: set[PeerKey] = set()
+        """Peers with connections still standing whose loss was told."""
+        self._listener: socket.socket | None = None
+        self._closing = False
+
+    # --- life ------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp://{host}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        self._listener = socket.create_server(
+            (self._host, self._port),
+            family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
+            backlog=1024,
+        )
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        await self._group.__aenter__()
+        self._spawn(self._accept(self._listener))
+        self._spawn(self._watch_silence())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        for connection in list(self._standing):
+            connection.close(PeerLost("this transport was closed"))
+        try:
+            await self._group.__aexit__(exc_type, exc, traceback)
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+
+    # --- the contract ----------------------------------------------------------
+
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
+        self._regions.register(region, buffer, ready)
+
+    def advance(self, region: str, ready: int) -> None:
+        self._regions.advance(region, ready)
+
+    async def unregister(self, region: str) -> None:
+        await self._regions.unregister(region)
+
+    async def connect(self, address: str) -> None:
+        await asyncio.gather(self._readers.get(address), self._senders.get(address))
+
+    async def read(
+        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+    ) -> ReadResult:
+        flat = into.cast("B")
+        if not len(flat) or offset < 0:
+            raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")
+        channel = await self._readers.get(address)
+        return await channel.read(region, offset, flat, priority=priority)
+
+    async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
+        body, rest = _nbytes([header]), _nbytes(payload)
+        if body > MAX_BODY or rest > self._max_payload:
+            raise BadInput(
+                f"a message of {body} + {rest} bytes: "
+                f"at most {MAX_BODY} + {self._max_payload} can be sent"
+            )
+        connection = await self._senders.get(address)
+        self._egress.charge(body + rest)
+        prefix = encode_prefix(Kind.MESSAGE, body=body, payload=rest)
+        await connection.send([prefix, header, *payload])
+
+    # --- dialling --------------------------------------------------------------
+
+    async def _dial_reads(self, address: str) -> ReadChannel:
+        connection, peer = await self._dial(address, Purpose.READS)
+        channel = ReadChannel(connection, self._ingress, self._spawner(connection))
+
+        def closed(error: TransportError) -> None:
+            self._readers.drop(address)
+            channel.fail(error)
+
+        self._stand(connection, (address, peer.instance), closed)
+        self._spawn(_guard(connection, channel.run()))
+        return channel
+
+    async def _dial_messages(self, address: str) -> Connection:
+        connection, peer = await self._dial(address, Purpose.MESSAGES)
+        self._stand(connection, (address, peer.instance), lambda _: self._senders.drop(address))
+        self._spawn(_guard(connection, _receive_nothing(connection)))
+        return connection
+
+    async def _dial(self, address: str, purpose: Purpose) -> tuple[Connection, Hello]:
+        host, port = _parse(address)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._silence_s):
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                sock = socket.socket(*found[0][:3])
+                _tune(sock, purpose)
+                connection = Connection(sock, address, max_payload=self._max_payload)
+                try:
+                    await loop.sock_connect(sock, found[0][4])
+                    own = Hello(purpose, self._instance, self.address)
+                    return connection, await connection.shake_hands(own, dialling=True)
+                except BaseException:
+                    connection.close(PeerLost(f"{address}: not connected"))
+                    raise
+        except TimeoutError:
+            raise PeerLost(f"{address}: no connection within {self._silence_s} s") from None
+        except OSError as error:
+            raise PeerLost(f"{address}: cannot connect: {error.strerror}") from error
+
+    # --- accepting -------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, source = await loop.sock_accept(listener)
+            except OSError as error:
+                self._log.warning("a connection was not accepted", error=error.strerror)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            name = f"{source[0]}:{source[1]}"
+            connection = Connection(sock, name, max_payload=self._max_payload)
+            self._spawn(_guard(connection, self._welcome(connection, sock)))
+
+    async def _welcome(self, connection: Connection, sock: socket.socket) -> None:
+        own = Hello(Purpose.READS, self._instance, self.address)
+        try:
+            async with asyncio.timeout(self._silence_s):
+                peer = await connection.shake_hands(own, dialling=False)
+        except asyncio.CancelledError:
+            connection.close(PeerLost(f"{connection.address}: this transport was closed"))
+            raise
+        except TimeoutError:
+            raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
+        _tune(sock, peer.purpose)
+        connection.address = peer.address
+        self._stand(connection, (peer.address, peer.instance), lambda _: None)
+        if peer.purpose is Purpose.READS:
+            spawn = self._spawner(connection)
+            await ReadServer(connection, self._regions, self._egress, spawn).run()
+        else:
+            await self._receive_messages(connection)
+
+    async def _receive_messages(self, connection: Connection) -> None:
+        while True:
+            prefix = await connection.receive_prefix()
+            if prefix.kind is not Kind.MESSAGE:
+                raise ProtocolViolation(f"{prefix.kind.name} on a connection for messages")
+            header = await connection.receive_exactly(prefix.body)
+            payload = await connection.receive_exactly(prefix.payload)
+            self._ingress.charge(prefix.body + prefix.payload)
+            self._on_message(connection.address, memoryview(header), memoryview(payload))
+
+    # --- standing connections --------------------------------------------------
+
+    def _stand(
+        self, connection: Connection, peer: PeerKey, closed: Callable[[TransportError], None]
+    ) -> None:
+        self._standing[connection] = peer
+        self._told.discard(peer)
+
+        def on_closed(error: TransportError) -> None:
+            del self._standing[connection]
+            closed(error)
+            self._tell_lost(peer, error)
+
+        connection.on_closed = on_closed
+
+    def _tell_lost(self, peer: PeerKey, error: TransportError) -> None:
+        """Once, though a process that dies breaks several connections."""
+        if peer not in self._told and not self._closing:
+            self._told.add(peer)
+            self._on_peer_lost(peer[0], error)
+        if peer not in self._standing.values():
+            self._told.discard(peer)
+
+    async def _watch_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        interval = self._silence_s / BEATS_PER_SILENCE
+        now = loop.time()
+        while True:
+            before = now
+            await asyncio.sleep(interval)
+            now = loop.time()
+            for connection in list(self._standing):
+                if now - before > 2 * interval:
+                    connection.forgive_silence(now)
+                connection.check_silence(now, self._silence_s)
+                if connection.wants_heartbeat(now, interval):
+                    self._spawn(_guard(connection, connection.beat()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _spawner(self, connection: Connection) -> Spawn:
+        return lambda work: self._spawn(_guard(connection, work))
+
+
+async def _guard(connection: Connection, work: Coroutine[Any, Any, None]) -> None:
+    """A broken connection ends its own work and nothing else."""
+    try:
+        await work
+    except TransportError as error:
+        connection.close(error)
+
+
+async def _receive_nothing(connection: Connection) -> None:
+    prefix = await connection.receive_prefix()
+    raise ProtocolViolation(f"{prefix.kind.name} from the receiver of messages")
+
+
+def _tune(sock: socket.socket, purpose: Purpose) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if purpose is Purpose.READS:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+
+
+def _parse(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise BadInput(f"address {address!r}: {error}") from None
+    if parts.scheme != "tcp" or not host or not port:
+        raise BadInput(f"address {address!r}: use tcp://HOST:PORT")
+    return host, port
+
+
+def _nbytes(buffers: Sequence[Buffer]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)

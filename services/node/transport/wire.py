@@ -1,0 +1,153 @@
+"""The bytes of the TCP data plane: pure encoding and parsing, no sockets.
+
+Every frame is a fixed prefix (kind, id, body length, payload length; big-endian), a body of that
+kind and a payload. A connection starts with HELLO from both ends and then carries, by its purpose:
+
+    READS      dialler -> listener: READ, CANCEL;  listener -> dialler: DATA, FAULT
+    MESSAGES   dialler -> listener: MESSAGE
+
+and HEARTBEAT both ways. A read's bytes come as DATA frames in order, interleaved with those of
+other reads. CANCEL of a read that is still served is answered by FAULT with code `cancelled`.
+Lengths are checked before anything is allocated; whatever does not fit is a ProtocolViolation.
+"""
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from shared.errors import ProtocolViolation
+
+MAGIC = b"LSDP"
+VERSION = 1
+MAX_BODY = 1 << 20
+MAX_MESSAGE = 1000
+"""Characters of a FAULT's message."""
+CANCELLED = "cancelled"
+
+_PREFIX = struct.Struct("!B3xIIQ")
+_HELLO = struct.Struct("!4sHBxQ")
+_READ = struct.Struct("!iQQ")
+PREFIX_BYTES = _PREFIX.size
+
+
+class Kind(enum.IntEnum):
+    HELLO = 1
+    READ = 2
+    CANCEL = 3
+    DATA = 4
+    FAULT = 5
+    MESSAGE = 6
+    HEARTBEAT = 7
+
+
+class Purpose(enum.IntEnum):
+    READS = 1
+    MESSAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    kind: Kind
+    id: int
+    """Of the read; 0 in frames that belong to none."""
+    body: int
+    payload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    purpose: Purpose
+    instance: int
+    """Random, one a transport: another process at an old address is another peer."""
+    address: str
+    """Where the sender listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    priority: int
+    offset: int
+    nbytes: int
+    region: str
+
+
+_WITH_BODY = frozenset({Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE})
+_WITH_PAYLOAD = frozenset({Kind.DATA, Kind.MESSAGE})
+_WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT})
+
+
+def encode_prefix(kind: Kind, *, id: int = 0, body: int = 0, payload: int = 0) -> bytes:
+    return _PREFIX.pack(kind, id, body, payload)
+
+
+def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> Prefix:
+    if len(data) != PREFIX_BYTES:
+        raise ProtocolViolation(f"a frame prefix has {PREFIX_BYTES} bytes, not {len(data)}")
+    raw, identity, body, payload = _PREFIX.unpack(data)
+    try:
+        kind = Kind(raw)
+    except ValueError:
+        raise ProtocolViolation(f"unknown frame kind {raw}") from None
+    if body > MAX_BODY or (body and kind not in _WITH_BODY):
+        raise ProtocolViolation(f"{kind.name} frame with a body of {body} bytes")
+    if payload > max_payload or (payload and kind not in _WITH_PAYLOAD):
+        raise ProtocolViolation(f"{kind.name} frame with a payload of {payload} bytes")
+    if identity and kind not in _WITH_ID:
+        raise ProtocolViolation(f"{kind.name} frame with id {identity}")
+    if kind is Kind.DATA and not payload:
+        raise ProtocolViolation("DATA frame without data")
+    return Prefix(kind, identity, body, payload)
+
+
+def encode_hello(hello: Hello) -> bytes:
+    body = _HELLO.pack(MAGIC, VERSION, hello.purpose, hello.instance) + hello.address.encode()
+    return encode_prefix(Kind.HELLO, body=len(body)) + body
+
+
+def parse_hello(body: bytes | bytearray) -> Hello:
+    if len(body) < _HELLO.size or not body.startswith(MAGIC):
+        raise ProtocolViolation("the peer does not speak the data-plane protocol")
+    _, version, purpose, instance = _HELLO.unpack_from(body)
+    if version != VERSION:
+        raise ProtocolViolation(
+            f"the peer speaks version {version} of the data plane, this node {VERSION}: "
+            "run the same release everywhere"
+        )
+    try:
+        return Hello(Purpose(purpose), instance, _text(body[_HELLO.size :]))
+    except ValueError:
+        raise ProtocolViolation(f"unknown connection purpose {purpose}") from None
+
+
+def encode_read(id: int, request: ReadRequest) -> bytes:
+    body = _READ.pack(request.priority, request.offset, request.nbytes) + request.region.encode()
+    return encode_prefix(Kind.READ, id=id, body=len(body)) + body
+
+
+def parse_read(body: bytes | bytearray) -> ReadRequest:
+    if len(body) < _READ.size:
+        raise ProtocolViolation(f"READ body of {len(body)} bytes")
+    priority, offset, nbytes = _READ.unpack_from(body)
+    if not nbytes:
+        raise ProtocolViolation("READ of no bytes")
+    return ReadRequest(priority, offset, nbytes, _text(body[_READ.size :]))
+
+
+def encode_fault(id: int, code: str, message: str) -> bytes:
+    body = f"{code}\0{message[:MAX_MESSAGE]}".encode()
+    return encode_prefix(Kind.FAULT, id=id, body=len(body)) + body
+
+
+def parse_fault(body: bytes | bytearray) -> tuple[str, str]:
+    """(code, message)."""
+    code, separator, message = _text(body).partition("\0")
+    if not separator:
+        raise ProtocolViolation("FAULT body without a code")
+    return code, message
+
+
+def _text(data: bytes | bytearray) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolViolation(f"text that is not UTF-8: {error}") from None

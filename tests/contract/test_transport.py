@@ -1,0 +1,392 @@
+"""One suite over every transport."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.node.transport.base import Buffer, Transport
+from services.node.transport.memory import MemoryNetwork, MemoryTransport
+from services.node.transport.tcp import TcpTransport
+from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
+
+MIB = 1 << 20
+
+
+@dataclass
+class End:
+    """A transport and what it told its node."""
+
+    transport: Transport
+    received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    lost: list[tuple[str, TransportError]] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    waker: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def address(self) -> str:
+        return self.transport.address
+
+    def wake(self) -> None:
+        async def notify() -> None:
+            async with self.changed:
+                self.changed.notify_all()
+
+        task = asyncio.get_running_loop().create_task(notify())
+        self.waker.add(task)
+        task.add_done_callback(self.waker.discard)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+
+class Cluster:
+    """Starts and stops the ends of a test, all of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.network = MemoryNetwork()
+        self.count = 0
+        self.stacks: dict[str, AsyncExitStack] = {}
+
+    async def start(self, *, rate: int = 0, at: str | None = None) -> End:
+        end: End
+
+        def on_message(sender: str, header: memoryview, payload: memoryview) -> None:
+            end.received.append((sender, bytes(header), bytes(payload)))
+            end.wake()
+
+        def on_peer_lost(address: str, error: TransportError) -> None:
+            end.lost.append((address, error))
+            end.wake()
+
+        transport: TcpTransport | MemoryTransport
+        if self.kind == "tcp":
+            transport = TcpTransport(
+                "127.0.0.1",
+                int(at.rpartition(":")[2]) if at else 0,
+                link_bytes_per_s=rate,
+                on_message=on_message,
+                on_peer_lost=on_peer_lost,
+            )
+        else:
+            self.count += 1
+            transport = MemoryTransport(
+                self.network,
+                at or f"memory://{self.count}",
+                link_bytes_per_s=rate,
+                on_message=on_message,
+                on_peer_lost=on_peer_lost,
+            )
+        end = End(transport)
+        stack = AsyncExitStack()
+        await stack.enter_async_context(transport)
+        self.stacks[end.address] = stack
+        return end
+
+    async def stop(self, end: End) -> None:
+        await self.stacks.pop(end.address).aclose()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    cluster = Cluster(request.param)
+    yield cluster
+    for stack in list(cluster.stacks.values()):
+        await stack.aclose()
+
+
+def pattern(nbytes: int, seed: int = 1) -> bytes:
+    return (bytes(range(256)) * (nbytes // 256 + 2))[seed : seed + nbytes]
+
+
+async def fetch(
+    reader: End, source: End, region: str, nbytes: int, *, offset: int = 0, priority: int = 1
+) -> bytes:
+    into = bytearray(nbytes)
+    async with asyncio.timeout(10):
+        result = await reader.transport.read(
+            source.address, region, offset, memoryview(into), priority=priority
+        )
+    assert result.nbytes == nbytes
+    assert result.first_byte_ns > 0
+    return bytes(into)
+
+
+async def settle() -> None:
+    """Lets everything that can run now do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_reads_any_range_of_a_region(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    data = pattern(3 * MIB + 17)
+    source.transport.register("w", memoryview(data), ready=len(data))
+    assert await fetch(reader, source, "w", len(data)) == data
+    assert await fetch(reader, source, "w", 1000, offset=MIB - 1) == data[MIB - 1 : MIB + 999]
+    assert await fetch(reader, source, "w", 1, offset=len(data) - 1) == data[-1:]
+
+
+async def test_a_read_waits_until_the_source_has_the_bytes(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    data = pattern(1000)
+    source.transport.register("w", memoryview(data), ready=10)
+    assert await fetch(reader, source, "w", 10) == data[:10]
+    read = asyncio.ensure_future(fetch(reader, source, "w", 500, offset=100))
+    source.transport.advance("w", 600 - 1)
+    await settle()
+    assert not read.done()
+    source.transport.advance("w", 600)
+    assert await read == data[100:600]
+
+
+async def test_ready_never_goes_back(cluster: Cluster) -> None:
+    source = await cluster.start()
+    source.transport.register("w", memoryview(bytearray(10)), ready=5)
+    with pytest.raises(Conflict):
+        source.transport.advance("w", 4)
+    with pytest.raises(Conflict):
+        source.transport.advance("w", 11)
+    with pytest.raises(Conflict, match="registered already"):
+        source.transport.register("w", memoryview(bytearray(10)))
+
+
+async def test_a_relay_forwards_what_it_is_still_receiving(cluster: Cluster) -> None:
+    source, relay, last = [await cluster.start() for _ in range(3)]
+    data, copy = pattern(4 * MIB), bytearray(4 * MIB)
+    source.transport.register("w", memoryview(data), ready=MIB)
+    relay.transport.register("w", memoryview(copy))
+
+    async def pull() -> None:
+        for start in range(0, len(data), MIB):
+            into = memoryview(copy)[start : start + MIB]
+            await relay.transport.read(source.address, "w", start, into, priority=1)
+            relay.transport.advance("w", start + MIB)
+
+    relaying = asyncio.ensure_future(pull())
+    assert await fetch(last, relay, "w", MIB) == data[:MIB]
+    assert not relaying.done()
+    source.transport.advance("w", len(data))
+    assert await fetch(last, relay, "w", 3 * MIB, offset=MIB) == data[MIB:]
+    await relaying
+
+
+async def test_the_most_urgent_read_is_served_first(cluster: Cluster) -> None:
+    """Four readers of one paced source: the order is that of the priorities, not of asking."""
+    source = await cluster.start(rate=20_000_000)
+    readers = [await cluster.start() for _ in range(4)]
+    data = pattern(MIB)
+    source.transport.register("w", memoryview(data))
+    ended: list[int] = []
+
+    async def pull(reader: End, priority: int) -> None:
+        await fetch(reader, source, "w", len(data), priority=priority)
+        ended.append(priority)
+
+    await asyncio.gather(*(reader.transport.connect(source.address) for reader in readers))
+    reads = [
+        asyncio.ensure_future(pull(reader, priority))
+        for reader, priority in zip(readers, (4, 2, 3, 1), strict=True)
+    ]
+    await fetch_handshake(readers, source)
+    source.transport.advance("w", len(data))
+    await asyncio.gather(*reads)
+    assert ended == [1, 2, 3, 4]
+
+
+async def fetch_handshake(readers: list[End], source: End) -> None:
+    """Returns once the source knows every read asked for before."""
+    source.transport.register("probe", memoryview(bytearray(1)), ready=1)
+    for reader in readers:
+        await fetch(reader, source, "probe", 1, priority=0)
+
+
+async def test_an_urgent_read_overtakes_one_in_progress(cluster: Cluster) -> None:
+    source = await cluster.start(rate=20_000_000)
+    reader = await cluster.start()
+    slow, urgent = pattern(4 * MIB), pattern(1000, seed=7)
+    source.transport.register("slow", memoryview(slow), ready=len(slow))
+    source.transport.register("urgent", memoryview(urgent), ready=len(urgent))
+    read = asyncio.ensure_future(fetch(reader, source, "slow", len(slow), priority=9))
+    assert await fetch(reader, source, "urgent", len(urgent), priority=1) == urgent
+    assert not read.done()
+    assert await read == slow
+
+
+async def test_a_region_that_is_not_there(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    source.transport.register("w", memoryview(bytearray(100)), ready=100)
+    with pytest.raises(RegionUnknown, match="no region other"):
+        await fetch(reader, source, "other", 10)
+    with pytest.raises(RegionUnknown, match="outside"):
+        await fetch(reader, source, "w", 10, offset=91)
+    with pytest.raises(BadInput):
+        await fetch(reader, source, "w", 0)
+    assert await fetch(reader, source, "w", 10, offset=90) == bytes(10)
+
+
+async def test_unregister_ends_waiting_reads(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    data = pattern(100)
+    source.transport.register("w", memoryview(data), ready=50)
+    read = asyncio.ensure_future(fetch(reader, source, "w", 100))
+    await fetch_handshake([reader], source)
+    await source.transport.unregister("w")
+    with pytest.raises(RegionUnknown):
+        await read
+    source.transport.register("w", memoryview(data), ready=100)
+    assert await fetch(reader, source, "w", 100) == data
+
+
+async def test_unregister_returns_when_nothing_touches_the_buffer(cluster: Cluster) -> None:
+    source = await cluster.start(rate=40_000_000)
+    readers = [await cluster.start() for _ in range(3)]
+    data = bytearray(b"a") * (4 * MIB)
+    source.transport.register("w", memoryview(data), ready=len(data))
+    copies = [bytearray(len(data)) for _ in readers]
+    reads = [
+        asyncio.ensure_future(
+            reader.transport.read(source.address, "w", 0, memoryview(copy), priority=1)
+        )
+        for reader, copy in zip(readers, copies, strict=True)
+    ]
+    await fetch_handshake(readers, source)
+    assert not any(read.done() for read in reads)
+    async with asyncio.timeout(5):
+        await source.transport.unregister("w")
+    data[:] = b"b" * len(data)
+    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    assert all(isinstance(outcome, RegionUnknown) for outcome in outcomes)
+    assert not any(b"b" in copy for copy in copies)
+
+
+async def test_a_cancelled_read_leaves_its_buffer_alone(cluster: Cluster) -> None:
+    source, reader = await cluster.start(rate=40_000_000), await cluster.start()
+    data = pattern(2 * MIB)
+    source.transport.register("w", memoryview(data), ready=len(data))
+    into = bytearray(len(data))
+    read = asyncio.ensure_future(
+        reader.transport.read(source.address, "w", 0, memoryview(into), priority=1)
+    )
+    await fetch_handshake([reader], source)
+    assert any(into)
+    read.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await read
+    into[:] = bytes(len(into))
+    # The connection goes on: a later read of it all is whole, and nothing went to the old buffer.
+    assert await fetch(reader, source, "w", len(data)) == data
+    assert not any(into)
+    assert not reader.lost
+
+
+async def test_messages_arrive_whole_and_in_order(cluster: Cluster) -> None:
+    sender, receiver = await cluster.start(), await cluster.start()
+    big = pattern(5 * MIB)
+    for index in range(50):
+        payload: list[Buffer] = [b"a" * index, memoryview(big)[: index * 10], b""]
+        if index % 7 == 0:
+            payload = []
+        await sender.transport.send(receiver.address, f"{index}".encode(), payload)
+    await sender.transport.send(receiver.address, b"big", [big, b"tail"])
+    await receiver.until(lambda: len(receiver.received) == 51)
+    for index, (address, header, body) in enumerate(receiver.received[:50]):
+        assert address == sender.address
+        assert header == f"{index}".encode()
+        assert body == (b"a" * index + big[: index * 10] if index % 7 else b"")
+    assert receiver.received[50] == (sender.address, b"big", big + b"tail")
+
+
+async def test_concurrent_sends_do_not_mix(cluster: Cluster) -> None:
+    sender, receiver = await cluster.start(), await cluster.start()
+    bodies = {str(index).encode(): pattern(MIB + index, seed=index) for index in range(8)}
+    await asyncio.gather(
+        *(sender.transport.send(receiver.address, name, [body]) for name, body in bodies.items())
+    )
+    await receiver.until(lambda: len(receiver.received) == len(bodies))
+    assert [header for _, header, _ in receiver.received] == list(bodies)
+    assert all(body == bodies[header] for _, header, body in receiver.received)
+
+
+async def test_messages_pass_reads(cluster: Cluster) -> None:
+    source, reader = await cluster.start(rate=10_000_000), await cluster.start()
+    data = pattern(2 * MIB)
+    source.transport.register("w", memoryview(data), ready=len(data))
+    read = asyncio.ensure_future(fetch(reader, source, "w", len(data)))
+    await fetch_handshake([reader], source)
+    await source.transport.send(reader.address, b"activation", [b"x" * 1000])
+    await reader.until(lambda: len(reader.received) == 1)
+    assert not read.done()
+    assert await read == data
+
+
+async def test_reads_from_several_peers_at_once(cluster: Cluster) -> None:
+    reader = await cluster.start()
+    sources = [await cluster.start() for _ in range(4)]
+    datas = [pattern(MIB, seed=seed) for seed in range(4)]
+    for source, data in zip(sources, datas, strict=True):
+        source.transport.register("w", memoryview(data), ready=len(data))
+    half = MIB // 2
+    parts = await asyncio.gather(
+        *(
+            fetch(reader, source, "w", half, offset=offset)
+            for source in sources
+            for offset in (0, half)
+        )
+    )
+    assert [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)] == datas
+
+
+async def test_a_peer_that_closes_is_lost_once(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    source.transport.register("w", memoryview(bytearray(100)), ready=10)
+    await reader.transport.connect(source.address)
+    await source.transport.connect(reader.address)
+    reads = [asyncio.ensure_future(fetch(reader, source, "w", 100)) for _ in range(3)]
+    await fetch_handshake([reader], source)
+    await cluster.stop(source)
+    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [PeerLost] * 3
+    with pytest.raises(PeerLost):
+        await fetch(reader, source, "w", 10)
+    with pytest.raises(PeerLost):
+        await reader.transport.send(source.address, b"hello")
+    assert [address for address, _ in reader.lost] == [source.address]
+    assert isinstance(reader.lost[0][1], PeerLost)
+    assert not source.lost
+
+
+async def test_a_peer_that_comes_back(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    source.transport.register("w", memoryview(bytearray(b"old")), ready=3)
+    assert await fetch(reader, source, "w", 3) == b"old"
+    await cluster.stop(source)
+    await reader.until(lambda: len(reader.lost) == 1)
+    again = await cluster.start(at=source.address)
+    again.transport.register("w", memoryview(bytearray(b"new")), ready=3)
+    assert await fetch(reader, again, "w", 3) == b"new"
+    await reader.transport.send(again.address, b"hello")
+    await again.until(lambda: len(again.received) == 1)
+    assert len(reader.lost) == 1
+
+
+async def test_nobody_there(cluster: Cluster) -> None:
+    gone, reader = await cluster.start(), await cluster.start()
+    await cluster.stop(gone)
+    with pytest.raises(PeerLost):
+        await reader.transport.connect(gone.address)
+    assert not reader.lost
+
+
+async def test_both_directions_at_once_paced(cluster: Cluster) -> None:
+    one, other = await cluster.start(rate=50_000_000), await cluster.start(rate=50_000_000)
+    data = {end.address: pattern(2 * MIB, seed=seed) for seed, end in enumerate((one, other))}
+    for end in (one, other):
+        buffer = memoryview(data[end.address])
+        end.transport.register("w", buffer, ready=len(buffer))
+    got = await asyncio.gather(fetch(one, other, "w", 2 * MIB), fetch(other, one, "w", 2 * MIB))
+    assert list(got) == [data[other.address], data[one.address]]
