@@ -27,6 +27,8 @@ class BusConfig(_Section, frozen=True, kw_only=True):
     user: str = ""
     password: str = ""
     connect_timeout_s: float = 5.0
+    replicas: int = 1
+    """Copies of durable state that NATS keeps; 3 on a cluster."""
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True):

@@ -34,7 +34,8 @@ class NatsServer:
     """nats-server with JetStream on loopback; its store, configuration and log are in `directory`.
 
     `port` 0 takes a free one. With `detached` the server outlives this process; without, it dies
-    with it (with the thread that called `start`), whatever kills it. `user` and `password` ask them of every client.
+    with it (with the thread that called `start`), whatever kills it. `user` and `password` are
+    asked of every client.
     """
 
     def __init__(

@@ -41,14 +41,18 @@ class Tasks:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
+        self._closed = False
 
-    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        if self._closed:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return task
 
     async def close(self) -> None:
+        self._closed = True
         running = self._running - {asyncio.current_task()}
         for task in running:
             task.cancel()

@@ -189,6 +189,7 @@ class MemoryBus(Delivery):
         return MemoryObjectStore(self, self._broker.blobs)
 
     async def watch(self, bucket: Bucket) -> AsyncIterator[KvEntry | None]:
+        self.check_open()
         changes = Changes()
         bucket.watchers.append(changes)
         self._watches.append(changes)

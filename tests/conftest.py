@@ -1,0 +1,30 @@
+"""Fixtures of several test packages: buses, and a real nats-server to run them on."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.nats_server import NatsServer
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.bus.nats import NatsBus
+from shared.config import BusConfig
+
+
+@pytest.fixture
+async def nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """A nats-server of this test alone, on a free port (it is up in some 15 ms)."""
+    async with NatsServer(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+async def nats_bus(nats_server: NatsServer) -> AsyncIterator[NatsBus]:
+    async with NatsBus(BusConfig(url=nats_server.url), "test") as bus:
+        yield bus
+
+
+@pytest.fixture
+async def memory_bus() -> AsyncIterator[MemoryBus]:
+    async with MemoryBus(MemoryBroker(), "test") as bus:
+        yield bus
