@@ -7,10 +7,11 @@ its path for life; contiguous stages and their number limit what a path costs in
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from services.planner.core.packing import Packing
-from services.planner.core.pricing import Pricer, Stage, Stages
+from services.planner.core.pricing import Pricer, Stages
 from shared.errors import BadInput
 
 _PASSES = 24
@@ -31,7 +32,7 @@ class Path:
 
 
 def plan_paths(
-    held: Sequence[frozenset[int]],
+    held: Sequence[AbstractSet[int]],
     blocks: int,
     *,
     max_stages: int,
@@ -51,12 +52,14 @@ def plan_paths(
     """
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
-    alone = [(Stage(node, 0, blocks),) for node, have in enumerate(held) if len(have) == blocks]
+    alone: list[Stages] = [
+        ((node, 0, blocks),) for node, have in enumerate(held) if len(have) == blocks
+    ]
     old = [path.stages for path in previous if _runs(path.stages, held, blocks, max_stages)]
     kept = dict.fromkeys(old + alone)
     capacities = [1.0] * len(held)
-    for (stage,) in alone:
-        capacities[stage.node] -= replica_floor
+    for ((node, _, _),) in alone:
+        capacities[node] -= replica_floor
 
     def value(stages: Stages) -> float:
         return 1 - hop_cost * (len(stages) - 1) + (keep_gain if stages in kept else 0.0)
@@ -75,6 +78,25 @@ def loads(stages: Stages, blocks: int) -> dict[int, float]:
     for node, start, stop in stages:
         load[node] = load.get(node, 0.0) + (stop - start) / blocks
     return load
+
+
+def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
+    """Least number of stages that run blocks start <= block < stop; None if one has no holder."""
+    stages, reached = 0, start
+    while reached < stop:
+        further = max((run_end(have, reached) for have in held), default=reached)
+        if further == reached:
+            return None
+        stages, reached = stages + 1, further
+    return stages
+
+
+def run_end(have: AbstractSet[int], start: int) -> int:
+    """The first block from `start` on that is not held."""
+    stop = start
+    while stop in have:
+        stop += 1
+    return stop
 
 
 def _pack(
@@ -111,15 +133,15 @@ def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
     )
 
 
-def _runs(stages: Stages, held: Sequence[frozenset[int]], blocks: int, max_stages: int) -> bool:
+def _runs(stages: Stages, held: Sequence[AbstractSet[int]], blocks: int, max_stages: int) -> bool:
     """Whether the path is a path of these holdings."""
-    ends = [0, *(stage.stop for stage in stages)]
+    ends = [0, *(stop for _, _, stop in stages)]
     return (
         len(stages) <= max_stages
         and ends[-1] == blocks
-        and all(stage.start == end for stage, end in zip(stages, ends, strict=False))
+        and all(start == end for (_, start, _), end in zip(stages, ends, strict=False))
         and all(
-            node < len(held) and held[node].issuperset(range(start, stop))
+            node < len(held) and held[node] >= set(range(start, stop))
             for node, start, stop in stages
         )
     )

@@ -6,7 +6,7 @@ it took, so that one pass yields a whole set of different paths.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Set as AbstractSet
 
 _INF = float("inf")
 _STEER = 1.0
@@ -14,14 +14,8 @@ _STEER = 1.0
 to part nodes of nearly equal price, which is what the first passes over alike nodes need."""
 
 
-class Stage(NamedTuple):
-    """`node` runs blocks start <= block < stop."""
-
-    node: int
-    start: int
-    stop: int
-
-
+Stage = tuple[int, int, int]
+"""(node, start, stop): the node runs blocks start <= block < stop."""
 Stages = tuple[Stage, ...]
 
 
@@ -30,7 +24,7 @@ class Pricer:
 
     def __init__(
         self,
-        held: Sequence[frozenset[int]],
+        held: Sequence[AbstractSet[int]],
         blocks: int,
         *,
         max_stages: int,
@@ -95,7 +89,7 @@ class Pricer:
         node, start = leader, 0
         for left in range(self.max_stages - 1, -1, -1):
             stop = self._stay(node, start, left)
-            stages.append(Stage(node, start, stop))
+            stages.append((node, start, stop))
             if stop == self.blocks:
                 return tuple(stages)
             if left == 0:
