@@ -20,6 +20,8 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     gateway: GatewayId
+    url: str = ""
+    """Where it serves HTTP."""
     models: tuple[ModelLoad, ...]
 
 
