@@ -83,12 +83,8 @@ class Follower:
         return self.end(known) + ([_failed(path, known, why)] if known else [])
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
-        led = [key for key, s in self.sequences.items() if s.path.leader == address]
-        through = self._by_path(lambda path: path.goes_through(address) and path.leader != address)
-        commands = self.end(led)
-        for path, keys in through.items():
-            commands += self.failed(path, keys, why)
-        return commands
+        """The leader is told even if it is the one that was lost: it may be there again."""
+        return self._fail_where(lambda path: path.goes_through(address), why)
 
     def model_closed(self, model_id: ModelId, why: Failure) -> list[Command]:
         return self._fail_where(lambda path: path.model_id == model_id, why)
@@ -97,17 +93,14 @@ class Follower:
         return self._fail_where(lambda path: True, why)
 
     def _fail_where(self, ends: Callable[[Path], bool], why: Failure) -> list[Command]:
+        by_path: dict[Path, list[SequenceKey]] = {}
+        for key, sequence in self.sequences.items():
+            if ends(sequence.path):
+                by_path.setdefault(sequence.path, []).append(key)
         commands: list[Command] = []
-        for path, keys in self._by_path(ends).items():
+        for path, keys in by_path.items():
             commands += self.failed(path, keys, why)
         return commands
-
-    def _by_path(self, wanted: Callable[[Path], bool]) -> dict[Path, list[SequenceKey]]:
-        found: dict[Path, list[SequenceKey]] = {}
-        for key, sequence in self.sequences.items():
-            if wanted(sequence.path):
-                found.setdefault(sequence.path, []).append(key)
-        return found
 
     def end(self, keys: Collection[SequenceKey]) -> list[Command]:
         """Forgets sequences, takes their rows out of the queue and frees their KV."""

@@ -120,8 +120,7 @@ class Leader:
         return self.end([self.running[key] for key in keys if key in self.running], failure)
 
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
-        through = [s for s in self._all() if s.path.goes_through(address)]
-        return self.end(through, failure, lost=address)
+        return self.end([s for s in self._all() if s.path.goes_through(address)], failure)
 
     def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
         return self.end([s for s in self._all() if s.submit.model_id == model_id], failure)
@@ -129,10 +128,9 @@ class Leader:
     def close(self, failure: Failure) -> list[Command]:
         return self.end(list(self._all()), failure)
 
-    def end(
-        self, sequences: Iterable[Sequence], failure: Failure | None, *, lost: str = ""
-    ) -> list[Command]:
-        """Forgets sequences and frees what stages keep of them, but not at a `lost` peer."""
+    def end(self, sequences: Iterable[Sequence], failure: Failure | None) -> list[Command]:
+        """Forgets sequences and frees what stages keep of them, lost peers included: they may be
+        there again."""
         released: list[SequenceKey] = []
         elsewhere: list[tuple[str, SequenceKey]] = []
         told: list[Command] = []
@@ -140,8 +138,7 @@ class Leader:
             self._remove(sequence)
             if sequence.started:
                 released.append(sequence.key)
-                followers = (a for a in sequence.path.followers if a != lost)
-                elsewhere += [(address, sequence.key) for address in followers]
+                elsewhere += [(address, sequence.key) for address in sequence.path.followers]
             if failure:
                 submit = sequence.submit
                 reason = AttemptFailed(

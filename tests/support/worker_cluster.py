@@ -1,0 +1,208 @@
+"""Engine threads wired back to back in one process, and what a gateway would see of them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from services.node.engine.base import Engine, StageBatch
+from services.node.transport.base import Buffer
+from services.node.worker import Worker
+from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.messages.instances import Stage
+from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from tests.support.hash_engine import HashEngine, hash_manifest
+
+MODEL = ModelId("m")
+BLOCKS = 6
+GATEWAY = GatewayId("g")
+
+
+def stages(*parts: tuple[str, int, int]) -> tuple[Stage, ...]:
+    return tuple(Stage(NodeId(n), f"mem://{n}", start, stop) for n, start, stop in parts)
+
+
+WHOLE = stages(("a", 0, BLOCKS))
+TWO = stages(("a", 0, 2), ("b", 2, BLOCKS))
+THREE = stages(("a", 0, 1), ("b", 1, 4), ("c", 4, BLOCKS))
+
+
+def submit(
+    name: str,
+    path: tuple[Stage, ...],
+    *,
+    prompt: tuple[int, ...] = (3, 1, 4, 1, 5),
+    so_far: tuple[int, ...] = (),
+    max_tokens: int = 8,
+    attempt: int = 1,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    gateway: GatewayId = GATEWAY,
+) -> Submit:
+    return Submit(
+        request=RequestId(name),
+        attempt=attempt,
+        gateway=gateway,
+        model_id=MODEL,
+        instance=InstanceId("i"),
+        stages=path,
+        tokens=prompt + so_far,
+        prompt_tokens=len(prompt),
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
+        sampling=Sampling(seed=seed),
+    )
+
+
+@dataclass
+class Attempt:
+    """What a gateway saw of one attempt."""
+
+    tokens: list[Token] = field(default_factory=list)
+    failed: AttemptFailed | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.token for token in self.tokens]
+
+    @property
+    def over(self) -> bool:
+        return self.failed is not None or bool(self.tokens and self.tokens[-1].finish)
+
+    @property
+    def code(self) -> str | None:
+        return self.failed.code if self.failed else None
+
+    async def until(self, reached: Callable[["Attempt"], bool]) -> "Attempt":
+        async with asyncio.timeout(20):
+            while not reached(self):
+                self.changed.clear()
+                await self.changed.wait()
+        return self
+
+    async def end(self) -> "Attempt":
+        return await self.until(lambda a: a.over)
+
+
+class Gate:
+    """Holds an engine before it runs the row that draws token `index` of a request."""
+
+    def __init__(self, request: str, index: int) -> None:
+        self._request = request
+        self._index = index
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self, batch: StageBatch) -> None:
+        for row in batch.rows:
+            of_request = row.sequence.startswith(f"{self._request}#")
+            if of_request and row.draw is not None and row.draw.index == self._index:
+                self.reached.set()
+                if not self._open.wait(20):
+                    raise TimeoutError("the test never opened the gate")
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 10)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Cluster:
+    """Workers whose messages go straight into each other's queue."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.engines: dict[str, HashEngine] = {}
+        self.attempts: dict[tuple[str, int], Attempt] = {}
+        self.cut: set[str] = set()
+        self.messages: list[tuple[GatewayId, Tokens]] = []
+        self._loop = asyncio.get_running_loop()
+
+    def attempt(self, name: str, number: int = 1) -> Attempt:
+        return self.attempts.setdefault((name, number), Attempt())
+
+    async def add(
+        self,
+        name: str,
+        *,
+        kv_capacity: int,
+        slots: int,
+        step_tokens: int,
+        step_floor_s: float,
+    ) -> Worker:
+        def make_engine() -> Engine:
+            return self.engines[name]
+
+        self.engines[name] = HashEngine(kv_capacity)
+        worker = self.workers[name] = Worker(
+            node=NodeId(name),
+            make_engine=make_engine,
+            slots=slots,
+            step_tokens=step_tokens,
+            step_floor_s=step_floor_s,
+            send=lambda address, header, payload: self._send(name, address, header, payload),
+            emit=self._emit,
+        )
+        worker.start()
+        await worker.open_model(MODEL, hash_manifest(BLOCKS))
+        for block in range(BLOCKS):
+            await worker.attach(MODEL, block, memoryview(b""))
+        return worker
+
+    def gate(self, node: str, request: str, index: int) -> Gate:
+        gate = self.engines[node].before_run = Gate(request, index)
+        return gate
+
+    async def submit(self, message: Submit) -> Attempt:
+        await self.workers[message.stages[0].node].submit(message)
+        return self.attempt(message.request, message.attempt)
+
+    def _send(self, sender: str, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
+        target = address.removeprefix("mem://")
+        if not {sender, target} & self.cut:
+            body = memoryview(b"".join(payload))
+            self.workers[target].on_message(f"mem://{sender}", memoryview(header), body)
+
+    def _emit(self, gateway: GatewayId, tokens: Tokens) -> None:
+        self._loop.call_soon_threadsafe(self._on_tokens, gateway, tokens)
+
+    def _on_tokens(self, gateway: GatewayId, message: Tokens) -> None:
+        self.messages.append((gateway, message))
+        for token in message.tokens:
+            attempt = self.attempt(token.request, token.attempt)
+            attempt.tokens.append(token)
+            attempt.changed.set()
+        for failed in message.failed:
+            attempt = self.attempt(failed.request, failed.attempt)
+            attempt.failed = failed
+            attempt.changed.set()
+
+    async def all_free(self, *names: str) -> None:
+        for name in names or self.engines:
+            assert await asyncio.to_thread(self.engines[name].wait_until_free), name
+
+
+@asynccontextmanager
+async def cluster(
+    *names: str,
+    slots: int = 8,
+    step_tokens: int = 4,
+    step_floor_s: float = 0.0,
+    kv_capacity: Mapping[str, int] = MappingProxyType({}),
+) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        made = Cluster()
+        for name in names:
+            worker = await made.add(
+                name,
+                kv_capacity=kv_capacity.get(name, 10_000),
+                slots=slots,
+                step_tokens=step_tokens,
+                step_floor_s=step_floor_s,
+            )
+            stack.push_async_callback(worker.stop)
+        yield made
