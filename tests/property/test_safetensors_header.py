@@ -84,3 +84,10 @@ def test_changed_bytes_never_give_a_tensor_outside_the_file(
 )
 def test_any_json_as_a_header_is_refused_or_read(folder: Path, header: object) -> None:
     opens(folder, file_bytes(header))
+
+
+@pytest.mark.parametrize("offsets", [[24, 40], [16, 24], [32, 40], [0, 8], [24, 20]])
+def test_gaps_and_overlaps_are_refused(folder: Path, offsets: list[int]) -> None:
+    shape = [abs(offsets[1] - offsets[0]) // 2]
+    header = HEADER | {"b": {"dtype": "BF16", "shape": shape, "data_offsets": offsets}}
+    assert opens(folder, file_bytes(header, data=40)) == (offsets == [24, 40])

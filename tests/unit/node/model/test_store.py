@@ -30,9 +30,9 @@ from shared.layout import encode_manifest, model_id
 from tests.support.models import TINY
 
 WEIGHTS = "model.safetensors"
-# Blocks of several chunks, so that tensors lie across chunk borders.
+# Blocks of several chunks, so that tensors lie across chunk borders, and with padding in them.
 WIDE = CheckpointSpec(
-    layers=2, hidden=128, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
+    layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
 )
 
 
