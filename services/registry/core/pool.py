@@ -96,7 +96,6 @@ class Pool:
         for change in changes:
             effects.append(change)
             if isinstance(change, NodeGone):
-                self.residency.forget(change.node, change.generation)
                 lost = self.reservations.lose(change.node, change.generation)
                 if lost is not None:
                     effects.append(ReservationEnded(lost, f"its node is gone: {change.reason}"))

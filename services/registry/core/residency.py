@@ -1,7 +1,7 @@
 """What each node holds, by its own last word (NodeStatus).
 
 Kept a generation, whatever the leases say: a report may overtake the lease it belongs to. Reports
-of generations without a lease are forgotten after a while.
+of generations that have no lease, or no longer, are forgotten after a while.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import NodeInfo, NodeStatus, Tier
 
 ORPHAN_S = 10.0
-"""How long a report waits for the lease of its generation."""
+"""How long a report is kept without a lease of its generation."""
 TIERS = tuple(Tier)
 """Nearest to execution first."""
 
@@ -49,9 +49,6 @@ class Residency:
             if holding.model_id == model_id:
                 found[holding.tier] = found.get(holding.tier, frozenset()).union(holding.blocks)
         return found
-
-    def forget(self, node: NodeId, generation: Generation) -> None:
-        self._latest.pop((node, generation), None)
 
     def prune(self, present: Collection[Key], now: float) -> None:
         """Forgets old reports of generations that have no lease."""

@@ -10,6 +10,7 @@ from services.registry import store as store_module
 from services.registry.core import leases as leases_module
 from services.registry.service import RegistryService
 from shared import subjects
+from shared.bus.base import KvOp
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import RegistryConfig
 from shared.errors import BadMessage, BusTimeout, Conflict, NotFound
@@ -115,6 +116,24 @@ async def test_a_lease_that_expires_ends_the_node(
     assert (await pool(bus)).nodes == ()
 
 
+async def test_a_node_whose_lease_expires_while_it_reports_may_take_it_again(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    await Node(bus, info("a"), ttl=1).join()  # its report counts for longer than its lease
+    assert await nodes.next() == NodeJoined(info=info("a"))
+    leases = await bus.kv(subjects.KV_LEASES)
+    async with asyncio.timeout(WAIT_S):
+        async for entry in leases.watch():
+            if entry is not None and entry.op is KvOp.DELETE:
+                break
+    assert [view.info for view in (await pool(bus)).nodes] == [info("a")]
+    await leases.create("a", msgspec.msgpack.encode(info("a")), ttl=60)
+    await Node(bus, info("b")).join()
+    assert await nodes.next() == NodeJoined(info=info("b"))
+    assert registry.pool.leases.standing == (info("a"), info("b"))
+
+
 async def test_leases_that_make_no_sense_are_ignored(
     bus: MemoryBus, registry: RegistryService
 ) -> None:
@@ -165,25 +184,29 @@ async def test_a_node_is_reserved_and_given_back(bus: MemoryBus, registry: Regis
 async def test_questions_about_nodes_wait_until_they_have_reported(
     bus: MemoryBus, own: FailingBus
 ) -> None:
-    asked = asyncio.Event()
-    release = asyncio.Event()
+    asked, release = asyncio.Event(), asyncio.Event()
     node = Node(bus, info(), WHOLE)
-    await node.join()  # its report goes unheard: there is no registry yet
+    leases = await bus.kv(subjects.KV_LEASES)
+    await leases.create(info().node, msgspec.msgpack.encode(info()), ttl=60)
 
-    async def hold_back(message: Message) -> None:
+    async def report_late(message: Message) -> None:
         asked.set()
         await release.wait()
+        await node.report()
 
-    await bus.subscribe(subjects.POOL_REPORT, hold_back)
-    async with RegistryService(own, RegistryConfig(report_s=0.3)):
+    await bus.subscribe(subjects.POOL_REPORT, report_late)
+    async with RegistryService(own, RegistryConfig(report_s=0.5)), asyncio.TaskGroup() as group:
         await publish_model(bus)
-        async with asyncio.TaskGroup() as group:
-            found = group.create_task(sources(bus))
-            async with asyncio.timeout(WAIT_S):
-                await asked.wait()
-            assert not found.done()
-            release.set()
-        assert found.result() == ["a"]
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+        found = group.create_task(sources(bus))
+        viewed = group.create_task(pool(bus))
+        assert await models(bus) == ["llama"]  # what is known anyway is told at once
+        assert not found.done()
+        assert not viewed.done()
+        release.set()
+        assert await found == ["a"]
+        assert [view.holdings for view in (await viewed).nodes] == [(WHOLE,)]
 
 
 async def test_a_restart_keeps_models_and_reservations(bus: MemoryBus, own: FailingBus) -> None:
