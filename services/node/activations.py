@@ -39,7 +39,7 @@ def encode(message: StageMessage, hidden: torch.Tensor | None) -> tuple[bytes, l
     on_cpu = hidden.detach().to("cpu").contiguous()
     header = _Header(VERSION, message, _NAMES[on_cpu.dtype], on_cpu.shape[1])
     # numpy has no bfloat16: the bytes are taken through uint8.
-    return _encoder.encode(header), [on_cpu.view(torch.uint8).numpy().data.cast("B")]
+    return _encoder.encode(header), [on_cpu.view(-1).view(torch.uint8).numpy().data]
 
 
 def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch.Tensor | None]:
