@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,12 +46,14 @@ class NatsServer:
         user: str = "",
         password: str = "",
         detached: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._directory = directory.absolute()
         self._port = port
         self._user = user
         self._password = password
         self._detached = detached
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
@@ -127,6 +129,7 @@ class NatsServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=self._environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
                 # Safe with threads: it makes system calls only.
                 preexec_fn=None if self._detached else _die_with(os.getpid()),  # noqa: PLW1509

@@ -82,6 +82,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokenizer and template files: file name -> object name."""
     nbytes: int
     n_blocks: int
+    block_bytes: tuple[int, ...]
     context_length: int
     created_ns: int
     min_instances: int = 0

@@ -1,0 +1,24 @@
+"""`lambdascale key`: a fresh API key, and the digest of it that the gateway is configured with."""
+
+import argparse
+import hashlib
+import secrets
+import sys
+from typing import Any
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "key",
+        help="make an API key for the gateway",
+        description="Prints a fresh API key and its SHA-256. Clients send the key "
+        "(Authorization: Bearer KEY); the gateway is given only the digest, in gateway.api_keys.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    sys.stdout.write(f"key:    {key}\nsha256: {digest}\n")
+    return 0

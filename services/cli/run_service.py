@@ -1,0 +1,81 @@
+"""`lambdascale gateway|planner|registry|node`: one service, until SIGINT or SIGTERM."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from shared import telemetry
+from shared.bus.base import Bus
+from shared.bus.nats import NatsBus
+from shared.config import Config, load
+from shared.service import Service, serve_until_signal
+
+HELP = {
+    "gateway": "HTTP in, OpenAI-style; routes requests over instances",
+    "planner": "decides on instances, plans and watches scaling events",
+    "registry": "knows models, nodes and which block lies where",
+    "node": "holds blocks, moves them and runs them",
+}
+
+
+def _gateway(bus: Bus, config: Config) -> Service:
+    from services.gateway.service import GatewayService
+
+    return GatewayService(bus, config.gateway)
+
+
+def _planner(bus: Bus, config: Config) -> Service:
+    from services.planner.service import PlannerService
+
+    return PlannerService(bus, config.planner)
+
+
+def _registry(bus: Bus, config: Config) -> Service:
+    from services.registry.service import RegistryService
+
+    return RegistryService(bus, config.registry)
+
+
+def _node(bus: Bus, config: Config) -> Service:
+    from services.node.service import NodeService  # imports torch: a second
+
+    return NodeService(bus, config.node)
+
+
+MAKERS: dict[str, Callable[[Bus, Config], Service]] = {
+    "gateway": _gateway,
+    "planner": _planner,
+    "registry": _registry,
+    "node": _node,
+}
+
+
+def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
+    for role, text in HELP.items():
+        parser = commands.add_parser(
+            role,
+            help=f"run one {role}: {text}",
+            description=f"Runs one {role} until SIGINT or SIGTERM: {text}. Its settings are the "
+            f"table [{role}] of the configuration, or LAMBDASCALE_{role.upper()}_<KEY>.",
+        )
+        parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
+        parser.set_defaults(run=run, role=role)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load(args.config)
+    uvloop.run(_run(args.role, config))
+    return 0
+
+
+async def _run(role: str, config: Config) -> None:
+    name = {"gateway": config.gateway.id, "node": config.node.id}.get(role, role)
+    telemetry.configure(name, config.telemetry)
+    try:
+        async with NatsBus(config.bus, name) as bus:
+            await serve_until_signal(MAKERS[role](bus, config))
+    finally:
+        telemetry.shutdown()

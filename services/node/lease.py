@@ -1,0 +1,89 @@
+"""The node's lease: a key in JetStream that lives only while it is renewed."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from structlog.stdlib import BoundLogger
+
+from shared import subjects
+from shared.bus.base import Bus, KeyValue
+from shared.clock import now, wall_ns
+from shared.errors import BusError, Conflict, KeyExists
+from shared.ids import Generation
+from shared.messages.pool import NodeInfo
+
+RENEWALS_PER_LEASE = 4
+
+
+class Lease:
+    """`info` is what the lease says; a lease that was lost comes back with a new generation."""
+
+    def __init__(self, bus: Bus, info: NodeInfo, lease_s: int, log: BoundLogger) -> None:
+        self.info = info
+        self._bus = bus
+        self._lease_s = lease_s
+        self._log = log
+        self._revision = 0
+
+    async def take(self) -> None:
+        """Conflict if another process holds the node's name; waits out a dead one's lease."""
+        bucket = await self._bus.kv(subjects.KV_LEASES)
+        give_up = now() + self._lease_s + 1.5
+        while True:
+            try:
+                await self._create(bucket)
+                return
+            except KeyExists as error:
+                if now() > give_up:
+                    raise Conflict(
+                        f"node id {self.info.node!r} is in use by a running node; "
+                        "give this one another node.id"
+                    ) from error
+                await asyncio.sleep(0.1)
+
+    async def keep(self, on_new_generation: Callable[[NodeInfo], None]) -> None:
+        """Renews for ever. While the bus is away the lease may end: then a new one is taken."""
+        bucket = await self._bus.kv(subjects.KV_LEASES)
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            try:
+                self._revision = await bucket.update(
+                    self.info.node, self._value(), self._revision, ttl=self._lease_s
+                )
+            except KeyExists:
+                await self._retake(bucket, on_new_generation)
+            except BusError as error:
+                self._log.warning("lease not renewed", error=str(error))
+
+    async def _retake(
+        self, bucket: KeyValue, on_new_generation: Callable[[NodeInfo], None]
+    ) -> None:
+        """The key is not as we left it: expired, or a renewal was stored but not acknowledged."""
+        try:
+            entry = await bucket.get(self.info.node)
+            if entry is not None and entry.value == self._value():
+                self._revision = entry.revision
+                return
+            if entry is not None:
+                raise Conflict(f"node id {self.info.node!r} was taken by another process")
+            self.info = msgspec.structs.replace(self.info, generation=Generation(wall_ns()))
+            await self._create(bucket)
+        except BusError as error:
+            self._log.warning("lease not retaken yet", error=str(error))
+            return
+        self._log.warning("lease had ended; back as a new generation")
+        on_new_generation(self.info)
+
+    async def give_back(self) -> None:
+        try:
+            bucket = await self._bus.kv(subjects.KV_LEASES)
+            await bucket.delete(self.info.node)
+        except BusError as error:
+            self._log.warning("lease not given back; it will end by itself", error=str(error))
+
+    async def _create(self, bucket: KeyValue) -> None:
+        self._revision = await bucket.create(self.info.node, self._value(), ttl=self._lease_s)
+
+    def _value(self) -> bytes:
+        return msgspec.msgpack.encode(self.info)

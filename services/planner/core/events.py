@@ -1,0 +1,54 @@
+"""A scaling event as a value: its states, what it records, and its legal steps.
+
+    decided -> planned -> transferring -> serving -> complete
+Any state but the last three may end in failed or cancelled. `serving` (a path over nodes that
+are still loading) may be skipped: a target can be complete before any path is worth opening.
+A new revision of the plan is no new state.
+"""
+
+import msgspec
+
+from shared.errors import IllegalTransition
+from shared.ids import NodeId
+from shared.messages.scaling import EventRecord, EventState, Transfer
+
+_S = EventState
+TRANSITIONS: dict[EventState, frozenset[EventState]] = {
+    _S.DECIDED: frozenset({_S.PLANNED, _S.FAILED, _S.CANCELLED}),
+    _S.PLANNED: frozenset({_S.TRANSFERRING, _S.FAILED, _S.CANCELLED}),
+    _S.TRANSFERRING: frozenset({_S.SERVING, _S.COMPLETE, _S.FAILED, _S.CANCELLED}),
+    _S.SERVING: frozenset({_S.COMPLETE, _S.FAILED, _S.CANCELLED}),
+    _S.COMPLETE: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+TERMINAL = frozenset({_S.COMPLETE, _S.FAILED, _S.CANCELLED})
+
+
+def advance(record: EventRecord, state: EventState, at_ns: int, *, error: str = "") -> EventRecord:
+    """The record in its next state; IllegalTransition carries the event's history."""
+    if state not in TRANSITIONS[record.state]:
+        story = " -> ".join(f"{past.value}@{ns}" for past, ns in record.history)
+        raise IllegalTransition(
+            f"event {record.id}: {record.state.value} -> {state.value} is not a step; "
+            f"so far {story}"
+        )
+    history = (*record.history, (state, at_ns))
+    return msgspec.structs.replace(record, state=state, history=history, error=error)
+
+
+def note(record: EventRecord, at_ns: int, *timings: str) -> EventRecord:
+    """Sets the named fields of `actual` that have not happened before, seconds after decision."""
+    fresh = {name: None for name in timings if getattr(record.actual, name) is None}
+    seconds = (at_ns - record.decided_ns) / 1e9
+    actual = msgspec.structs.replace(record.actual, **dict.fromkeys(fresh, seconds))
+    return msgspec.structs.replace(record, actual=actual)
+
+
+def replan(
+    record: EventRecord, targets: tuple[NodeId, ...], transfers: tuple[Transfer, ...]
+) -> EventRecord:
+    """The next revision: who is still loading and by what schedule."""
+    return msgspec.structs.replace(
+        record, revision=record.revision + 1, targets=targets, transfers=transfers
+    )

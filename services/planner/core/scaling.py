@@ -1,0 +1,103 @@
+"""How many replicas a model needs, from its load; pure, one call a tick.
+
+Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
+sequences and by KV tokens, whichever is more. More is asked for only when work waits, and what is
+already on its way counts, so a burst is answered once. Less is asked for after an idle time, one
+replica at a time: scaling back up is cheap here (BlitzScale, section 5.4).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model's work now, summed over gateways."""
+
+    queued_requests: int
+    queued_tokens: int
+    running_requests: int
+    running_tokens: int
+
+    @property
+    def idle(self) -> bool:
+        return self.queued_requests + self.running_requests == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    min_instances: int
+    max_instances: int
+    """Nodes that there are, or the model's own limit."""
+    slots: int
+    """Sequences that one replica runs at once."""
+    kv_tokens: int
+    """KV positions that one replica holds."""
+    queue_per_instance: float
+    scale_up_hold_s: float
+    idle_s: float
+    fixed: int | None = None
+    """The operator's word; overrules the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """Since when the model has had too little, and too much."""
+
+    short_since: float | None = None
+    surplus_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    replicas: int
+    """How many there should be."""
+    cause: str
+    """In words and numbers; empty when nothing changes."""
+    detected_at: float
+    """When the condition began."""
+
+
+def wanted(demand: Demand, policy: Policy) -> int:
+    """Replicas that the work in the system would fill, within the policy's bounds."""
+    if policy.fixed is not None:
+        return min(policy.fixed, policy.max_instances)
+    fulls = max(
+        (demand.queued_requests + demand.running_requests) / policy.slots,
+        (demand.queued_tokens + demand.running_tokens) / policy.kv_tokens,
+    )
+    return max(policy.min_instances, min(math.ceil(fulls), policy.max_instances))
+
+
+def decide(
+    scaler: Scaler, demand: Demand, policy: Policy, *, have: int, coming: int, now: float
+) -> tuple[Scaler, Decision]:
+    """`have` replicas serve and `coming` are being loaded; times in seconds of any one clock."""
+    want = wanted(demand, policy)
+    total = have + coming
+    waits = demand.queued_requests > policy.queue_per_instance * policy.slots * max(have, 0)
+    forced = policy.fixed is not None or total < policy.min_instances
+    if want > total and (waits or forced):
+        since = scaler.short_since if scaler.short_since is not None else now
+        if forced or total == 0 or now - since >= policy.scale_up_hold_s:
+            cause = _cause_up(demand, policy, have, coming, want)
+            return Scaler(), Decision(want, cause, since)
+        return Scaler(short_since=since), Decision(total, "", now)
+    if want < have and coming == 0:
+        since = scaler.surplus_since if scaler.surplus_since is not None else now
+        if policy.fixed is not None or now - since >= policy.idle_s:
+            cause = f"{have} replicas, load fills {want} since {now - since:.1f} s"
+            return replace(scaler, surplus_since=since), Decision(have - 1, cause, since)
+        return Scaler(surplus_since=since), Decision(total, "", now)
+    return Scaler(), Decision(total, "", now)
+
+
+def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:
+    if policy.fixed is not None:
+        return f"operator asked for {policy.fixed} replicas, {have + coming} there"
+    if demand.idle:
+        return f"fewer than min_instances={policy.min_instances}"
+    return (
+        f"{demand.queued_requests} requests queued and {demand.running_requests} running fill "
+        f"{want} replicas of {policy.slots} slots; {have} serve, {coming} on their way"
+    )
