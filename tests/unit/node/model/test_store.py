@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -260,6 +261,21 @@ def test_importing_again_takes_over_changed_files(own: Path, store: Store) -> No
     second = store.import_checkpoint(own)
     assert second.model_id == first.model_id
     assert store.files(first.model_id) == second.files != first.files
+
+
+def test_imports_at_once_by_two_stores_of_one_root(
+    tiny: Path, wide: Path, tmp_path: Path, store: Store
+) -> None:
+    other = Store(tmp_path / "store")
+    with ThreadPoolExecutor() as threads:
+        jobs = [
+            threads.submit(which.import_checkpoint, path)
+            for which in (store, other)
+            for path in (tiny, wide, tiny)
+        ]
+        imported = {job.result(timeout=60).model_id for job in jobs}
+    assert len(imported) == 2
+    assert set(store.manifests()) == imported == names_in(tmp_path / "store")
 
 
 class Interrupted(Exception):
