@@ -104,12 +104,7 @@ class Connection:
                 scope.reschedule(asyncio.get_running_loop().time())
         self._announce()
         await self._tasks.close()
-        try:
-            if self.client.is_connected:
-                await self.client.flush(timeout=CALL_TIMEOUT_S)
-        except nats.errors.Error as error:
-            self.log.warning("buffered messages lost", error=str(error))
-        await self.client.close()
+        await self._close_client(self.client)
 
     def check_open(self) -> None:
         if not self._open:
@@ -169,9 +164,18 @@ class Connection:
                 closed_cb=self._on_closed,
             )
         except BaseException:
-            await client.close()
+            await self._close_client(client)
             raise
         return client
+
+    async def _close_client(self, client: Client) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                if client.is_connected:
+                    await client.flush()
+                await client.close()
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            self.log.warning("NATS closed without sending everything", error=repr(error))
 
     def _use(self, client: Client) -> None:
         self.client = client
