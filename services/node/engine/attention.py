@@ -1,0 +1,207 @@
+"""Causal attention of packed rows over the KV cache, the same for a row whatever the batch.
+
+A request must get the same tokens alone or in a batch, prefilled at once, in chunks, or grown
+step by step, on one node or over several. Exactly the same logits are the only sure way to that,
+so each row's result must not depend on what else is in the call. Measured for torch 2.13 with MKL
+on a CPU (fp32, 1 to 8 threads; rows compared bit by bit over row counts 1..640):
+
+- A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
+  other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows
+  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and in llama.py has a
+  multiple of 4 rows.
+- Softmax over a row and more columns of -inf: the same bits.
+- Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
+  of 16 and at most 192; else MKL sums in another order. Hence GRANULE (kv.py) and VALUE_TILE.
+- fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
+  does not; see llama.py.
+- scaled_dot_product_attention fails all of this, and is slower than the three calls here for the
+  few queries of a decode step.
+
+So a query reads the keys up to its own position, rounded up to whole granules and masked, and sums
+the values tile by tile. Sequences are attended one by one: batching them would need a copy of
+their KV, or padding. Query heads that share a KV head are folded into the rows: KV is never
+repeated. On a CPU attention runs in fp32, bf16 models included: bf16 products of this size are
+several times slower there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from services.node.engine.kv import GRANULE, Sequence, round_up
+from services.node.engine.rope import rotations
+from services.node.model.config import ModelConfig
+
+ROWS = 4
+VALUE_TILE = 128
+QUERY_TILE = 128
+"""Longer prefills are attended in parts: bounds the memory of scores and skips what is masked."""
+
+Span = tuple[Sequence, int, int]
+"""(sequence, first position, count): a row of the step with layers to run."""
+
+
+def pad_rows(n: int) -> int:
+    return -(-n // ROWS) * ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Up to QUERY_TILE queries of one sequence. All views are into the step's buffers."""
+
+    first: int
+    """First slot of the sequence."""
+    positions: int
+    """Keys and values read, in whole granules."""
+    mask: torch.Tensor
+    """Added to the scores; broadcasts to [kv heads, rows, positions]."""
+    queries: torch.Tensor
+    """[kv heads, rows, head_dim]; rows = padded(group x queries)."""
+    queries_from: tuple[torch.Tensor, torch.Tensor] | None
+    """(target, source) of a copy that fills `queries`; None if they lie in place."""
+    out: torch.Tensor
+    out_to: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Attention:
+    """The shapes of a model's attention, and what all its steps share."""
+
+    def __init__(
+        self, config: ModelConfig, longest: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`longest`: most positions a sequence may have."""
+        self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.group = config.n_heads // config.n_kv_heads
+        self.scale = config.head_dim**-0.5
+        self.dtype, self.device = dtype, device
+        self.q_size = self.n_heads * self.head_dim
+        self.kv_size = self.n_kv_heads * self.head_dim
+        # Sliced so that the last few of a run of whole granules are masked.
+        self._decode_mask = torch.zeros(longest + GRANULE, dtype=dtype, device=device)
+        self._decode_mask[longest:] = -torch.inf
+        self._longest = longest
+
+    def decode_mask(self, length: int) -> torch.Tensor:
+        """[round_up(length)]: 0 for `length` positions, then -inf."""
+        start = self._longest - length
+        return self._decode_mask[start : start + round_up(length)]
+
+    def prefill_mask(self, first: int, count: int) -> torch.Tensor:
+        """[padded(group x count), round_up(first + count)]: each query sees up to itself."""
+        keys = torch.arange(round_up(first + count), device=self.device)
+        queries = torch.arange(first, first + count, device=self.device)
+        queries = queries.repeat_interleave(self.group)
+        rows = len(queries)
+        mask = torch.zeros(pad_rows(rows), len(keys), dtype=self.dtype, device=self.device)
+        mask[:rows].masked_fill_(keys > queries[:, None], -torch.inf)
+        return mask
+
+
+class AttentionStep:
+    """One step's attention: planned once, run in every layer of the stage.
+
+    `qkv` [padded rows, (heads + 2 kv heads) x head_dim] is where a layer puts its projections, and
+    `attended` [padded rows, heads x head_dim] what it gets back; both in the attention's dtype.
+    """
+
+    def __init__(
+        self, attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
+    ) -> None:
+        self._attention = attention
+        a = attention
+        qkv_size = a.q_size + 2 * a.kv_size
+        self.qkv = torch.empty(n_padded, qkv_size, dtype=a.dtype, device=a.device)
+        # Rows that only pad are multiplied too, and must be finite.
+        self.attended = torch.zeros(n_padded, a.q_size, dtype=a.dtype, device=a.device)
+        self._tiles: list[_Tile] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for sequence, first, count in spans:
+            self._plan(sequence.first, first, count, row=len(slots))
+            slots.extend(range(sequence.first + first, sequence.first + first + count))
+            positions.extend(range(first, first + count))
+        self._slots = torch.tensor(slots, device=a.device)
+        self._new_kv = self.qkv[: len(slots), a.q_size :]
+        self._set_up_rope(torch.tensor(positions, device=a.device), frequencies)
+
+    def run(self, kv: torch.Tensor) -> None:
+        """From `qkv` to `attended`. kv: the layer's [slots, 2, kv heads, head_dim]; it is added to.
+
+        Keys are cached rotated.
+        """
+        self._rotate()
+        kv.view(kv.shape[0], -1).index_copy_(0, self._slots, self._new_kv)
+        a = self._attention
+        n, dim, slot, base = a.n_kv_heads, a.head_dim, 2 * a.kv_size, kv.storage_offset()
+        for tile in self._tiles:
+            start, read = base + tile.first * slot, tile.positions
+            keys = kv.as_strided((n, dim, read), (dim, 1, slot), start)
+            values = kv.as_strided((n, read, dim), (dim, slot, 1), start + a.kv_size)
+            if tile.queries_from:
+                tile.queries_from[0].copy_(tile.queries_from[1])
+            scores = torch.baddbmm(tile.mask, tile.queries, keys, alpha=a.scale)
+            _weighted_sum(torch.softmax(scores, -1), values, tile.out)
+            if tile.out_to:
+                tile.out_to[0].copy_(tile.out_to[1])
+
+    def _plan(self, slot: int, first: int, count: int, row: int) -> None:
+        for done in range(0, count, QUERY_TILE):
+            n = min(QUERY_TILE, count - done)
+            self._tiles.append(self._tile(slot, first + done, n, row + done))
+
+    def _tile(self, slot: int, first: int, count: int, row: int) -> _Tile:
+        a = self._attention
+        rows, span = a.group * count, slice(row, row + count)
+        by_head = (count, a.n_kv_heads, a.group, a.head_dim)
+        source = self.qkv[span, : a.q_size].view(by_head).transpose(0, 1)
+        target = self.attended[span].view(by_head).transpose(0, 1)
+        read = round_up(first + count)
+        if count == 1:
+            mask = a.decode_mask(first + 1)
+            if rows == pad_rows(rows):
+                return _Tile(slot, read, mask, source[:, 0], None, target[:, 0], None)
+        else:
+            mask = a.prefill_mask(first, count)
+        shape = (a.n_kv_heads, pad_rows(rows), a.head_dim)
+        queries, out = self.qkv.new_zeros(shape), self.qkv.new_empty(shape)
+        folded = (a.n_kv_heads, count, a.group, a.head_dim)
+        return _Tile(
+            slot,
+            read,
+            mask,
+            queries,
+            (queries[:, :rows].view(folded), source),
+            out,
+            (target, out[:, :rows].view(folded)),
+        )
+
+    def _set_up_rope(self, positions: torch.Tensor, frequencies: torch.Tensor) -> None:
+        """Views of queries and keys, and of their halves: RoPE pairs dimension i with i + D/2."""
+        a, n = self._attention, len(positions)
+        half = a.head_dim // 2
+        cos, sin = (t.to(a.dtype) for t in rotations(positions, frequencies))
+        qk = self.qkv[:n, : a.q_size + a.kv_size].view(n, -1, a.head_dim)
+        turned = torch.empty_like(qk, memory_format=torch.contiguous_format)
+        self._cos, self._sin, self._minus_sin = torch.cat((cos, cos), -1), sin, -sin
+        self._qk, self._turned = qk, turned
+        self._low, self._high = qk[..., :half], qk[..., half:]
+        self._turned_low, self._turned_high = turned[..., :half], turned[..., half:]
+
+    def _rotate(self) -> None:
+        torch.mul(self._high, self._minus_sin, out=self._turned_low)
+        torch.mul(self._low, self._sin, out=self._turned_high)
+        self._qk.mul_(self._cos).add_(self._turned)
+
+
+def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    """out = weights @ values, VALUE_TILE positions at a time, in order."""
+    read = weights.shape[2]
+    if read <= VALUE_TILE:
+        torch.bmm(weights, values, out=out)
+        return
+    torch.bmm(weights[:, :, :VALUE_TILE], values[:, :VALUE_TILE], out=out)
+    for start in range(VALUE_TILE, read, VALUE_TILE):
+        stop = start + VALUE_TILE
+        out.baddbmm_(weights[:, :, start:stop], values[:, start:stop])

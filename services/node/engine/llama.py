@@ -1,0 +1,92 @@
+"""The Llama decoder, unit by unit: embedding, layers, and final norm with the head.
+
+All products have a multiple of ROWS rows: see attention.py for why.
+"""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch.nn import functional
+
+from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
+from services.node.engine.rope import inverse_frequencies
+from services.node.engine.weights import HeadUnit, LayerUnit, Linear
+from services.node.model.config import ModelConfig
+
+
+class Llama:
+    """What a model's steps share."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, longest: int
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
+        # KV in fp32 is cheap.
+        kv_dtype = torch.float32 if device.type == "cpu" else dtype
+        self.attention = Attention(config, longest, kv_dtype, device)
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+
+    def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+        """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
+        config = self.config
+        picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
+        picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
+        normed = functional.rms_norm(picked, (config.hidden_size,), unit.norm, config.norm_eps)
+        return _linear(normed, unit.head)[: len(rows)].float()
+
+
+class LayerStep:
+    """Runs layers over one step's packed rows; its buffers are used by one layer after another."""
+
+    def __init__(self, model: Llama, spans: Rows[Span], n_padded: int) -> None:
+        config = model.config
+        self._shape, self._eps = (config.hidden_size,), config.norm_eps
+        self._attention = AttentionStep(model.attention, model.frequencies, spans, n_padded)
+        self._qkv, self._attended = self._attention.qkv, self._attention.attended
+        if model.dtype != model.attention.dtype:
+            self._qkv = torch.empty_like(self._qkv, dtype=model.dtype)
+            self._attended = torch.empty_like(self._attended, dtype=model.dtype)
+        shape = (n_padded, 2 * config.intermediate_size)
+        self._gate_up = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self._gate, self._up = self._gate_up.chunk(2, dim=1)
+        self._active = torch.empty_like(self._up, memory_format=torch.contiguous_format)
+        self._sigmoid = torch.empty_like(self._active, dtype=torch.float32)
+
+    def run(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        """hidden [padded rows, hidden_size] is updated; kv: see AttentionStep.run."""
+        normed = functional.rms_norm(hidden, self._shape, layer.input_norm, self._eps)
+        _linear(normed, layer.qkv, self._qkv)
+        self._attend(kv)
+        _add_linear(hidden, self._attended, layer.o)
+        normed = functional.rms_norm(hidden, self._shape, layer.post_norm, self._eps)
+        _linear(normed, layer.gate_up, self._gate_up)
+        self._activate()
+        _add_linear(hidden, self._active, layer.down)
+
+    def _attend(self, kv: torch.Tensor) -> None:
+        attention = self._attention
+        if self._qkv is not attention.qkv:
+            attention.qkv.copy_(self._qkv)
+        attention.run(kv)
+        if self._attended is not attention.attended:
+            self._attended.copy_(attention.attended)
+
+    def _activate(self) -> None:
+        """silu(gate) x up, in float32. Not the fused silu: its result depends on the place."""
+        torch.neg(self._gate, out=self._sigmoid)
+        self._sigmoid.exp_().add_(1)
+        torch.div(self._gate, self._sigmoid, out=self._sigmoid)
+        torch.mul(self._sigmoid, self._up, out=self._active)
+
+
+def _linear(x: torch.Tensor, linear: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+    if linear.bias is None:
+        return torch.mm(x, linear.weight, out=out)
+    return torch.addmm(linear.bias, x, linear.weight, out=out)
+
+
+def _add_linear(target: torch.Tensor, x: torch.Tensor, linear: Linear) -> None:
+    target.addmm_(x, linear.weight)
+    if linear.bias is not None:
+        target.add_(linear.bias)

@@ -1,0 +1,146 @@
+"""From a block's bytes to the tensors that the model computes with, without copying them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.node.model.config import (
+    DTYPES,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ModelConfig,
+)
+from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
+from shared.layout import BlockSpec, Manifest, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """`weight` is [in, out] (the checkpoint's, transposed as a view)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingUnit:
+    table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUnit:
+    input_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class HeadUnit:
+    norm: torch.Tensor
+    head: Linear
+
+
+Unit = EmbeddingUnit | LayerUnit | HeadUnit
+
+
+def check_manifest(manifest: Manifest, config: ModelConfig) -> torch.dtype:
+    """The dtype of all tensors. Errors name the tensor that is missing, unknown or ill-formed."""
+    unit = 0
+    dtypes: set[str] = set()
+    for block in manifest.blocks:
+        if block.first_unit != unit or block.last_unit >= config.n_units:
+            raise CorruptCheckpoint(
+                f"manifest: block {block.index} has units {block.first_unit}-{block.last_unit}; "
+                f"expected to go on at unit {unit} of {config.n_units}"
+            )
+        _check_block(block, config)
+        dtypes |= {tensor.dtype for tensor in block.tensors}
+        unit = block.last_unit + 1
+    if unit != config.n_units:
+        raise CorruptCheckpoint(f"manifest: ends at unit {unit} of {config.n_units}")
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        raise UnsupportedModel(
+            f"tensors of {', '.join(sorted(dtypes))}; supported: all of one of {', '.join(DTYPES)}"
+        )
+    dtype: torch.dtype = getattr(torch, dtypes.pop())
+    return dtype
+
+
+def _check_block(block: BlockSpec, config: ModelConfig) -> None:
+    expected = {
+        name: shape
+        for unit in range(block.first_unit, block.last_unit + 1)
+        for name, shape in config.unit_tensors(unit).items()
+    }
+    present = {tensor.name: tensor.shape for tensor in block.tensors}
+    for name, shape in expected.items():
+        if name not in present:
+            raise MissingTensor(f"manifest: block {block.index} lacks {name}")
+        if present[name] != shape:
+            raise CorruptCheckpoint(
+                f"manifest: {name} has shape {present[name]}; the config says {shape}"
+            )
+    unknown = sorted(present.keys() - expected.keys())
+    if unknown:
+        raise CorruptCheckpoint(f"manifest: block {block.index} has unknown {', '.join(unknown)}")
+
+
+class BlockTensors:
+    """A block's tensors by name, as views of its bytes (copied once to another device)."""
+
+    def __init__(self, block: BlockSpec, buffer: memoryview, device: torch.device) -> None:
+        if buffer.nbytes < block.nbytes:
+            raise BadInput(
+                f"block {block.index} has {block.nbytes} bytes; the buffer only {buffer.nbytes}"
+            )
+        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8, count=block.nbytes).to(device)
+        self._specs = {tensor.name: tensor for tensor in block.tensors}
+
+    def unit(self, config: ModelConfig, unit: int) -> Unit:
+        if unit == 0:
+            return EmbeddingUnit(self._joined([EMBEDDING]))
+        if unit == config.n_units - 1:
+            return HeadUnit(self._joined([FINAL_NORM]), Linear(self._joined([HEAD]).t(), None))
+        prefix = f"model.layers.{unit - 1}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return LayerUnit(
+            input_norm=self._joined([prefix + "input_layernorm.weight"]),
+            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
+            o=self._linear(attention, ("o_proj",)),
+            post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
+            gate_up=self._linear(mlp, ("gate_proj", "up_proj")),
+            down=self._linear(mlp, ("down_proj",)),
+        )
+
+    def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
+        weight = self._joined([f"{prefix}{name}.weight" for name in names])
+        bias = None
+        if f"{prefix}{names[0]}.bias" in self._specs:
+            bias = self._joined([f"{prefix}{name}.bias" for name in names])
+        return Linear(weight.t(), bias)
+
+    def _joined(self, names: Sequence[str]) -> torch.Tensor:
+        """Tensors that are applied to the same input, as one: fewer and larger products.
+
+        Manifests pack them next to each other (ModelConfig.unit_tensors), so this is a view,
+        unless something lies between them: biases, or padding after a tensor whose size is not a
+        multiple of ALIGN. Then it is a copy.
+        """
+        specs = [self._specs[name] for name in names]
+        offset, end = specs[0].offset, specs[0].offset
+        for spec in specs:
+            if spec.offset != end:
+                return torch.cat([self._view(spec) for spec in specs])
+            end += spec.nbytes
+        shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
+        return self._view(TensorSpec(names[0], specs[0].dtype, shape, offset, end - offset))
+
+    def _view(self, spec: TensorSpec) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        part = self._bytes[spec.offset : spec.offset + spec.nbytes]
+        return part.view(dtype).view(spec.shape)

@@ -1,0 +1,114 @@
+"""Random models of any Llama config: in memory as blocks, and as transformers runs them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from services.node.engine.base import Draw, Row, StageBatch
+from services.node.engine.engine import TorchEngine
+from services.node.model.config import ModelConfig
+from services.node.model.packing import UnitTensor, lay_out
+from shared.ids import ModelId
+from shared.layout import Manifest
+from shared.messages.serving import Sampling
+
+MODEL = ModelId("model")
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Model:
+    manifest: Manifest
+    buffers: tuple[bytearray, ...]
+    oracle: Any
+    """transformers' LlamaForCausalLM with the same weights."""
+
+    @property
+    def n_blocks(self) -> int:
+        return self.manifest.n_blocks
+
+    def engine(self, start: int = 0, stop: int | None = None, kv_tokens: int = 4096) -> TorchEngine:
+        """An engine that holds blocks start <= block < stop."""
+        engine = TorchEngine("cpu", kv_tokens, threads=1)
+        engine.open_model(MODEL, self.manifest)
+        for block in range(start, self.n_blocks if stop is None else stop):
+            engine.attach(MODEL, block, memoryview(self.buffers[block]))
+        return engine
+
+    def expected_logits(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab] float32."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.oracle(torch.tensor([tokens])).logits[0].float()
+        return logits
+
+    def expected_tokens(self, prompt: list[int], count: int) -> list[int]:
+        """Greedy continuation."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.expected_logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def make_model(seed: int = 0, blocks: int = 0, **changes: Any) -> Model:
+    """A transformers config with changes; weights random enough that tokens vary."""
+    base: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "dtype": "float32",
+    }
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = LlamaConfig(**(base | changes))
+    oracle = LlamaForCausalLM(config).eval()
+    for name, parameter in oracle.named_parameters():
+        parameter.requires_grad_(False)
+        if name.endswith("bias"):
+            parameter.normal_(std=0.1)
+        elif parameter.dim() == 1:
+            parameter.normal_(mean=1.0, std=0.1)
+        else:
+            parameter.normal_(std=parameter.shape[1] ** -0.5)
+    oracle.lm_head.weight.mul_(4)
+    oracle.to(config.dtype)
+    raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return Model(*_pack(raw, oracle.state_dict(), blocks), oracle)
+
+
+def _pack(
+    raw: dict[str, Any], state: dict[str, torch.Tensor], blocks: int
+) -> tuple[Manifest, tuple[bytearray, ...]]:
+    config = ModelConfig.from_hf(raw)
+    units = [
+        [UnitTensor(name, config.dtype, shape) for name, shape in config.unit_tensors(u).items()]
+        for u in range(config.n_units)
+    ]
+    raw = {key: value for key, value in raw.items() if key != "dtype"} | {"dtype": config.dtype}
+    manifest = Manifest("LlamaForCausalLM", raw, 1 << 18, lay_out(units, blocks))
+    buffers = []
+    for block in manifest.blocks:
+        buffer = bytearray(block.nbytes)
+        for tensor in block.tensors:
+            data = state[config.checkpoint_name(tensor.name)].contiguous().flatten()
+            content = data.view(torch.uint8).numpy().tobytes()
+            buffer[tensor.offset : tensor.offset + tensor.nbytes] = content
+        buffers.append(buffer)
+    return manifest, tuple(buffers)
+
+
+def row(
+    key: str, position: int, tokens: list[int], limit: int = 512, draw: int | None = None
+) -> Row:
+    """A row that draws the token with index `draw` greedily, if any."""
+    what = None if draw is None else Draw(draw, GREEDY)
+    return Row(key, position, len(tokens), limit, tuple(tokens), what)
+
+
+def batch(rows: list[Row], start: int, stop: int, hidden: torch.Tensor | None = None) -> StageBatch:
+    return StageBatch(MODEL, start, stop, tuple(rows), hidden)
