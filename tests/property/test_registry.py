@@ -72,6 +72,9 @@ class Cluster(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.follow(self.pool.tick(self.now))
+        for node, generation in list(self.newest):  # forgotten: no lease for a long time
+            if self.pool.residency.of(info(node, generation)) is None:
+                del self.newest[node, generation]
 
     @rule(node=NODES)
     def renew(self, node: NodeId) -> None:

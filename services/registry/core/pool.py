@@ -5,6 +5,7 @@ present; only nodes with a standing lease are sources or targets.
 """
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,12 @@ class ReservationMade(msgspec.Struct, frozen=True):
 class ReservationEnded(msgspec.Struct, frozen=True):
     reservation: Reservation
     reason: str
+
+
+class _Preference(NamedTuple):
+    new: bool
+    """Not the event's already."""
+    rank: Candidate
 
 
 Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
@@ -105,7 +112,7 @@ class Pool:
 
     def reserve(self, request: Reserve) -> tuple[tuple[NodeInfo, ...], list[Effect]]:
         """Targets for an event, best first. Asking again gives the same nodes: those that the
-        event has and does not exclude come first and count.
+        event has, and does not exclude, are taken first and count.
 
         BadInput: negative numbers. NotFound: no such model. Conflict: the event moves another.
         """
@@ -115,8 +122,8 @@ class Pool:
                 f"{request.nbytes} must not be negative"
             )
         self.reservations.check_model(request.event, request.model_id)
-        ranked = self._ranked(request)
-        chosen = tuple(info for _, info in sorted(ranked)[: request.count])
+        taken = sorted(self._ranked(request))[: request.count]
+        chosen = tuple(info for _, info in sorted(taken, key=lambda t: t[0].rank))
         effects: list[Effect] = []
         for info in chosen:
             if self.reservations.of(info.node) is None:
@@ -130,7 +137,7 @@ class Pool:
                 effects.append(ReservationMade(made))
         return chosen, effects
 
-    def _ranked(self, request: Reserve) -> list[tuple[tuple[bool, Candidate], NodeInfo]]:
+    def _ranked(self, request: Reserve) -> list[tuple[_Preference, NodeInfo]]:
         record = self.catalog.identified(request.model_id)
         found = []
         for info in self.leases.standing:
@@ -140,7 +147,7 @@ class Pool:
             room = 0 if held else request.nbytes  # its event may have filled it already
             rank = candidate(record, info, room, self.residency)
             if rank is not None:
-                found.append(((held is None, rank), info))
+                found.append((_Preference(held is None, rank), info))
         return found
 
     def unreserve(self, request: Unreserve) -> list[Effect]:

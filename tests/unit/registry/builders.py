@@ -52,6 +52,7 @@ def record(
         files={"tokenizer.json": "1" * 64},
         nbytes=400,
         n_blocks=n_blocks,
+        block_bytes=(100,) * n_blocks,
         context_length=2048,
         created_ns=created_ns,
         max_instances=max_instances,

@@ -42,6 +42,12 @@ def test_asking_again_gives_the_same_nodes_and_reserves_no_more(pool: Pool) -> N
     assert effects == []
 
 
+def test_the_answer_is_best_first_whatever_the_event_had(pool: Pool) -> None:
+    pool.reserve(reserve(1, "b"))
+    targets, _ = pool.reserve(reserve(2))
+    assert names(targets) == ["b", "a"]
+
+
 def test_asking_again_without_them_gives_others(pool: Pool) -> None:
     pool.reserve(reserve(2))
     targets, _ = pool.reserve(reserve(2, "a", "b"))
