@@ -33,6 +33,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
         self.retry_after = retry_after
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}

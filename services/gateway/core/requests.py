@@ -1,10 +1,11 @@
 """The life of one request, as the gateway that owns it sees it.
 
-    queued --------> submitted ---------> streaming ---------> done
+    queued --------> submitted ---------> streaming
       ^                  |                    |
-      +---- resumed -----+--------------------+        any but the last three -> failed, cancelled
+      +---- resumed -----+--------------------+       any of the three -> done, failed, cancelled
 
-Rules: a request is in exactly one state; the last three are final. Every submission is the next
+Rules: a request is in exactly one state; the last three are final. (Done from queued: its text
+met a stop string just after its attempt was lost.) Every submission is the next
 *attempt*; whatever speaks of an earlier attempt is late and changes nothing. A request is resumed
 (back to queued, then the next attempt with prompt + tokens so far) when its attempt is refused,
 fails, moves, or its instance is gone; only failures count towards the limit.
@@ -28,11 +29,11 @@ class State(enum.Enum):
     CANCELLED = "cancelled"
 
 
-_ENDS = frozenset({State.FAILED, State.CANCELLED})
+_ENDS = frozenset({State.DONE, State.FAILED, State.CANCELLED})
 NEXT: dict[State, frozenset[State]] = {
     State.QUEUED: _ENDS | {State.SUBMITTED},
-    State.SUBMITTED: _ENDS | {State.QUEUED, State.STREAMING, State.DONE},
-    State.STREAMING: _ENDS | {State.QUEUED, State.DONE},
+    State.SUBMITTED: _ENDS | {State.QUEUED, State.STREAMING},
+    State.STREAMING: _ENDS | {State.QUEUED},
     State.DONE: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),

@@ -1,0 +1,132 @@
+"""The models that users can ask for, and what it takes to turn their text into tokens."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.template import ChatTemplate
+from services.gateway.text import TextCodec
+from shared.bus.base import ObjectStore
+from shared.errors import ModelError
+from shared.ids import ModelId, ModelName
+from shared.layout import decode_manifest
+from shared.messages.pool import ModelRecord
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Lingo:
+    """What a model reads and writes."""
+
+    codec: TextCodec
+    template: ChatTemplate | None
+    eos: tuple[int, ...]
+    """Ids that end a completion."""
+    vocab_size: int
+
+
+class Catalog:
+    def __init__(self, objects: ObjectStore) -> None:
+        self.known = False
+        """The registry has answered once."""
+        self.records: dict[ModelName, ModelRecord] = {}
+        self._objects = objects
+        self._lingos: dict[ModelId, Lingo] = {}
+        self._loading: dict[ModelId, asyncio.Lock] = {}
+
+    def remove(self, name: ModelName, model_id: ModelId) -> None:
+        record = self.records.get(name)
+        if record is not None and record.model_id == model_id:
+            del self.records[name]
+        self._lingos.pop(model_id, None)
+        self._loading.pop(model_id, None)
+
+    async def lingo(self, record: ModelRecord) -> Lingo:
+        """Loaded at the first call. ModelError, NotFound or BusError if that can't be done."""
+        if found := self._lingos.get(record.model_id):
+            return found
+        async with self._loading.setdefault(record.model_id, asyncio.Lock()):
+            if record.model_id not in self._lingos:
+                self._lingos[record.model_id] = await self._load(record)
+            return self._lingos[record.model_id]
+
+    async def _load(self, record: ModelRecord) -> Lingo:
+        if TOKENIZER not in record.files:
+            raise ModelError(f"model {record.name!r} has no {TOKENIZER}: publish it with one")
+        wanted = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
+        files = {
+            name: await self._objects.get(record.files[name])
+            for name in wanted
+            if name in record.files
+        }
+        config = decode_manifest(await self._objects.get(record.manifest)).config
+        # Parsing a tokenizer of 100,000 tokens takes a good part of a second.
+        return await asyncio.to_thread(read_lingo, files, config)
+
+
+def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
+    """From a checkpoint's text files and its config.json; ModelError names the one at fault."""
+    tokenizer_config = _json(files, TOKENIZER_CONFIG)
+    special = _special_tokens({**_json(files, SPECIAL_TOKENS), **tokenizer_config})
+    codec = TextCodec(
+        files[TOKENIZER],
+        bos=special.get("bos_token"),
+        add_bos=tokenizer_config.get("add_bos_token") is True,
+    )
+    source = _template_source(files, tokenizer_config)
+    eos = _ids(_json(files, GENERATION_CONFIG).get("eos_token_id")) or _ids(
+        config.get("eos_token_id")
+    )
+    if "eos_token" in special:
+        eos |= _ids(codec.token_id(special["eos_token"]))
+    return Lingo(
+        codec=codec,
+        template=ChatTemplate(source, special) if source else None,
+        eos=tuple(sorted(eos)),
+        vocab_size=int(config["vocab_size"]),
+    )
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        return msgspec.json.decode(files[name], type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{name} cannot be read: {error}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like; they stand as texts, or as objects with their `content`."""
+    tokens = {}
+    for name, value in config.items():
+        if not name.endswith("_token"):
+            continue
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The file of its own goes first; a checkpoint with several names one `default`."""
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode(errors="replace")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {item for item in values if isinstance(item, int)}

@@ -1,0 +1,216 @@
+"""The dispatch core on the bus: attempts go out, tokens come in, every request gets its own."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from services.gateway.core.commands import (
+    Command,
+    Emit,
+    End,
+    Resumed,
+    Send,
+    Served,
+    Switched,
+    Withdraw,
+)
+from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.requests import Request
+from services.gateway.metrics import Metrics
+from shared import subjects, telemetry
+from shared.bus.base import Bus
+from shared.clock import now, wall_ns
+from shared.errors import BusError, LambdaScaleError
+from shared.ids import RequestId
+from shared.messages import Message, Ok
+from shared.messages.instances import InstanceSet
+from shared.messages.scaling import FirstPartialToken
+from shared.messages.serving import Submit, Tokens
+
+SUBMIT_TIMEOUT_S = 5.0
+Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+
+
+class Call:
+    """Requests that are followed together, as those of one HTTP request are."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.pieces: asyncio.Queue[Emit | End] = asyncio.Queue()
+        """What the requests give, in order."""
+
+
+class _Switch:
+    """A mode switch is over when every request that moved has its next token, or has ended."""
+
+    def __init__(self, command: Switched) -> None:
+        self.command = command
+        self.started_ns = wall_ns()
+        self.waiting = set(command.moved)
+
+
+class Frontend:
+    def __init__(
+        self,
+        bus: Bus,
+        dispatch: Dispatch,
+        metrics: Metrics,
+        spawn: Spawn,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self.dispatch = dispatch
+        self._bus = bus
+        self._metrics = metrics
+        self._spawn = spawn
+        self._log = log
+        self._calls: dict[RequestId, Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._switches: dict[RequestId, _Switch] = {}
+
+    async def idle(self) -> None:
+        """Returns when no request is left."""
+        await self._idle.wait()
+
+    def begin(self, call: Call) -> None:
+        """CapacityExceeded if the queue is full, NotFound if the model is gone."""
+        commands = self.dispatch.admit(call.requests, now())
+        for request in call.requests:
+            self._calls[request.id] = call
+        self._idle.clear()
+        self.run(commands)
+
+    def end(self, call: Call) -> None:
+        """Cancels what has not ended."""
+        for request in call.requests:
+            if self._forget(request.id):
+                self.run(self.dispatch.cancel(request.id, now()))
+
+    def finish(self, request: RequestId) -> None:
+        """The client has all it asked for (a stop string was met)."""
+        self._forget(request)
+        self.run(self.dispatch.finish(request, now()))
+
+    async def on_tokens(self, message: Message) -> None:
+        if isinstance(message, Tokens):
+            self.run(self.dispatch.on_tokens(message, now()))
+
+    async def on_instances(self, message: Message) -> None:
+        if isinstance(message, InstanceSet):
+            self.run(self.dispatch.on_instances(message, now()))
+
+    def run(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit():
+                    self._emit(command)
+                case Send():
+                    self._spawn(self._submit(command), f"submit {command.submit.request}")
+                case Withdraw():
+                    work = self._publish(subjects.node_cancel(command.node), command.cancel)
+                    self._spawn(work, f"cancel {command.cancel.request}")
+                case End():
+                    self._end(command)
+                case Resumed():
+                    self._metrics.resumptions.labels(command.name, command.reason).inc()
+                    self._log.debug("resumed", reason=command.reason, detail=command.detail)
+                case Served():
+                    self._served(command)
+                case Switched():
+                    self._switched(command)
+
+    def _emit(self, command: Emit) -> None:
+        request = command.request
+        if command.first and request in self._switches:
+            self._settle(request)
+        call = self._forget(request) if command.finish else self._calls.get(request)
+        if call:
+            call.pieces.put_nowait(command)
+
+    def _end(self, command: End) -> None:
+        if call := self._forget(command.request):
+            call.pieces.put_nowait(command)
+
+    def _forget(self, request: RequestId) -> Call | None:
+        call = self._calls.pop(request, None)
+        if not self._calls:
+            self._idle.set()
+        self._settle(request)
+        return call
+
+    async def _submit(self, command: Send) -> None:
+        submit: Submit = command.submit
+        try:
+            subject = subjects.node_submit(command.node)
+            await self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
+        except LambdaScaleError as error:
+            self._log.info(
+                "attempt not taken",
+                request=submit.request,
+                attempt=submit.attempt,
+                instance=submit.instance,
+                error=str(error),
+            )
+            self.run(self.dispatch.on_not_taken(submit.request, submit.attempt, error, now()))
+
+    async def _publish(self, subject: str, message: Message) -> None:
+        try:
+            await self._bus.publish(subject, message)
+        except BusError as error:
+            self._log.warning("not published", subject=subject, error=str(error))
+
+    # --- records -------------------------------------------------------------
+
+    def _served(self, command: Served) -> None:
+        instance = command.instance
+        if instance.event is None:
+            return
+        at = wall_ns()
+        telemetry.record(
+            "first_token",
+            start_ns=at - int((now() - command.submitted_at) * 1e9),
+            end_ns=at,
+            parent=command.trace,
+            attributes={
+                "model": command.name,
+                "instance": instance.id,
+                "stages": len(instance.stages),
+            },
+        )
+        message = FirstPartialToken(
+            event=instance.event,
+            instance=instance.id,
+            stages=len(instance.stages),
+            at_ns=at,
+            trace=command.trace,
+        )
+        self._spawn(self._publish(subjects.ARRIVALS, message), f"first token {instance.id}")
+
+    def _switched(self, command: Switched) -> None:
+        switch = _Switch(command)
+        for request in command.moved:
+            self._settle(request)
+            self._switches[request] = switch
+
+    def _settle(self, request: RequestId) -> None:
+        switch = self._switches.pop(request, None)
+        if switch is None:
+            return
+        switch.waiting.discard(request)
+        if switch.waiting:
+            return
+        command = switch.command
+        telemetry.record(
+            "mode_switch",
+            start_ns=switch.started_ns,
+            end_ns=wall_ns(),
+            parent=command.trace,
+            attributes={
+                "model": command.name,
+                "moved": len(command.moved),
+                "stayed": command.stayed,
+                "from_instances": ",".join(command.sources),
+            },
+        )

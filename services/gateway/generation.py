@@ -1,0 +1,242 @@
+"""From tokens to what a client reads: the choices of one call, as text with an end."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from services.gateway.catalog import Lingo
+from services.gateway.core import admission
+from services.gateway.core.commands import Emit
+from services.gateway.core.requests import Request
+from services.gateway.frontend import Call, Frontend
+from services.gateway.metrics import Metrics
+from services.gateway.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    invalid,
+    of_error,
+    sampling_of,
+    stops_of,
+)
+from services.gateway.text import DecodeStream, StopStrings
+from shared.clock import now
+from shared.errors import BadInput, LambdaScaleError
+from shared.ids import RequestId, new_id
+from shared.messages.pool import ModelRecord
+
+COMPLETION_TOKENS = 16
+"""The API's default of `max_tokens` for completions; chats may fill the context."""
+_CONTEXT = 4
+"""Prompt tokens that the first generated ones are decoded with."""
+
+
+class Choice:
+    def __init__(
+        self, index: int, request: Request, decode: DecodeStream, stops: StopStrings
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.finish: str | None = None
+        self.count = 0
+        """Tokens taken."""
+        self.first_at = 0.0
+        self._decode = decode
+        self._stops = stops
+
+    def push(self, token: int, finish: str) -> str:
+        """The text that became certain; sets `finish` with the last one."""
+        self.count += 1
+        text = "" if finish == "stop" else self._decode.step(token)
+        if finish:
+            text += self._decode.flush()
+        text, met = self._stops.push(text)
+        if met:
+            self.finish = "stop"
+        elif finish:
+            self.finish = finish
+            text += self._stops.flush()
+        return text
+
+
+class Delta(NamedTuple):
+    choice: Choice
+    text: str
+
+
+class Generation:
+    """One HTTP request's completions. Leaving the context cancels what has not ended."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        metrics: Metrics,
+        record: ModelRecord,
+        choices: list[Choice],
+        prompt_tokens: int,
+    ) -> None:
+        self.record = record
+        self.choices = choices
+        self.prompt_tokens = prompt_tokens
+        self._frontend = frontend
+        self._metrics = metrics
+        self._arrived = now()
+        self._by_id: dict[RequestId, Choice] = {choice.request.id: choice for choice in choices}
+        self._call = Call([choice.request for choice in choices])
+        self._open = len(choices)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._frontend.begin(self._call)
+        except LambdaScaleError as error:
+            raise of_error(error) from error
+        self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._frontend.end(self._call)
+        if self._open:
+            end = exc.code if isinstance(exc, ApiError) and exc.code else "cancelled"
+            self._metrics.requests.labels(self.record.name, end).inc(self._open)
+
+    async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
+        """What came since the last time, until all choices have ended; ApiError if one fails.
+
+        An empty list: nothing came for `patience_s`.
+        """
+        call = self._call
+        while self._open:
+            try:
+                async with asyncio.timeout(patience_s):
+                    piece = await call.pieces.get()
+            except TimeoutError:
+                yield []
+                continue
+            pieces = [piece]
+            while not call.pieces.empty():
+                pieces.append(call.pieces.get_nowait())
+            deltas = []
+            for piece in pieces:
+                if not isinstance(piece, Emit):
+                    raise of_error(piece.error)
+                choice = self._by_id[piece.request]
+                if choice.finish is None:
+                    text = self._push(choice, piece)
+                    if text or choice.finish:
+                        deltas.append(Delta(choice, text))
+            if deltas:
+                yield deltas
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.count for choice in self.choices)
+
+    def usage(self) -> dict[str, object]:
+        completion = self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    def _push(self, choice: Choice, piece: Emit) -> str:
+        text = choice.push(piece.token, piece.finish)
+        name = self.record.name
+        if choice.count == 1:
+            choice.first_at = now()
+            self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived)
+        if choice.finish:
+            self._open -= 1
+            if not piece.finish:
+                self._frontend.finish(piece.request)
+            self._metrics.tokens.labels(name).inc(choice.count)
+            self._metrics.requests.labels(name, choice.finish).inc()
+            if choice.count > 1:
+                mean = (now() - choice.first_at) / (choice.count - 1)
+                self._metrics.tpot.labels(name).observe(mean)
+        return text
+
+
+async def prompts_of(body: CompletionRequest | ChatRequest, lingo: Lingo) -> list[list[int]]:
+    """The token ids of every prompt; ApiError 400 if there are none to be had."""
+    if isinstance(body, ChatRequest):
+        return [await _chat_prompt(body, lingo)]
+    prompts = []
+    for prompt in body.prompts():
+        ids = await lingo.codec.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            invalid("prompt", "has no tokens")
+        if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
+            invalid("prompt", f"token ids must be between 0 and {lingo.vocab_size - 1}")
+        prompts.append(ids)
+    return prompts
+
+
+async def _chat_prompt(body: ChatRequest, lingo: Lingo) -> list[int]:
+    if lingo.template is None:
+        invalid("model", "has no chat template; use /v1/completions")
+    rendered = lingo.template.render(
+        [message.for_template(index) for index, message in enumerate(body.messages)],
+        add_generation_prompt=body.add_generation_prompt,
+        arguments=body.chat_template_kwargs or {},
+    )
+    ids = await lingo.codec.encode_chat(rendered)
+    if not ids:
+        invalid("messages", "have no tokens")
+    return ids
+
+
+def choices_of(
+    body: CompletionRequest | ChatRequest,
+    record: ModelRecord,
+    lingo: Lingo,
+    prompts: list[list[int]],
+) -> list[Choice]:
+    """One choice for every prompt and each of its `n` completions, in the API's order."""
+    n = body.n or 1
+    try:
+        admission.check_choices(len(prompts), n)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="n") from error
+    stop_ids = tuple(body.stop_token_ids or ()) + (() if body.ignore_eos else lingo.eos)
+    stops = stops_of(body)
+    choices = []
+    for number, prompt in enumerate(prompts):
+        limit = _limit(body, len(prompt), record.context_length)
+        for i in range(n):
+            index = number * n + i
+            seed = secrets.randbits(63) if body.seed is None else body.seed
+            request = Request(
+                id=RequestId(new_id("req")),
+                model_id=record.model_id,
+                prompt=tuple(prompt),
+                max_tokens=limit,
+                stop_ids=stop_ids,
+                sampling=sampling_of(body, admission.derive_seed(seed, i)),
+                waiting_since=now(),
+            )
+            context = () if isinstance(body, ChatRequest) else prompt[-_CONTEXT:]
+            decode = DecodeStream(lingo.codec, context)
+            choices.append(Choice(index, request, decode, StopStrings(stops)))
+    return choices
+
+
+def _limit(body: CompletionRequest | ChatRequest, prompt: int, context: int) -> int:
+    asked, default, param = body.max_tokens, None, "max_tokens"
+    if isinstance(body, CompletionRequest):
+        default = COMPLETION_TOKENS
+    elif body.max_completion_tokens is not None:
+        asked, param = body.max_completion_tokens, "max_completion_tokens"
+    try:
+        return admission.output_limit(prompt, asked, default, context)
+    except BadInput as error:
+        code = "context_length_exceeded"
+        raise ApiError(400, str(error), param=param, code=code) from error

@@ -1,0 +1,219 @@
+"""The gateway's HTTP: OpenAI's API, health and metrics."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from services.gateway.answers import WAITING, Answers
+from services.gateway.catalog import Catalog, Lingo
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Generation, choices_of, prompts_of
+from services.gateway.metrics import CONTENT_TYPE, Metrics
+from services.gateway.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    of_error,
+    parse,
+)
+from shared.config import GatewayConfig
+from shared.errors import BusError, LambdaScaleError, ModelError, NotFound
+from shared.ids import ModelName, new_id
+from shared.messages.pool import ModelRecord
+
+KEEPALIVE_S = 3.0
+"""A stream that has nothing to say says so this often."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_ID = web.RequestKey("request_id", str)
+_NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        catalog: Catalog,
+        frontend: Frontend,
+        metrics: Metrics,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self.draining = False
+        """Nothing new is taken."""
+        self._keys = [bytes.fromhex(key) for key in config.api_keys]
+        self._max_body = config.max_body_bytes
+        self._catalog = catalog
+        self._frontend = frontend
+        self._metrics = metrics
+        self._log = log
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body, middlewares=[self._outer])
+        app.on_response_prepare.append(_set_request_id)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        return app
+
+    # --- around every request ------------------------------------------------
+
+    @web.middleware
+    async def _outer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("X-Request-ID", "")
+        request[_ID] = given if _REQUEST_ID.fullmatch(given) else new_id("req")
+        try:
+            if request.path.startswith("/v1/"):
+                self._authorize(request)
+            response = await handler(request)
+        except ApiError as error:
+            response = _error_response(error)
+        except web.HTTPException as error:
+            response = _error_response(_of_http(request, error))
+        except LambdaScaleError as error:
+            response = _error_response(of_error(error))
+        except Exception:  # the supervised boundary of all handlers
+            self._log.exception("request failed", path=request.path, request=request[_ID])
+            response = _error_response(ApiError(500, "the gateway failed; its log says why"))
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource else "none"
+        self._metrics.responses.labels(route, str(response.status)).inc()
+        return response
+
+    def _authorize(self, request: web.Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "send a valid API key: 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+
+    # --- pages ---------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "draining" if self.draining else "ok"})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        records = [self._catalog.records[name] for name in sorted(self._catalog.records)]
+        return web.json_response({"object": "list", "data": [_card(r) for r in records]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(_card(self._record(request.match_info["name"])))
+
+    # --- completions ---------------------------------------------------------
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse(await request.read(), CompletionRequest))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse(await request.read(), ChatRequest))
+
+    async def _complete(
+        self, request: web.Request, body: CompletionRequest | ChatRequest
+    ) -> web.StreamResponse:
+        record = self._record(body.model)
+        lingo = await self._lingo(record)
+        prompts = await prompts_of(body, lingo)
+        choices = choices_of(body, record, lingo, prompts)
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        generation = Generation(self._frontend, self._metrics, record, choices, prompt_tokens)
+        answers = Answers(body, generation, request[_ID])
+        async with generation:
+            if body.streams:
+                return await _stream(request, generation, answers)
+            texts: list[list[str]] = [[] for _ in choices]
+            async for deltas in generation.deltas(None):
+                for choice, text in deltas:
+                    texts[choice.index].append(text)
+            return web.Response(body=answers.whole(texts), content_type="application/json")
+
+    def _record(self, name: str) -> ModelRecord:
+        self._check_ready()
+        record = self._catalog.records.get(ModelName(name))
+        if record is None:
+            raise of_error(NotFound(f"there is no model {name!r}; GET /v1/models lists them"))
+        return record
+
+    def _check_ready(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the gateway is stopping", retry_after=1)
+        if not self._catalog.known:
+            message = "the gateway is starting: the registry has not answered yet"
+            raise ApiError(503, message, retry_after=1)
+
+    async def _lingo(self, record: ModelRecord) -> Lingo:
+        try:
+            return await self._catalog.lingo(record)
+        except (ModelError, NotFound, BusError) as error:
+            self._log.warning("model's text files not loaded", model=record.name, error=str(error))
+            message = f"model {record.name!r} can't be served now: {error}"
+            raise ApiError(503, message, code=error.code, retry_after=1) from error
+
+
+async def _stream(
+    request: web.Request, generation: Generation, answers: Answers
+) -> web.StreamResponse:
+    """Headers go out with the first thing to say, so that an early failure has its own status."""
+    response = web.StreamResponse(headers=_NO_STORE)
+    response.content_type = "text/event-stream"
+    response.charset = "utf-8"
+    try:
+        try:
+            async for deltas in generation.deltas(KEEPALIVE_S):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(answers.events(deltas) if deltas else WAITING)
+            await response.write(answers.last())
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await response.write(answers.failed(error))
+        await response.write_eof()
+    except ConnectionResetError:
+        pass  # the client left; the generation's context cancels what it asked for
+    return response
+
+
+def _card(record: ModelRecord) -> dict[str, object]:
+    return {
+        "id": record.name,
+        "object": "model",
+        "created": record.created_ns // 1_000_000_000,
+        "owned_by": "lambdascale",
+        "root": record.model_id,
+        "max_model_len": record.context_length,
+    }
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, "the body is too large", code="body_too_large")
+    if error.status in (404, 405):
+        return ApiError(error.status, f"{request.method} {request.path}: there is no such call")
+    return ApiError(error.status, error.reason)
+
+
+def _error_response(error: ApiError) -> web.Response:
+    response = web.Response(status=error.status, body=error.body, content_type="application/json")
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    if _ID in request:
+        response.headers["X-Request-ID"] = request[_ID]

@@ -1,0 +1,48 @@
+"""What the gateway tells Prometheus, from a registry of its own."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from shared.messages.load import ModelLoad
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "lambdascale_gateway"
+_WAITS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+_STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{_PREFIX}_{name}", text, ["model"], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"{_PREFIX}_{name}", text, ["model"], buckets=buckets, registry=self.registry
+            )
+
+        self.responses = counter("responses", "HTTP answers of the API", "route", "status")
+        self.requests = counter("requests", "Completions, by how they ended", "model", "end")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of accepted prompts", "model")
+        self.tokens = counter("generated_tokens", "Tokens taken from instances", "model")
+        self.resumptions = counter("resumptions", "Attempts that were ended", "model", "reason")
+        self.ttft = histogram("ttft_seconds", "Arrival to first token", _WAITS)
+        self.tpot = histogram("tpot_seconds", "Mean time of a token after the first", _STEPS)
+        self.queued = gauge("queued_requests", "Requests that wait for an instance")
+        self.running = gauge("running_requests", "Requests on instances")
+        self.outstanding = gauge("outstanding_tokens", "Tokens to prefill and to generate")
+
+    def set_loads(self, loads: Iterable[ModelLoad]) -> None:
+        for load in loads:
+            self.queued.labels(load.model).set(load.queued_requests)
+            self.running.labels(load.model).set(load.running_requests)
+            self.outstanding.labels(load.model).set(load.queued_tokens + load.running_tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

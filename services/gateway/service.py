@@ -1,0 +1,212 @@
+"""The gateway process: HTTP on one side, the control bus on the other."""
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from aiohttp import web
+
+from services.gateway.catalog import Catalog
+from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.model import Rules
+from services.gateway.frontend import Frontend
+from services.gateway.http import Api
+from services.gateway.metrics import Metrics
+from shared import subjects
+from shared.bus.base import Bus
+from shared.clock import now
+from shared.config import GatewayConfig
+from shared.errors import BusError, ConfigError, LambdaScaleError
+from shared.ids import GatewayId, ModelId, ModelName, check_name
+from shared.messages import Message
+from shared.messages.instances import InstanceSets, InstancesQuery
+from shared.messages.load import GatewayLoad
+from shared.messages.pool import (
+    ModelAdded,
+    ModelRecord,
+    ModelRemoved,
+    Models,
+    ModelsQuery,
+    NodeGone,
+)
+from shared.service import Service
+
+LOAD_S = 0.1
+TICK_S = 0.05
+LEARN_S = 0.2
+"""Between questions until they are answered the first time."""
+REFRESH_S = 5.0
+"""Between questions after that: a broadcast may have been missed."""
+ASK_TIMEOUT_S = 2.0
+STALL_S = 30.0
+HANG_UP_S = 0.5
+"""Connections get this long after the drain, to take their last bytes."""
+
+
+class GatewayService(Service):
+    role: ClassVar[str] = "gateway"
+
+    def __init__(self, bus: Bus, config: GatewayConfig) -> None:
+        super().__init__(check_name("gateway id", config.id))
+        self.id = GatewayId(config.id)
+        self._bus = bus
+        self._config = config
+        self._metrics = Metrics()
+        rules = Rules(
+            gateway=self.id,
+            draw=random.Random(config.id).random,
+            max_queue=config.max_queue,
+            queue_timeout_s=config.queue_timeout_s,
+            stall_s=STALL_S,
+            max_attempts=config.max_attempts,
+        )
+        self._dispatch = Dispatch(rules)
+        self._frontend = Frontend(bus, self._dispatch, self._metrics, self._start, self.log)
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served; known once the service is open."""
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def open(self) -> None:
+        self._check_keys()
+        self._catalog = Catalog(await self._bus.objects())
+        for subject, handler in (
+            (subjects.POOL_MODELS, self._on_models),
+            (subjects.POOL_NODES, self._on_nodes),
+            (subjects.INSTANCES, self._frontend.on_instances),
+            (subjects.gateway_tokens(self.id), self._frontend.on_tokens),
+        ):
+            subscription = await self._bus.subscribe(subject, handler)
+            self.resources.push_async_callback(subscription.close)
+        await self._open_http()
+        self.spawn(self._learn_models(), name="models")
+        self.spawn(self._learn_instances(), name="instances")
+        self.spawn(self._tick(), name="tick")
+        self.spawn(self._report(), name="load")
+
+    async def _open_http(self) -> None:
+        config = self._config
+        self._api = Api(config, self._catalog, self._frontend, self._metrics, self.log)
+        # A client that leaves cancels its handler, and the handler its requests.
+        self._runner = web.AppRunner(
+            self._api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S
+        )
+        await self._runner.setup()
+        self.resources.push_async_callback(self._runner.cleanup)
+        try:
+            await web.TCPSite(self._runner, config.host, config.port).start()
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise ConfigError(f"gateway.host/port {where} cannot be used: {error}") from error
+        self.log.info("serving", url=self.url)
+
+    def _check_keys(self) -> None:
+        for key in self._config.api_keys:
+            if len(key) != 64 or set(key.lower()) - set("0123456789abcdef"):
+                raise ConfigError(
+                    "gateway.api_keys must be SHA-256 digests (64 hex digits), not keys themselves"
+                )
+
+    async def drain(self) -> None:
+        """New requests are sent away; those that run may end."""
+        self._api.draining = True
+        await self._frontend.idle()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self.spawn(work, name=name)
+
+    # --- models --------------------------------------------------------------
+
+    async def _on_models(self, message: Message) -> None:
+        if isinstance(message, ModelAdded):
+            self._add(message.record)
+        elif isinstance(message, ModelRemoved):
+            self._remove(message.name, message.model_id)
+
+    async def _learn_models(self) -> None:
+        while True:
+            try:
+                subject = subjects.REGISTRY_MODELS
+                models = await self._bus.request(
+                    subject, ModelsQuery(), Models, timeout=ASK_TIMEOUT_S
+                )
+            except BusError as error:
+                self.log.debug("registry does not answer", error=str(error))
+            else:
+                self._reconcile(models.records)
+            await asyncio.sleep(REFRESH_S if self._catalog.known else LEARN_S)
+
+    def _reconcile(self, records: tuple[ModelRecord, ...]) -> None:
+        there = {record.model_id for record in records}
+        for record in list(self._catalog.records.values()):
+            if record.model_id not in there:
+                self._remove(record.name, record.model_id)
+        for record in records:
+            self._add(record)
+        self._catalog.known = True
+
+    def _add(self, record: ModelRecord) -> None:
+        known = self._catalog.records.get(record.name)
+        if known == record:
+            return
+        if known is not None and known.model_id != record.model_id:
+            self._remove(known.name, known.model_id)
+        self._catalog.records[record.name] = record
+        self._dispatch.add_model(record.name, record.model_id)
+        self.spawn(self._prefetch(record), name=f"prefetch {record.name}")
+
+    def _remove(self, name: ModelName, model_id: ModelId) -> None:
+        self._catalog.remove(name, model_id)
+        self._frontend.run(self._dispatch.remove_model(model_id, now()))
+
+    async def _prefetch(self, record: ModelRecord) -> None:
+        """So that the first request need not wait for it; what fails is tried again then."""
+        try:
+            await self._catalog.lingo(record)
+        except LambdaScaleError as error:
+            self.log.warning("model's text files not loaded", model=record.name, error=str(error))
+
+    # --- instances -----------------------------------------------------------
+
+    async def _learn_instances(self) -> None:
+        """Once; from then on the planner's broadcasts say all."""
+        while True:
+            try:
+                answer = await self._bus.request(
+                    subjects.PLANNER_INSTANCES,
+                    InstancesQuery(),
+                    InstanceSets,
+                    timeout=ASK_TIMEOUT_S,
+                )
+            except BusError as error:
+                self.log.debug("planner does not answer", error=str(error))
+                await asyncio.sleep(LEARN_S)
+            else:
+                for found in answer.sets:
+                    await self._frontend.on_instances(found)
+                return
+
+    async def _on_nodes(self, message: Message) -> None:
+        if isinstance(message, NodeGone):
+            self._frontend.run(self._dispatch.on_node_gone(message.node, now()))
+
+    # --- time and load -------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._frontend.run(self._dispatch.on_tick(now()))
+
+    async def _report(self) -> None:
+        while True:
+            loads = self._dispatch.loads()
+            self._metrics.set_loads(loads)
+            message = GatewayLoad(gateway=self.id, models=loads)
+            try:
+                await self._bus.publish(subjects.LOAD_GATEWAY, message)
+            except BusError as error:
+                self.log.debug("load not reported", error=str(error))
+            await asyncio.sleep(LOAD_S)

@@ -1,0 +1,304 @@
+"""A gateway on a memory bus, with a registry, a planner and nodes that speak the real messages."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from services.gateway.service import GatewayService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.config import GatewayConfig
+from shared.errors import LambdaScaleError
+from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId, RequestId
+from shared.layout import Manifest, encode_manifest
+from shared.messages import Message, Ok
+from shared.messages.instances import Instance, InstanceSet, InstanceSets, InstanceState, Stage
+from shared.messages.load import GatewayLoad
+from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone
+from shared.messages.scaling import FirstPartialToken
+from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+
+BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
+SPECIAL = (BOS, EOS, USER, ASSISTANT)
+EOS_ID = 1
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system goes first') }}"
+    "{% endif %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NAME = ModelName("tiny")
+CONTEXT = 512
+GENERATION = Generation(1)
+PATIENCE_S = 10.0
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer without merges: every byte is a token, characters are split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+VOCAB = TOKENIZER.get_vocab_size()
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def text_files() -> dict[str, bytes]:
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": CHAT_TEMPLATE}
+    return {
+        "tokenizer.json": TOKENIZER.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+
+
+def replica(
+    number: int, *, state: InstanceState = InstanceState.SERVING, slots: int = 8
+) -> Instance:
+    node = NodeId(f"node-{number}")
+    return Instance(
+        id=InstanceId(f"replica-{number}"),
+        stages=(Stage(node, "tcp://x", 0, 4),),
+        state=state,
+        capacity=1.0,
+        slots=slots,
+        event=None,
+    )
+
+
+def path(*numbers: int, state: InstanceState = InstanceState.SERVING, slots: int = 8) -> Instance:
+    """A path over the nodes with these numbers, led by the first."""
+    stages = tuple(Stage(NodeId(f"node-{n}"), "tcp://x", i, i + 1) for i, n in enumerate(numbers))
+    return Instance(
+        id=InstanceId("path-" + "-".join(map(str, numbers))),
+        stages=stages,
+        state=state,
+        capacity=1.0 / len(numbers),
+        slots=slots,
+        event=EventId("event-1"),
+    )
+
+
+class Recorder:
+    """Messages that were seen, and a way to wait for what they should come to."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+
+    async def changed(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(condition)
+
+
+class ScriptedNode(Recorder):
+    """Answers Submit as a node does, and generates what `script` says, index by index."""
+
+    def __init__(self, bus: MemoryBus, number: int) -> None:
+        super().__init__()
+        self.id = NodeId(f"node-{number}")
+        self.script: Callable[[Submit], Sequence[int]] = lambda submit: ids_of("hello world")
+        self.refusal: LambdaScaleError | None = None
+        self.pause_at: int | None = None
+        """The index at which generation waits for `resume`."""
+        self.resume = asyncio.Event()
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.sent: list[Token] = []
+        self._bus = bus
+        self._tasks: dict[tuple[RequestId, int], asyncio.Task[None]] = {}
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> "ScriptedNode":
+        await self._group.__aenter__()
+        await self._bus.serve(subjects.node_submit(self.id), self._submit)
+        await self._bus.subscribe(subjects.node_cancel(self.id), self._cancel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    async def submitted(self, times: int) -> None:
+        await self.until(lambda: len(self.submits) >= times)
+
+    async def _submit(self, message: Message) -> Message:
+        assert isinstance(message, Submit)
+        self.submits.append(message)
+        await self.changed()
+        if self.refusal:
+            raise self.refusal
+        work = self._group.create_task(self._generate(message))
+        self._tasks[message.request, message.attempt] = work
+        return Ok()
+
+    async def _cancel(self, message: Message) -> None:
+        assert isinstance(message, Cancel)
+        self.cancels.append(message)
+        if task := self._tasks.get((message.request, message.attempt)):
+            task.cancel()
+        await self.changed()
+
+    async def _generate(self, submit: Submit) -> None:
+        script = [*self.script(submit), EOS_ID]
+        for index in range(len(submit.tokens) - submit.prompt_tokens, submit.max_tokens):
+            if index == self.pause_at:
+                await self.resume.wait()
+            value = script[index] if index < len(script) else EOS_ID
+            finish = "stop" if value in submit.stop_ids else ""
+            if not finish and index + 1 == submit.max_tokens:
+                finish = "length"
+            await self.send(submit, Token(submit.request, submit.attempt, index, value, finish))
+            await asyncio.sleep(0)
+            if finish:
+                return
+
+    async def send(
+        self, submit: Submit, *tokens: Token, failed: AttemptFailed | None = None
+    ) -> None:
+        self.sent += tokens
+        message = Tokens(node=self.id, tokens=tokens, failed=(failed,) if failed else ())
+        await self._bus.publish(subjects.gateway_tokens(submit.gateway), message)
+        await self.changed()
+
+
+class Cluster(Recorder):
+    """Everything around the gateway."""
+
+    def __init__(self, bus: MemoryBus, service: GatewayService) -> None:
+        super().__init__()
+        self.bus = bus
+        self.service = service
+        self.records: tuple[ModelRecord, ...] = ()
+        self.sets: tuple[InstanceSet, ...] = ()
+        self.loads: list[GatewayLoad] = []
+        self.arrivals: list[FirstPartialToken] = []
+        self.nodes: dict[int, ScriptedNode] = {}
+        self.stack = AsyncExitStack()
+        self._revision = 0
+
+    async def answer(self) -> None:
+        """As registry and planner."""
+        await self.bus.serve(subjects.REGISTRY_MODELS, self._models)
+        await self.bus.serve(subjects.PLANNER_INSTANCES, self._instances)
+        await self.bus.subscribe(subjects.LOAD_GATEWAY, self._load)
+        await self.bus.subscribe(subjects.ARRIVALS, self._arrival)
+
+    async def _models(self, _: Message) -> Message:
+        return Models(records=self.records)
+
+    async def _instances(self, _: Message) -> Message:
+        return InstanceSets(sets=self.sets)
+
+    async def _load(self, message: Message) -> None:
+        assert isinstance(message, GatewayLoad)
+        self.loads.append(message)
+        await self.changed()
+
+    async def _arrival(self, message: Message) -> None:
+        assert isinstance(message, FirstPartialToken)
+        self.arrivals.append(message)
+        await self.changed()
+
+    async def store_model(
+        self, files: dict[str, bytes] | None = None, name: ModelName = NAME
+    ) -> ModelRecord:
+        objects = await self.bus.objects()
+        config = {"vocab_size": VOCAB, "eos_token_id": EOS_ID}
+        manifest = Manifest("LlamaForCausalLM", config, 1 << 20, ())
+        found = text_files() if files is None else files
+        record = ModelRecord(
+            name=name,
+            model_id=ModelId(f"id-of-{name}"),
+            manifest=await objects.put(encode_manifest(manifest)),
+            files={key: await objects.put(data) for key, data in found.items()},
+            nbytes=0,
+            n_blocks=4,
+            block_bytes=(1, 1, 1, 1),
+            context_length=CONTEXT,
+            created_ns=5_000_000_000,
+        )
+        self.records = (*self.records, record)
+        return record
+
+    async def node(self, number: int) -> ScriptedNode:
+        if number not in self.nodes:
+            entered = await self.stack.enter_async_context(ScriptedNode(self.bus, number))
+            self.nodes[number] = entered
+        return self.nodes[number]
+
+    async def publish(self, *instances: Instance, record: ModelRecord | None = None) -> None:
+        """The model's instances, now; nodes that they need are made."""
+        for instance in instances:
+            await self.node(int(instance.leader.removeprefix("node-")))
+        self._revision += 1
+        record = record or self.records[0]
+        new = InstanceSet(
+            name=record.name,
+            model_id=record.model_id,
+            epoch=1,
+            revision=self._revision,
+            instances=instances,
+        )
+        self.sets = (new,)
+        await self.bus.publish(subjects.INSTANCES, new)
+
+    async def add(self, record: ModelRecord) -> None:
+        await self.bus.publish(subjects.POOL_MODELS, ModelAdded(record=record))
+
+    async def lose(self, number: int) -> None:
+        gone = NodeGone(node=NodeId(f"node-{number}"), generation=GENERATION, reason="test")
+        await self.bus.publish(subjects.POOL_NODES, gone)
+
+    async def loaded(self, condition: Callable[[Any], bool]) -> None:
+        """Waits for a load report of the (first) model that fulfils the condition."""
+        start = len(self.loads)
+        await self.until(
+            lambda: any(load.models and condition(load.models[0]) for load in self.loads[start:])
+        )
+
+
+@asynccontextmanager
+async def running(
+    *instances: Instance, config: GatewayConfig | None = None, model: bool = True
+) -> AsyncIterator[Cluster]:
+    """A gateway that knows one model with these instances."""
+    broker = MemoryBroker()
+    settings = msgspec.structs.replace(config or GatewayConfig(), port=0)
+    async with MemoryBus(broker, "others") as bus, MemoryBus(broker, "gateway") as own:
+        service = GatewayService(own, settings)
+        cluster = Cluster(bus, service)
+        if model:
+            await cluster.store_model()
+            await cluster.publish(*instances)
+        await cluster.answer()
+        async with cluster.stack, service:
+            await cluster.until(
+                lambda: bool(cluster.loads and len(cluster.loads[-1].models) >= int(model))
+            )
+            if instances:
+                await cluster.loaded(
+                    lambda load: set(load.instance_requests) == {i.id for i in instances}
+                )
+            yield cluster

@@ -1,0 +1,365 @@
+"""The API over HTTP, in front of nodes that generate known text."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shared.config import GatewayConfig
+from tests.unit.gateway.support import (
+    CONTEXT,
+    EOS_ID,
+    NAME,
+    VOCAB,
+    Cluster,
+    ids_of,
+    replica,
+    running,
+)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with running(replica(1)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(cluster.service.url) as session:
+        yield session
+
+
+async def post(
+    http: aiohttp.ClientSession, body: dict[str, Any], route: str = "completions", **headers: str
+) -> tuple[int, dict[str, Any]]:
+    async with http.post(f"/v1/{route}", json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def events(http: aiohttp.ClientSession, body: dict[str, Any], route: str) -> list[Any]:
+    """The stream's events, [DONE] included."""
+    async with http.post(f"/v1/{route}", json={**body, "stream": True}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        text = await response.text()
+    found = [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(event) for event in found[:-1]]
+
+
+ASK = {"model": NAME, "prompt": "say hello", "max_tokens": 50}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_completion(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    status, answer = await post(http, ASK)
+    assert status == 200
+    assert answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert (choice["index"], choice["text"]) == (0, "hello world")
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 12,
+        "total_tokens": 22,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    (submit,) = cluster.nodes[1].submits
+    assert submit.tokens == (0, *ids_of("say hello"))
+    assert (submit.prompt_tokens, submit.max_tokens, submit.stop_ids) == (10, 50, (EOS_ID,))
+
+
+async def test_completion_ends_at_max_tokens(http: aiohttp.ClientSession) -> None:
+    _, answer = await post(http, {**ASK, "max_tokens": 4})
+    assert answer["choices"][0]["text"] == "hell"
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_completion_is_short_if_nothing_is_asked(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    await post(http, {"model": NAME, "prompt": "x"})
+    assert cluster.nodes[1].submits[0].max_tokens == 16
+
+
+async def test_streamed_completion(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "stream_options": {"include_usage": True}}
+    *parts, last = await events(http, body, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello world"
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * 11 + ["stop"]
+    assert all(part["usage"] is None for part in parts)
+    assert len({part["id"] for part in (*parts, last)}) == 1
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 12
+
+
+async def test_usage_in_every_chunk(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "stream_options": {"continuous_usage_stats": True}}
+    parts = await events(http, body, "completions")
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+
+
+async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    status, answer = await post(http, CHAT, "chat/completions")
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello world"}
+    (submit,) = cluster.nodes[1].submits
+    assert submit.tokens == (0, 2, *ids_of("hi"), 3)
+    assert submit.max_tokens == CONTEXT - 5
+
+
+async def test_streamed_chat(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, CHAT, "chat/completions")
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "hello world"
+    assert deltas[-1] == {}
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all("usage" not in part for part in parts)
+
+
+async def test_chat_content_in_parts(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {**CHAT, "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 7}
+    status, _ = await post(http, body, "chat/completions")
+    assert status == 200
+    assert cluster.nodes[1].submits[0].tokens == (0, 2, *ids_of("a\nb"), 3)
+    assert cluster.nodes[1].submits[0].max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [[0, *ids_of("ab")]]),
+        (["ab", "c"], [[0, *ids_of("ab")], [0, *ids_of("c")]]),
+        ([7, 8], [[7, 8]]),
+        ([[7, 8], [9]], [[7, 8], [9]]),
+        ("<s>ab", [[0, *ids_of("ab")]]),
+    ],
+)
+async def test_forms_of_prompts(
+    cluster: Cluster, http: aiohttp.ClientSession, prompt: object, expected: list[list[int]]
+) -> None:
+    status, answer = await post(http, {**ASK, "prompt": prompt})
+    assert status == 200
+    assert sorted(list(s.tokens) for s in cluster.nodes[1].submits) == sorted(expected)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_choices_have_their_own_seeds(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "n": 3, "seed": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4}
+    _, answer = await post(http, body)
+    assert [choice["text"] for choice in answer["choices"]] == ["hello world"] * 3
+    sampled = [submit.sampling for submit in cluster.nodes[1].submits]
+    assert sampled[0].seed == 5
+    assert len({sampling.seed for sampling in sampled}) == 3
+    assert {(s.temperature, s.top_p, s.top_k) for s in sampled} == {(0.5, 0.9, 4)}
+    again = {**body, "n": 3}
+    await post(http, again)
+    assert [s.sampling for s in cluster.nodes[1].submits[3:]] == sampled
+
+
+async def test_streamed_choices_are_told_apart(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, {**CHAT, "n": 2}, "chat/completions")
+    texts = {0: "", 1: ""}
+    for part in parts:
+        texts[part["choices"][0]["index"]] += part["choices"][0]["delta"].get("content", "")
+    assert texts == {0: "hello world", 1: "hello world"}
+
+
+async def test_ignore_eos(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    _, answer = await post(http, {**ASK, "ignore_eos": True, "max_tokens": 20, "min_tokens": 20})
+    assert cluster.nodes[1].submits[0].stop_ids == ()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 20
+
+
+async def test_stop_string_over_tokens_cancels_the_attempt(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 9
+    _, answer = await post(http, {**ASK, "stop": ["zzz", "o wo"]})
+    assert answer["choices"][0]["text"] == "hell"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    await node.until(lambda: bool(node.cancels))
+    assert node.cancels[0].request == node.submits[0].request
+    await cluster.loaded(lambda load: load.running_requests == load.running_tokens == 0)
+
+
+async def test_half_a_stop_string_is_not_lost(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, {**ASK, "stop": "world!"}, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello world"
+
+
+async def test_characters_split_over_tokens_come_whole(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    text = "grüße 🎉 世界"
+    cluster.nodes[1].script = lambda submit: ids_of(text)
+    parts = await events(http, ASK, "completions")
+    pieces = [part["choices"][0]["text"] for part in parts]
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+async def test_a_client_that_leaves_cancels_its_request(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 3
+    async with http.post("/v1/completions", json={**ASK, "stream": True}) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await node.until(lambda: bool(node.cancels))
+    await cluster.loaded(lambda load: load.running_requests == 0)
+
+
+async def test_a_client_that_leaves_before_the_first_token(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 0
+    asking = asyncio.create_task(post(http, ASK))
+    await node.until(lambda: len(node.submits) == 1)
+    asking.cancel()
+    await node.until(lambda: bool(node.cancels))
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"prompt": None}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ["a", 1]}, 400, "prompt"),
+        ({"prompt": [VOCAB]}, 400, "prompt"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": CONTEXT}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"stop": [1]}, 400, "stop[0]"),
+        ({"stop": ""}, 400, "stop"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 1000}, 400, "n"),
+        ({"logprobs": 1}, 400, "logprobs"),
+        ({"echo": True}, 400, "echo"),
+        ({"presence_penalty": 1.0}, 400, "presence_penalty"),
+        ({"model": "other"}, 404, "model"),
+    ],
+)
+async def test_what_cannot_be_done_is_said(
+    http: aiohttp.ClientSession, change: dict[str, Any], status: int, param: str
+) -> None:
+    found, answer = await post(http, {**ASK, **change})
+    assert (found, answer["error"]["param"]) == (status, param)
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"]
+
+
+async def test_context_length_is_named(http: aiohttp.ClientSession) -> None:
+    _, answer = await post(http, {**ASK, "max_tokens": CONTEXT})
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert "10 in the prompt" in answer["error"]["message"]
+
+
+async def test_the_template_may_refuse(http: aiohttp.ClientSession) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    status, answer = await post(http, {**CHAT, "messages": messages}, "chat/completions")
+    assert status == 400
+    assert "system goes first" in answer["error"]["message"]
+
+
+async def test_pictures_are_refused(http: aiohttp.ClientSession) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+    messages = [{"role": "user", "content": parts}]
+    status, answer = await post(http, {**CHAT, "messages": messages}, "chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]")
+
+
+async def test_unknown_fields_are_ignored(http: aiohttp.ClientSession) -> None:
+    status, _ = await post(http, {**ASK, "store": True, "metadata": {"a": 1}})
+    assert status == 200
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000])
+async def test_bodies_that_are_no_requests(http: aiohttp.ClientSession, raw: bytes) -> None:
+    async with http.post("/v1/completions", data=raw) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_unknown_calls(http: aiohttp.ClientSession) -> None:
+    for method, target, status in (("GET", "/v1/files", 404), ("GET", "/v1/completions", 405)):
+        async with http.request(method, target) as response:
+            assert response.status == status
+            assert "no such call" in (await response.json())["error"]["message"]
+
+
+async def test_models(http: aiohttp.ClientSession) -> None:
+    async with http.get("/v1/models") as response:
+        listed = await response.json()
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["created"]) == (NAME, "model", 5)
+    assert card["max_model_len"] == CONTEXT
+    async with http.get(f"/v1/models/{NAME}") as response:
+        assert await response.json() == card
+    async with http.get("/v1/models/other") as response:
+        assert response.status == 404
+
+
+async def test_request_id_is_returned(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/completions", json=ASK, headers={"X-Request-ID": "abc-1"}) as ours:
+        assert ours.headers["X-Request-ID"] == "abc-1"
+        assert (await ours.json())["id"] == "cmpl-abc-1"
+    async with http.get("/health", headers={"X-Request-ID": "bad id\u00e9"}) as made:
+        assert made.headers["X-Request-ID"].startswith("req-")
+
+
+async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    await post(http, ASK)
+    await cluster.loaded(lambda load: load.running_requests == 0)
+    async with http.get("/health") as response:
+        assert await response.json() == {"status": "ok"}
+    async with http.head("/metrics") as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert f'lambdascale_gateway_requests_total{{end="stop",model="{NAME}"}} 1.0' in lines
+    assert f'lambdascale_gateway_generated_tokens_total{{model="{NAME}"}} 12.0' in lines
+    assert f'lambdascale_gateway_ttft_seconds_count{{model="{NAME}"}} 1.0' in lines
+    assert f'lambdascale_gateway_queued_requests{{model="{NAME}"}} 0.0' in lines
+
+
+async def test_bodies_have_a_limit() -> None:
+    config = GatewayConfig(max_body_bytes=1000)
+    async with (
+        running(replica(1), config=config) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        status, answer = await post(http, {**ASK, "prompt": "x" * 1000})
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_api_keys() -> None:
+    config = GatewayConfig(api_keys=(hashlib.sha256(b"secret").hexdigest(),))
+    async with (
+        running(replica(1), config=config) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            status, answer = await post(http, ASK, **headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        status, _ = await post(http, ASK, Authorization="Bearer secret")
+        assert status == 200
+        async with http.get("/health") as response:
+            assert response.status == 200

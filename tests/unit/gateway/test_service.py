@@ -1,0 +1,441 @@
+"""The gateway among nodes that come, refuse, move and vanish: streams go on as if nothing was."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.gateway.service import GatewayService
+from shared import subjects, telemetry
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.config import GatewayConfig
+from shared.errors import CapacityExceeded, ConfigError, PeerLost
+from shared.ids import ModelName, RequestId
+from shared.messages.instances import InstanceState
+from shared.messages.pool import ModelRemoved
+from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from tests.unit.gateway.support import (
+    NAME,
+    Cluster,
+    ScriptedNode,
+    ids_of,
+    path,
+    replica,
+    running,
+    text_files,
+)
+
+TEXT = "the quick brown fox jumps over the lazy dog, twice"
+ASK = {"model": NAME, "prompt": "go on", "max_tokens": 200}
+MOVING = InstanceState.MOVING
+
+
+def scripted(submit: Submit) -> Sequence[int]:
+    return ids_of(TEXT)
+
+
+class Reader:
+    """A streaming client that can be waited for."""
+
+    def __init__(self, cluster: Cluster, body: dict[str, Any] | None = None) -> None:
+        self._url = f"{cluster.service.url}/v1/completions"
+        self._body = {**ASK, **(body or {}), "stream": True}
+        self._changed = asyncio.Condition()
+        self.text = ""
+        self.raw = b""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.error: dict[str, Any] | None = None
+        self.finish: str | None = None
+
+    async def read(self) -> str:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self._url, json=self._body) as response,
+        ):
+            self.status, self.headers = response.status, dict(response.headers)
+            async for line in response.content:
+                self.raw += line
+                if line.startswith(b"data: {"):
+                    await self._take(json.loads(line[6:]))
+        if self.status != 200:
+            self.error = json.loads(self.raw)["error"]
+        return self.text
+
+    async def _take(self, event: dict[str, Any]) -> None:
+        async with self._changed:
+            if "error" in event:
+                self.error = event["error"]
+            else:
+                self.text += event["choices"][0]["text"]
+                self.finish = event["choices"][0]["finish_reason"]
+            self._changed.notify_all()
+
+    async def until(self, length: int) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: len(self.text) >= length)
+
+
+async def nodes_of(cluster: Cluster, *numbers: int, pause_at: int | None) -> list[ScriptedNode]:
+    nodes = [await cluster.node(number) for number in numbers]
+    for node in nodes:
+        node.script, node.pause_at = scripted, pause_at
+    return nodes
+
+
+async def test_a_request_for_no_instances_waits_for_the_first() -> None:
+    async with running() as cluster, asyncio.TaskGroup() as group:
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await cluster.loaded(lambda load: load.queued_requests == 1 and load.queued_tokens == 206)
+        await nodes_of(cluster, 1, pause_at=None)
+        await cluster.publish(replica(1))
+        assert await reading == TEXT
+        assert reader.finish == "stop"
+
+
+async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.http.KEEPALIVE_S", 0.02)
+    async with running() as cluster, asyncio.TaskGroup() as group:
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await cluster.loaded(lambda load: load.queued_requests == 1)
+        await cluster.loaded(lambda load: load.queued_requests == 1)
+        await nodes_of(cluster, 1, pause_at=None)
+        await cluster.publish(replica(1))
+        assert await reading == TEXT
+        assert reader.raw.startswith(b": waiting\n\n")
+
+
+Vanish = Callable[[Cluster], Awaitable[None]]
+
+
+async def _leaves_the_set(cluster: Cluster) -> None:
+    await cluster.publish(replica(2))
+
+
+async def _node_is_gone(cluster: Cluster) -> None:
+    await cluster.lose(1)
+    await cluster.publish(replica(2))
+
+
+async def _attempt_fails(cluster: Cluster) -> None:
+    await cluster.publish(replica(1), replica(2))
+    submit = cluster.nodes[1].submits[0]
+    failure = AttemptFailed(submit.request, submit.attempt, PeerLost.code, "gone")
+    cluster.nodes[1].refusal = CapacityExceeded("not again")
+    await cluster.nodes[1].send(submit, failed=failure)
+
+
+async def _a_token_is_lost(cluster: Cluster) -> None:
+    await cluster.publish(replica(1), replica(2))
+    submit = cluster.nodes[1].submits[0]
+    cluster.nodes[1].refusal = CapacityExceeded("not again")
+    await cluster.nodes[1].send(submit, Token(submit.request, submit.attempt, 12, 5))
+
+
+@pytest.mark.parametrize(
+    "vanish", [_leaves_the_set, _node_is_gone, _attempt_fails, _a_token_is_lost]
+)
+async def test_a_stream_goes_on_elsewhere(vanish: Vanish) -> None:
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        first, second = await nodes_of(cluster, 1, 2, pause_at=10)
+        second.pause_at = None
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await reader.until(10)
+        await vanish(cluster)
+        assert await reading == TEXT
+        submit = second.submits[-1]
+        assert submit.tokens[submit.prompt_tokens :] == tuple(ids_of(TEXT[:10]))
+        assert submit.attempt > first.submits[0].attempt
+        await first.until(lambda: bool(first.cancels))
+
+
+async def test_late_and_repeated_tokens_are_dropped() -> None:
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        first, second = await nodes_of(cluster, 1, 2, pause_at=10)
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await reader.until(10)
+        submit = first.submits[0]
+        await first.send(submit, first.sent[3], first.sent[9])
+        await cluster.publish(replica(2))
+        await second.until(lambda: bool(second.submits))
+        await first.send(submit, Token(submit.request, submit.attempt, 10, ids_of("X")[0]))
+        await first.until(lambda: len(first.cancels) >= 2)  # told again, as it did not listen
+        second.resume.set()
+        assert await reading == TEXT
+
+
+async def test_moving_requests_are_spread_evenly() -> None:
+    async with running(path(1, 2), path(2, 1)) as cluster, asyncio.TaskGroup() as group:
+        nodes = await nodes_of(cluster, 1, 2, 3, 4, pause_at=10)
+        readers = [Reader(cluster) for _ in range(8)]
+        reading = [group.create_task(reader.read()) for reader in readers]
+        for reader in readers:
+            await reader.until(10)
+        for node in nodes:
+            node.pause_at = 20
+        before = {node.id: len(node.submits) for node in nodes}
+        await cluster.publish(
+            path(1, 2, state=MOVING),
+            path(2, 1, state=MOVING),
+            *(replica(n) for n in (1, 2, 3, 4)),
+        )
+        for node in nodes:
+            await node.submitted(before[node.id] + 2)
+            assert all(len(submit.stages) == 1 for submit in node.submits[-2:])
+        for node in nodes:
+            node.resume.set()
+        assert [await task for task in reading] == [TEXT] * 8
+
+
+async def test_a_request_that_is_nearly_done_stays_where_it_is() -> None:
+    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
+        first, second = await nodes_of(cluster, 1, 2, pause_at=10)
+        reader = Reader(cluster, {"max_tokens": 12})
+        reading = group.create_task(reader.read())
+        await reader.until(10)
+        await cluster.publish(path(1, 2, state=MOVING), replica(2))
+        await cluster.loaded(lambda load: len(load.instance_requests) == 2)
+        first.resume.set()
+        assert await reading == TEXT[:12]
+        assert not second.submits
+
+
+async def test_what_finds_no_room_goes_on_until_there_is() -> None:
+    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
+        _, second = await nodes_of(cluster, 1, 2, pause_at=10)
+        readers = [Reader(cluster) for _ in range(2)]
+        reading = [group.create_task(reader.read()) for reader in readers]
+        for reader in readers:
+            await reader.until(10)
+        second.pause_at = 20
+        await cluster.publish(path(1, 2, state=MOVING), replica(2, slots=1))
+        await cluster.loaded(lambda load: sorted(load.instance_requests.values()) == [1, 1])
+        second.resume.set()
+        assert [await task for task in reading] == [TEXT] * 2
+        assert len(second.submits) == 2
+
+
+async def test_refusals_are_waited_out_without_haste() -> None:
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        (node,) = await nodes_of(cluster, 1, pause_at=None)
+        node.refusal = CapacityExceeded("full")
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await node.submitted(4)
+        assert [submit.attempt for submit in node.submits] == [1, 2, 3, 4]
+        node.refusal = None
+        assert await reading == TEXT
+
+
+async def test_a_request_that_fails_everywhere_ends_with_an_error() -> None:
+    config = GatewayConfig(max_attempts=2)
+    async with running(replica(1), config=config) as cluster, asyncio.TaskGroup() as group:
+        (node,) = await nodes_of(cluster, 1, pause_at=0)
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        for count in (1, 2, 3):
+            await node.submitted(count)
+            submit = node.submits[-1]
+            failure = AttemptFailed(submit.request, submit.attempt, "error", "engine broke")
+            await node.send(submit, failed=failure)
+        await reading
+        assert reader.status == 500
+        assert reader.error
+        assert "engine broke" in reader.error["message"]
+
+
+async def test_a_full_queue_sends_away() -> None:
+    config = GatewayConfig(max_queue=1)
+    async with running(config=config) as cluster, asyncio.TaskGroup() as group:
+        waiting = group.create_task(Reader(cluster).read())
+        await cluster.loaded(lambda load: load.queued_requests == 1)
+        refused = Reader(cluster)
+        await refused.read()
+        assert refused.status == 429
+        assert refused.headers["Retry-After"] == "1"
+        assert refused.error
+        assert refused.error["type"] == "rate_limit_error"
+        waiting.cancel()
+        await cluster.loaded(lambda load: load.queued_requests == 0)
+
+
+async def test_waiting_ends() -> None:
+    config = GatewayConfig(queue_timeout_s=0.1)
+    async with running(config=config) as cluster:
+        reader = Reader(cluster)
+        await reader.read()
+        assert reader.status == 429
+        assert "Retry-After" in reader.headers
+
+
+async def test_a_begun_stream_carries_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.http.KEEPALIVE_S", 0.02)
+    async with running(config=GatewayConfig(queue_timeout_s=0.1)) as cluster:
+        reader = Reader(cluster)
+        await reader.read()
+        assert reader.status == 200
+        assert reader.error
+        assert reader.error["code"] == "capacity"
+        assert reader.raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_models_come_and_go() -> None:
+    async with running(replica(1)) as cluster:
+        await nodes_of(cluster, 1, 2, pause_at=None)
+        other = ModelName("other/model-2")
+        reader = Reader(cluster, {"model": other})
+        await reader.read()
+        assert reader.status == 404
+        record = await cluster.store_model(name=other)
+        await cluster.add(record)
+        await cluster.publish(replica(2), record=record)
+        await cluster.until(lambda: len(cluster.loads[-1].models) == 2)
+        assert await Reader(cluster, {"model": other}).read() == TEXT
+        removed = ModelRemoved(name=other, model_id=record.model_id)
+        cluster.records = cluster.records[:1]
+        await cluster.bus.publish(subjects.POOL_MODELS, removed)
+        await cluster.until(lambda: len(cluster.loads[-1].models) == 1)
+        reader = Reader(cluster, {"model": other})
+        await reader.read()
+        assert reader.status == 404
+
+
+async def test_requests_that_wait_for_a_removed_model_end() -> None:
+    async with running() as cluster, asyncio.TaskGroup() as group:
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await cluster.loaded(lambda load: load.queued_requests == 1)
+        record = cluster.records[0]
+        cluster.records = ()
+        removed = ModelRemoved(name=record.name, model_id=record.model_id)
+        await cluster.bus.publish(subjects.POOL_MODELS, removed)
+        await reading
+        assert reader.status == 404
+
+
+async def test_a_model_whose_files_are_missing_is_not_served() -> None:
+    async with running(model=False) as cluster:
+        files = text_files()
+        del files["tokenizer.json"]
+        await cluster.add(await cluster.store_model(files))
+        await cluster.until(lambda: bool(cluster.loads and cluster.loads[-1].models))
+        reader = Reader(cluster)
+        await reader.read()
+        assert reader.status == 503
+        assert reader.error
+        assert "tokenizer.json" in reader.error["message"]
+
+
+async def test_health_does_not_wait_for_the_others() -> None:
+    broker = MemoryBroker()
+    async with (
+        MemoryBus(broker) as bus,
+        GatewayService(bus, GatewayConfig(port=0)) as service,
+        aiohttp.ClientSession(service.url) as http,
+    ):
+        async with http.get("/health") as response:
+            assert response.status == 200
+        async with http.get("/v1/models") as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+        cluster = Cluster(bus, service)
+        await cluster.store_model()
+        await cluster.answer()
+        await cluster.until(lambda: bool(cluster.loads and cluster.loads[-1].models))
+        async with http.get("/v1/models") as response:
+            assert response.status == 200
+
+
+async def test_keys_that_are_no_digests_are_refused() -> None:
+    async with MemoryBus(MemoryBroker()) as bus:
+        with pytest.raises(ConfigError, match="SHA-256"):
+            async with GatewayService(bus, GatewayConfig(port=0, api_keys=("secret",))):
+                pass
+
+
+async def test_draining_lets_streams_end_and_sends_new_ones_away() -> None:
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        (node,) = await nodes_of(cluster, 1, pause_at=10)
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await reader.until(10)
+        draining = group.create_task(cluster.service.drain())
+        late = Reader(cluster)
+        await asyncio.sleep(0)
+        await late.read()
+        assert late.status == 503
+        node.resume.set()
+        assert await reading == TEXT
+        await draining
+
+
+async def test_tokens_of_unknown_requests_are_withdrawn() -> None:
+    """A gateway that was restarted stops what its predecessor began."""
+    async with running(replica(1)) as cluster:
+        node = cluster.nodes[1]
+        stray = Token(RequestId("old"), 3, 7, 1)
+        message = Tokens(node=node.id, tokens=(stray,))
+        await cluster.bus.publish(subjects.gateway_tokens(cluster.service.id), message)
+        await node.until(lambda: node.cancels == [Cancel(request=RequestId("old"), attempt=3)])
+
+
+# --- what is recorded ----------------------------------------------------------
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "_provider", provider)
+    return exporter
+
+
+def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in spans.get_finished_spans() if span.name == name]
+
+
+async def test_the_first_token_of_a_path_is_reported_once(spans: InMemorySpanExporter) -> None:
+    async with running(path(1, 2)) as cluster:
+        await nodes_of(cluster, 1, pause_at=None)
+        assert await Reader(cluster).read() == TEXT
+        assert await Reader(cluster).read() == TEXT
+        await cluster.until(lambda: bool(cluster.arrivals))
+        (arrival,) = cluster.arrivals
+        assert (arrival.event, arrival.instance, arrival.stages) == ("event-1", "path-1-2", 2)
+        (span,) = named(spans, "first_token")
+        assert span.attributes
+        assert span.attributes["instance"] == "path-1-2"
+
+
+async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
+    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
+        _, second, third = await nodes_of(cluster, 1, 2, 3, pause_at=10)
+        readers = [Reader(cluster) for _ in range(3)]
+        reading = [group.create_task(reader.read()) for reader in readers]
+        for reader in readers:
+            await reader.until(10)
+        await cluster.publish(path(1, 2, state=MOVING), replica(2), replica(3))
+        await second.until(lambda: bool(second.submits))
+        await third.until(lambda: bool(third.submits))
+        assert not named(spans, "mode_switch")
+        second.resume.set()
+        third.resume.set()
+        assert [await task for task in reading] == [TEXT] * 3
+        (span,) = named(spans, "mode_switch")
+        assert span.attributes == {
+            "model": NAME,
+            "moved": 3,
+            "stayed": 0,
+            "from_instances": "path-1-2",
+        }
