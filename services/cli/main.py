@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from services.cli import (
-    demo,
     events,
     keys,
     models,
@@ -17,6 +16,7 @@ from services.cli import (
     status,
     up,
 )
+from services.cli.demo import command as demo
 from shared.errors import BadInput, ConfigError, LambdaScaleError
 
 
@@ -34,7 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.run is not self_test.run:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     try:
         return int(args.run(args))
     except LambdaScaleError as error:

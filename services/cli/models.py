@@ -86,7 +86,7 @@ async def import_model(
     max_instances: int = 0,
     say: Callable[[str], None],
 ) -> ModelRecord:
-    """Has a node (the first one, unless named) pack and publish a checkpoint; `path` is absolute."""
+    """Has a node (the first, unless named) pack and publish the checkpoint at an absolute path."""
     pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=TIMEOUT_S)
     nodes = sorted(view.info.node for view in pool.nodes)
     if not nodes:

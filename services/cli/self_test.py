@@ -19,15 +19,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "test",
         help="check formatting, lint and types, then run the test suite",
         description="Checks formatting, lint and types, then runs the whole test suite. Further "
-        "arguments go to pytest; with any, only pytest runs.",
+        "arguments go to pytest (try -k NAME); with any, only pytest runs.",
+        usage="lambdascale test [-h] [PYTEST ARGUMENT ...]",
     )
-    parser.add_argument("pytest", nargs=argparse.REMAINDER, help="arguments for pytest")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    failed = [] if args.pytest else [name for name, command in CHECKS.items() if _run(command)]
-    if _run(["pytest", *args.pytest]):
+    failed = [] if args.rest else [name for name, command in CHECKS.items() if _run(command)]
+    if _run(["pytest", *args.rest]):
         failed.append("pytest")
     if failed:
         sys.stderr.write(f"lambdascale: failed: {', '.join(failed)}\n")

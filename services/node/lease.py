@@ -1,7 +1,6 @@
 """The node's lease: a key in JetStream that lives only while it is renewed."""
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 from structlog.stdlib import BoundLogger
@@ -17,7 +16,7 @@ RENEWALS_PER_LEASE = 4
 
 
 class Lease:
-    """`info` is what the lease says; a lease that was lost comes back with a new generation."""
+    """`info` is what the lease says of the node."""
 
     def __init__(self, bus: Bus, info: NodeInfo, lease_s: int, log: BoundLogger) -> None:
         self.info = info
@@ -42,8 +41,8 @@ class Lease:
                     ) from error
                 await asyncio.sleep(0.1)
 
-    async def keep(self, on_new_generation: Callable[[NodeInfo], None]) -> None:
-        """Renews for ever. While the bus is away the lease may end: then a new one is taken."""
+    async def keep(self) -> None:
+        """Renews for ever; a key that expired while the bus was away is made again."""
         bucket = await self._bus.kv(subjects.KV_LEASES)
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
@@ -52,28 +51,27 @@ class Lease:
                     self.info.node, self._value(), self._revision, ttl=self._lease_s
                 )
             except KeyExists:
-                await self._retake(bucket, on_new_generation)
+                await self._retake(bucket)
             except BusError as error:
                 self._log.warning("lease not renewed", error=str(error))
 
-    async def _retake(
-        self, bucket: KeyValue, on_new_generation: Callable[[NodeInfo], None]
-    ) -> None:
+    async def _retake(self, bucket: KeyValue) -> None:
         """The key is not as we left it: expired, or a renewal was stored but not acknowledged."""
         try:
             entry = await bucket.get(self.info.node)
-            if entry is not None and entry.value == self._value():
+            if entry is None:
+                await self._create(bucket)
+            elif msgspec.msgpack.decode(entry.value, type=NodeInfo).address == self.info.address:
                 self._revision = entry.revision
-                return
-            if entry is not None:
+            else:
                 raise Conflict(f"node id {self.info.node!r} was taken by another process")
-            self.info = msgspec.structs.replace(self.info, generation=Generation(wall_ns()))
-            await self._create(bucket)
         except BusError as error:
             self._log.warning("lease not retaken yet", error=str(error))
-            return
-        self._log.warning("lease had ended; back as a new generation")
-        on_new_generation(self.info)
+
+    def start_over(self) -> None:
+        """This generation was declared over: the next renewal says a new one."""
+        self.info = msgspec.structs.replace(self.info, generation=Generation(wall_ns()))
+        self._log.warning("this generation is over; going on as a new one")
 
     async def give_back(self) -> None:
         try:

@@ -160,7 +160,7 @@ class NodeService(Service):
         ):
             served = await self._bus.serve(subject, server)
             self.resources.push_async_callback(served.close)
-        self.spawn(self._lease.keep(self._on_new_generation), name="lease")
+        self.spawn(self._lease.keep(), name="lease")
         self.spawn(self._hosting.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
         self.spawn(self._publish_status(), name="status")
@@ -215,13 +215,14 @@ class NodeService(Service):
             self.spawn(self._hosting.forget(message.model_id), name="forget model")
         elif isinstance(message, NodeJoined):
             self._meet(message.info)
+        elif isinstance(message, NodeGone) and message.node == self.info.node:
+            if message.generation == self.info.generation:
+                self._lease.start_over()
+                self._status_due.set()
         elif isinstance(message, NodeGone):
             self._peers = {a: n for a, n in self._peers.items() if n != message.node}
 
     async def _on_report(self, message: Message) -> None:
-        self._status_due.set()
-
-    def _on_new_generation(self, info: NodeInfo) -> None:
         self._status_due.set()
 
     def _on_peer_lost(self, address: str, error: TransportError) -> None:

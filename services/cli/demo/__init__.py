@@ -1,0 +1,1 @@
+"""`lambdascale demo`: one load spike, served while the weights move, from start to end."""

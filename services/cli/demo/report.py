@@ -1,0 +1,140 @@
+"""The demo's report: what was promised, what happened, and whether every token was right."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.cli.demo.burst import Ask, Outcome
+from services.cli.demo.watch import Watch
+from shared.messages.scaling import EventRecord
+
+BUCKET_S = 0.5
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90 and p99 (nearest rank), in milliseconds."""
+    ordered = sorted(values)
+
+    def rank(percent: int) -> float | None:
+        if not ordered:
+            return None
+        return round(ordered[max(0, -(-len(ordered) * percent // 100) - 1)] * 1e3, 2)
+
+    return {f"p{percent}": rank(percent) for percent in (50, 90, 99)}
+
+
+def throughput(outcomes: Sequence[Outcome], start: float) -> list[tuple[float, float]]:
+    """(seconds after the burst began, tokens a second) in buckets of BUCKET_S."""
+    times = [at - start for outcome in outcomes for at in outcome.token_at]
+    if not times:
+        return []
+    counts = [0] * (int(max(times) / BUCKET_S) + 1)
+    for at in times:
+        counts[int(at / BUCKET_S)] += 1
+    return [(round((i + 0.5) * BUCKET_S, 3), count / BUCKET_S) for i, count in enumerate(counts)]
+
+
+def requests_part(
+    outcomes: Sequence[Outcome], expected: Mapping[Ask, tuple[int, ...]]
+) -> dict[str, int]:
+    accepted = [outcome for outcome in outcomes if not outcome.refused]
+    completed = [outcome for outcome in accepted if outcome.done]
+    wrong = [o for o in completed if tuple(o.tokens) != expected[o.ask]]
+    return {
+        "accepted": len(accepted),
+        "completed": len(completed),
+        "lost": len(accepted) - len(completed),
+        "wrong": len(wrong),
+        "refused": len(outcomes) - len(accepted),
+    }
+
+
+def event_part(record: EventRecord | None) -> dict[str, Any]:
+    names = ("id", "t_all_s", "physical_limit_s", "predicted_t_all_s", "first_partial_token_s",
+             "decision_to_first_byte_s", "bytes_moved")  # fmt: skip
+    if record is None:
+        return dict.fromkeys(names)
+    values = (
+        record.id,
+        record.actual.all_complete_s,
+        record.physical_limit_s,
+        record.predicted.all_complete_s,
+        record.actual.first_partial_token_s,
+        record.actual.first_byte_s,
+        record.bytes_moved,
+    )
+    return dict(zip(names, values, strict=True)) | {
+        "state": record.state.value,
+        "cause": record.cause,
+        "sources": list(record.sources),
+        "targets": list(record.targets),
+        "revision": record.revision,
+        "first_path_s": record.actual.first_path_s,
+        "predicted_first_path_s": record.predicted.first_path_s,
+        "first_complete_s": record.actual.first_complete_s,
+    }
+
+
+def make_report(
+    watch: Watch,
+    outcomes: Sequence[Outcome],
+    expected: Mapping[Ask, tuple[int, ...]],
+    start: float,
+    *,
+    replicas_at_end: int,
+) -> dict[str, Any]:
+    """The document of `demo --json`."""
+    return {
+        "requests": requests_part(outcomes, expected),
+        "event": event_part(watch.scale_out()),
+        "ttft_ms": percentiles([o.ttft_s for o in outcomes if o.ttft_s is not None]),
+        "tpot_ms": percentiles([o.tpot_s for o in outcomes if o.tpot_s is not None]),
+        "tokens_per_s": throughput(outcomes, start),
+        "scale_in": {
+            "instances_before": max((sample.replicas for sample in watch.samples), default=0),
+            "instances_after": replicas_at_end,
+        },
+        "errors": sorted({outcome.error for outcome in outcomes if outcome.error}),
+    }
+
+
+def good(report: Mapping[str, Any]) -> bool:
+    """Nothing lost, nothing wrong, and there was something."""
+    requests = report["requests"]
+    return bool(requests["completed"]) and not requests["lost"] and not requests["wrong"]
+
+
+def as_text(report: Mapping[str, Any], figure: str) -> str:
+    requests, event = report["requests"], report["event"]
+    scale_in = report["scale_in"]
+    lines = [
+        f"requests   {requests['completed']} of {requests['accepted']} completed, "
+        f"{requests['lost']} lost, {requests['wrong']} with wrong tokens",
+    ]
+    if event["t_all_s"] is not None:
+        limit, t_all = event["physical_limit_s"], event["t_all_s"]
+        lines += [
+            f"scaling    {event['id']}: {', '.join(event['sources'])} -> "
+            f"{', '.join(event['targets'])}, {event['bytes_moved'] / 1e6:.1f} MB moved",
+            f"           why: {event['cause']}",
+            f"           all complete after {t_all:.2f} s (predicted "
+            f"{event['predicted_t_all_s']:.2f} s, physical limit {limit:.2f} s: "
+            f"{t_all / limit:.3f} x)",
+            f"           first byte after {event['decision_to_first_byte_s'] * 1e3:.1f} ms",
+        ]
+        if event["first_partial_token_s"] is not None:
+            share = event["first_partial_token_s"] / t_all
+            lines.append(
+                f"           first token over a partly loaded node after "
+                f"{event['first_partial_token_s']:.2f} s ({share:.2f} of the whole)"
+            )
+    for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        p = report[key]
+        lines.append(f"{name:<10} p50 {p['p50']} ms, p90 {p['p90']} ms, p99 {p['p99']} ms")
+    rates = [rate for _, rate in report["tokens_per_s"]]
+    lines.append(f"tokens/s   peak {max(rates, default=0):.0f}")
+    lines.append(
+        f"scale-in   {scale_in['instances_before']} instances -> {scale_in['instances_after']}"
+    )
+    lines += [f"error      {error}" for error in report["errors"]]
+    lines.append(f"figure     {figure}")
+    return "\n".join(lines)
