@@ -107,15 +107,20 @@ def _pack(
 ) -> dict[Stages, float]:
     """Column generation: cheap paths at the packing's prices enter it until none gains enough."""
     packing: Packing[Stages] = Packing(capacities)
+
+    def enter(stages: Stages) -> bool:
+        load = loads(stages, pricer.blocks)
+        gains = packing.gain(load, value(stages)) > _TOLERANCE
+        if gains:
+            packing.enter(stages, load, value(stages))
+        return gains
+
+    limit = 1 - _TOLERANCE
     for _ in range(_PASSES):
-        entered = False
-        for stages in (*kept, *pricer.cheap_paths(packing.prices, 1 - _TOLERANCE)):
-            load = loads(stages, pricer.blocks)
-            if packing.gain(load, value(stages)) > _TOLERANCE:
-                packing.enter(stages, load, value(stages))
-                entered = True
-        if not entered:
-            break
+        if not sum(map(enter, (*kept, *pricer.cheap_paths(packing.prices, limit)))):
+            cheapest = pricer.cheapest_path(limit)
+            if cheapest is None or not enter(cheapest):
+                break
     return dict(packing.solution())
 
 

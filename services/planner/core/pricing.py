@@ -2,10 +2,13 @@
 
 A dynamic programme from the last block to the first gives the least cost of every suffix; paths
 are then read out of it one after the other, each steered away from the nodes that the ones before
-it took, so that one pass yields a whole set of different paths.
+it took, so that one pass yields a whole set of different paths. A node stands in a path at most
+once (it keeps one KV cache a sequence). The programme ignores that; the reading enforces it, and
+may then miss the cheapest path, so that a best-first search has the last word.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 _INF = float("inf")
@@ -17,6 +20,13 @@ to part nodes of nearly equal price, which is what the first passes over alike n
 Stage = tuple[int, int, int]
 """(node, start, stop): the node runs blocks start <= block < stop."""
 Stages = tuple[Stage, ...]
+
+_State = tuple[float, int, int, float, Stages]
+"""Of the search: (bound on the path's cost, -last block, its node, cost before it, stages)."""
+
+
+_EXPANSIONS = 500
+"""Most states that the search for a single path visits. Tens are usual."""
 
 
 class Pricer:
@@ -37,6 +47,7 @@ class Pricer:
         self.holders = [
             [node for node, have in enumerate(held) if block in have] for block in range(blocks)
         ]
+        self._per_block: list[float] = []
         self._costs: list[list[list[float]]] = []
         """[s-1][block][node]: least cost of the blocks from this one on, `node` running it, in at
         most s stages."""
@@ -45,7 +56,7 @@ class Pricer:
 
     def cheap_paths(self, prices: Sequence[float], limit: float) -> list[Stages]:
         """At most one path from each holder of block 0, those that cost less than `limit`."""
-        self._fill([price / self.blocks for price in prices])
+        self._fill(prices)
         first = self._costs[-1][0]
         load = [0.0] * self.nodes
         paths: list[Stages] = []
@@ -59,14 +70,52 @@ class Pricer:
                     load[node] += (stop - start) / self.blocks
         return paths
 
-    def _fill(self, per_block: Sequence[float]) -> None:
+    def cheapest_path(self, limit: float) -> Stages | None:
+        """The cheapest path that costs less than `limit`, at the prices of the last pass.
+
+        Best first, with the cost of the rest that the programme found as the (admissible) bound.
+        """
+        first = self._costs[-1][0]
+        queue: list[_State] = [
+            (first[node], 0, node, 0.0, ((node, 0, 1),))
+            for node in self.holders[0]
+            if first[node] < limit
+        ]
+        heapq.heapify(queue)
+        for _ in range(_EXPANSIONS):
+            if not queue:
+                return None
+            _, _, node, spent, stages = heapq.heappop(queue)
+            if stages[-1][2] == self.blocks:
+                return stages
+            for state in self._extensions(stages, spent + self._per_block[node]):
+                if state[0] < limit:
+                    heapq.heappush(queue, state)
+        return None
+
+    def _extensions(self, stages: Stages, spent: float) -> Iterator[_State]:
+        """All ways to run the next block; `spent` is the cost of the blocks before it."""
+        node, start, block = stages[-1]
+        left = self.max_stages - len(stages)
+        bound = spent + self._costs[left][block][node]
+        yield bound, -block, node, spent, (*stages[:-1], (node, start, block + 1))
+        if left:
+            spent += self.hop_cost
+            used = {stage[0] for stage in stages}
+            for other in self.holders[block]:
+                if other not in used:
+                    bound = spent + self._costs[left - 1][block][other]
+                    yield bound, -block, other, spent, (*stages, (other, block, block + 1))
+
+    def _fill(self, prices: Sequence[float]) -> None:
+        per_block = self._per_block = [price / self.blocks for price in prices]
         self._costs, self._tails = [], []
         tails = [_INF] * self.blocks + [0.0]
         for _ in range(self.max_stages):
             self._tails.append(tails)
             costs = self._layer(per_block, tails)
             self._costs.append(costs)
-            tails = [min(row) + self.hop_cost for row in costs] + [0.0]
+            tails = [min(row, default=_INF) + self.hop_cost for row in costs] + [0.0]
 
     def _layer(self, per_block: Sequence[float], tails: Sequence[float]) -> list[list[float]]:
         costs: list[list[float]] = []
