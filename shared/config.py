@@ -9,13 +9,22 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from shared.errors import ConfigError
 
 PREFIX = "LAMBDASCALE_"
+
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\\Z")]
+"""One token of a subject (see shared.ids.check_name)."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,8 +35,8 @@ class BusConfig(_Section, frozen=True, kw_only=True):
     url: str = "nats://127.0.0.1:4222"
     user: str = ""
     password: str = ""
-    connect_timeout_s: float = 5.0
-    replicas: int = 1
+    connect_timeout_s: Positive = 5.0
+    replicas: Count = 1
     """Copies of durable state that NATS keeps; 3 on a cluster."""
 
 
@@ -42,70 +51,70 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
 
 
 class GatewayConfig(_Section, frozen=True, kw_only=True):
-    id: str = "gateway-0"
+    id: Name = "gateway-0"
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Port = 8000
     api_keys: tuple[str, ...] = ()
     """SHA-256 (hex) of each accepted key, from `lambdascale key`; empty: no key is asked for."""
-    max_body_bytes: int = 1 << 20
-    max_queue: int = 1024
+    max_body_bytes: Count = 1 << 20
+    max_queue: Size = 1024
     """Requests that wait for an instance; more are answered 429."""
-    queue_timeout_s: float = 120.0
+    queue_timeout_s: Seconds = 120.0
     """Longest wait for an instance, then 429 with Retry-After."""
-    max_attempts: int = 8
+    max_attempts: Count = 8
     """Failures a request survives before it ends with an error."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True):
-    tick_s: float = 0.1
-    queue_per_instance: float = 0.25
+    tick_s: Positive = 0.1
+    queue_per_instance: Positive = 0.25
     """Queued work that is worth one more instance, in units of what an instance takes at once."""
-    idle_s: float = 2.0
+    idle_s: Seconds = 2.0
     """An instance more than the load needs for this long is given back."""
-    scale_up_hold_s: float = 0.2
+    scale_up_hold_s: Seconds = 0.2
     """The load must want more for this long, so that a blip moves no weights."""
-    max_stages: int = 4
+    max_stages: Count = 4
     """Longest path, in stages."""
-    link_bytes_per_s: int = 0
+    link_bytes_per_s: Size = 0
     """Assumed where a node does not say; 0: unknown (no predictions)."""
     strategy: str = "binomial"
     """How blocks spread; `lambdascale plan --help` names the others."""
-    step_overhead_s: float = 0.001
+    step_overhead_s: Seconds = 0.001
     """alpha of the cost model: fixed time of one block transfer."""
 
 
 class RegistryConfig(_Section, frozen=True, kw_only=True):
-    report_s: float = 0.2
+    report_s: Seconds = 0.2
     """How long a registry that starts waits for nodes to say what they hold."""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
-    id: str = "node-0"
+    id: Name = "node-0"
     host: str = "127.0.0.1"
     """Address that the data plane binds to and tells others."""
-    port: int = 0
+    port: Port = 0
     """Data-plane port; 0: any free one."""
     machine: str = msgspec.field(default_factory=socket.gethostname)
     """Name of the machine: nodes with the same one share local links and disks."""
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
-    arena_bytes: int = 1 << 30
+    arena_bytes: Count = 1 << 30
     """Memory for weights, allocated at the start."""
-    kv_tokens: int = 65536
+    kv_tokens: Count = 65536
     """KV cache budget, token positions a layer."""
-    slots: int = 8
+    slots: Count = 8
     """Sequences that a full replica runs at once."""
-    step_tokens: int = 512
+    step_tokens: Count = 512
     """Most tokens that one step prefills."""
-    threads: int = 0
+    threads: Size = 0
     """Torch threads; 0: torch's default."""
-    link_bytes_per_s: int = 0
+    link_bytes_per_s: Size = 0
     """Paces each direction of the data link; 0: as fast as it goes."""
-    step_floor_s: float = 0.0
+    step_floor_s: Seconds = 0.0
     """Least time of a step through the whole model (a part of it: its share). For running many
     nodes on one machine as if each had its own accelerator; 0: as fast as it goes."""
-    lease_s: int = 2
+    lease_s: Count = 2
     """The node is gone this long after it stops renewing (whole seconds)."""
 
 
@@ -133,7 +142,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         parsed = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or UnicodeDecodeError
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     _convert(parsed, str(path))
     return parsed
@@ -143,8 +152,10 @@ def _set_from_variable(merged: dict[str, Any], variable: str, value: str) -> Non
     table, _, key = variable.removeprefix(PREFIX).lower().partition("_")
     sections = get_type_hints(Config)
     if table not in sections or key not in get_type_hints(sections[table]):
+        known = get_type_hints(sections[table]) if table in sections else sections
         raise ConfigError(
-            f"environment variable {variable}: no such key; known tables are {', '.join(sections)}"
+            f"environment variable {variable}: no such {'key' if table in sections else 'table'}; "
+            f"there are {', '.join(known)}"
         )
     is_list = str(get_type_hints(sections[table])[key]).startswith("tuple")
     parsed: Any = [item for item in value.split(",") if item] if is_list else value
@@ -157,19 +168,6 @@ def _set_from_variable(merged: dict[str, Any], variable: str, value: str) -> Non
 
 def _convert(raw: dict[str, Any], where: str) -> Config:
     try:
-        config = msgspec.convert(raw, Config, strict=False)
+        return msgspec.convert(raw, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
-    _check(config, where)
-    return config
-
-
-def _check(config: Config, where: str) -> None:
-    for section in msgspec.structs.fields(Config):
-        values = getattr(config, section.name)
-        for field in msgspec.structs.fields(type(values)):
-            value = getattr(values, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-                raise ConfigError(f"{where}: {section.name}.{field.name} must not be negative")
-    if config.node.lease_s < 1:
-        raise ConfigError(f"{where}: node.lease_s must be a whole number of seconds, at least 1")

@@ -24,9 +24,13 @@ class Service(ABC):
         self.name = name
         self.log = telemetry.logger(self.role, name=name)
         self.resources = AsyncExitStack()
-        """What `open` acquires; closed in reverse."""
-        self._group = asyncio.TaskGroup()
+        """What `open` acquires; closed in reverse, after the background tasks have ended."""
+        self._owner: asyncio.Task[Any] | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._ending = False
+        self._woken = False
+        """The owner was cancelled to tell it of the failure."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -37,18 +41,17 @@ class Service(ABC):
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Runs `work` until it ends or the service closes; its failure ends the service."""
-        task = self._group.create_task(work, name=f"{self.name}/{name}")
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name}/{name}")
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._on_end)
         return task
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
+        self._owner = asyncio.current_task()
         try:
-            await self.resources.__aenter__()
             await self.open()
-        except BaseException as error:
-            await self._shut(error)
+        except BaseException:
+            await self._end()
             raise
         return self
 
@@ -58,30 +61,63 @@ class Service(ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc is None:
-            try:
-                async with asyncio.timeout(self.drain_s):
-                    await self.drain()
-            except TimeoutError:
-                self.log.warning("drain cut off", after_s=self.drain_s)
-        await self._shut(exc)
-
-    async def _shut(self, exc: BaseException | None) -> None:
-        for task in list(self._background):
-            task.cancel()
         try:
-            await self.resources.aclose()
+            if exc is None:
+                await self._drain()
         finally:
-            await self._group.__aexit__(type(exc) if exc else None, exc, None)
+            await self._end()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self.drain_s) as deadline:
+                await self.drain()
+        except TimeoutError:
+            if not deadline.expired():  # a timeout of the drain's own
+                raise
+            self.log.warning("drain cut off", after_s=self.drain_s)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self.log.error("background task failed", task=task.get_name(), exc_info=error)
+        if self._failure is None:
+            self._failure = error
+            if self._owner is not None and not self._ending:
+                self._woken = self._owner.cancel()
+
+    async def _end(self) -> None:
+        """Ends the tasks, then closes the resources, then raises what a task failed with."""
+        self._ending = True
+        if self._woken and self._owner is not None:
+            self._owner.uncancel()  # the failure that is raised below takes its place
+        try:
+            await self._end_background()
+        finally:
+            await self.resources.aclose()
+            await self._end_background()  # what a handler spawned before its subscription closed
+        if self._failure is not None:
+            raise self._failure
+
+    async def _end_background(self) -> None:
+        running = list(self._background)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def serve_until_signal(service: Service) -> None:
-    """Runs an opened-and-closed service until SIGINT or SIGTERM."""
+    """Opens the service, runs it until SIGINT or SIGTERM (or its failure), and closes it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
         loop.add_signal_handler(number, stop.set)
-    async with service:
-        service.log.info("ready")
-        await stop.wait()
-        service.log.info("stopping")
+    try:
+        async with service:
+            service.log.info("ready")
+            await stop.wait()
+            service.log.info("stopping")
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -8,6 +8,7 @@ endpoint is configured, to OTLP. Parents travel as W3C traceparent strings in me
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,10 +41,12 @@ class JsonLinesExporter(SpanExporter):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
+        self._lock = threading.Lock()  # spans end on every thread of a node
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        for span in spans:
-            self._file.write(json.dumps(_as_json(span)) + "\n")
+        lines = "".join(json.dumps(_as_json(span)) + "\n" for span in spans)
+        with self._lock:
+            self._file.write(lines)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -71,8 +74,9 @@ def _as_json(span: ReadableSpan) -> dict[str, object]:
 
 
 def configure(service: str, config: TelemetryConfig) -> None:
-    """Sets up logs and traces of this process; once, at its start."""
+    """Sets up logs and traces of this process, at its start; ConfigError for a bad setting."""
     global _provider
+    shutdown()
     if config.log_level not in _LEVELS:
         raise ConfigError(f"telemetry.log_level {config.log_level!r}: use {', '.join(_LEVELS)}")
     renderer = (
@@ -114,8 +118,9 @@ def shutdown() -> None:
 
 
 def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
-    bound: structlog.stdlib.BoundLogger = structlog.get_logger().bind(role=role, **context)
-    return bound
+    """Obeys the configuration at the time of each call, also if it is made before `configure`."""
+    lazy: structlog.stdlib.BoundLogger = structlog.get_logger(role=role, **context)
+    return lazy
 
 
 def _tracer() -> trace.Tracer:

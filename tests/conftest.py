@@ -4,11 +4,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from services.cli.nats_server import NatsServer
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+
+# Tests measure no time: a busy machine must not fail them.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture

@@ -1,0 +1,141 @@
+"""Every message kind crosses the wire unchanged, in a form that any msgpack reader understands."""
+
+import types
+from enum import Enum
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import BadMessage
+from shared.ids import RequestId
+from shared.messages import KINDS, Message, decode, encode, version
+from shared.messages.serving import Cancel, Token
+
+ints = st.integers(min_value=-(2**63), max_value=2**64 - 1)
+texts = st.text(max_size=8)
+by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field's type."""
+    hint = getattr(hint, "__supertype__", hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, Union):
+        return st.one_of(*(values(argument) for argument in arguments))
+    if origin is tuple:
+        if arguments[1:] == (...,):
+            return st.lists(values(arguments[0]), max_size=3).map(tuple)
+        return st.tuples(*(values(argument) for argument in arguments))
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
+    if issubclass(hint, msgspec.Struct):
+        return structs(hint)
+    if issubclass(hint, Enum):
+        return st.sampled_from(hint)
+    plain: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: ints,
+        float: st.floats(allow_nan=False),
+        str: texts,
+        bytes: st.binary(max_size=8),
+        types.NoneType: st.none(),
+    }
+    return plain[hint]
+
+
+def structs(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    fields = {name: values(hint) for name, hint in get_type_hints(cls).items() if name != "v"}
+    return st.builds(cls, **{n: s for n, s in fields.items() if n in cls.__struct_fields__})
+
+
+messages = st.sampled_from(KINDS).flatmap(structs)
+
+
+@by_kind
+def test_a_kind_has_a_tag_of_its_own(kind: type[Message]) -> None:
+    tags = [other.__struct_config__.tag for other in KINDS]
+    assert tags.count(kind.__struct_config__.tag) == 1
+
+
+@by_kind
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(structs(kind))
+    assert decode(encode(message)) == message
+
+
+@given(message=messages)
+def test_another_implementation_reads_and_writes_the_same(message: Message) -> None:
+    read = msgpack.unpackb(encode(message), strict_map_key=False)
+    assert read["kind"] == type(message).__struct_config__.tag
+    assert read["v"] == version(type(message))
+    assert read["trace"] == message.trace
+    assert decode(msgpack.packb(read)) == message
+
+
+def test_the_wire_form_is_pinned() -> None:
+    data = encode(Cancel(request=RequestId("r-1"), attempt=2))
+    assert msgpack.unpackb(data) == {
+        "kind": "cancel",
+        "v": 1,
+        "trace": "",
+        "request": "r-1",
+        "attempt": 2,
+    }
+
+
+def test_tokens_are_arrays_on_the_wire() -> None:
+    token = Token(RequestId("r-1"), 2, 3, 4, "stop")
+    assert msgpack.unpackb(msgspec.msgpack.encode(token)) == ["r-1", 2, 3, 4, "stop"]
+
+
+def test_a_message_in_a_trace_is_otherwise_the_same() -> None:
+    message = Cancel(request=RequestId("r"), attempt=1)
+    assert message.caused_by("00-aa-bb-01") == Cancel(
+        request=RequestId("r"), attempt=1, trace="00-aa-bb-01"
+    )
+    assert message.trace == ""
+
+
+@given(message=messages)
+def test_a_field_added_by_a_later_release_is_ignored(message: Message) -> None:
+    raw = cast(dict[str, object], msgpack.unpackb(encode(message), strict_map_key=False))
+    assert decode(msgpack.packb(raw | {"added_later": [1, {"x": None}]})) == message
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ({"kind": "cancel", "v": 2, "request": "r", "attempt": 1}, "version 2.*speaks 1"),
+        ({"kind": "from_the_future", "v": 1}, "from_the_future"),
+        ({"v": 1}, "kind"),
+        ({"kind": "cancel", "v": 1, "request": "r"}, "attempt"),
+        ({"kind": "cancel", "v": 1, "request": "r", "attempt": "one"}, "attempt"),
+        ([1, 2], "object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(raw: object, why: str) -> None:
+    with pytest.raises(BadMessage, match=why):
+        decode(msgpack.packb(raw))
+
+
+@given(data=st.binary(max_size=64))
+def test_junk_is_a_bad_message_and_nothing_else(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        decode(data)
+
+
+@given(message=messages, cut=st.integers(min_value=1, max_value=32))
+def test_a_truncated_message_is_a_bad_message(message: Message, cut: int) -> None:
+    with pytest.raises(BadMessage):
+        decode(encode(message)[:-cut])
+
+
+def test_a_deeply_nested_message_is_a_bad_message() -> None:
+    with pytest.raises(BadMessage):
+        decode(b"\x91" * 100_000 + b"\x90")

@@ -1,0 +1,137 @@
+"""Logs and traces: one tree over processes that know each other by traceparent strings only."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from shared import telemetry
+from shared.config import TelemetryConfig
+from shared.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    telemetry.shutdown()
+    structlog.reset_defaults()
+
+
+def read(directory: Path, service: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / f"{service}.jsonl").read_text().splitlines()]
+
+
+def as_service(name: str, directory: Path) -> None:
+    """From here on this process plays the named one."""
+    telemetry.configure(name, TelemetryConfig(trace_dir=str(directory)))
+
+
+def test_a_trace_goes_on_in_another_process(tmp_path: Path) -> None:
+    as_service("planner", tmp_path)
+    root = telemetry.start("scale_event", attributes={"event": "ev-1", "targets": 3})
+    sent = telemetry.traceparent(root)
+    planned = telemetry.record("plan", start_ns=10, end_ns=20, parent=sent)
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[13]", sent)
+
+    other = tmp_path / "there"
+    root.end(end_time=99)
+    as_service("node-1", other)
+    telemetry.record(
+        "block_arrival", start_ns=20, end_ns=30, parent=sent, attributes={"block": 7},
+        links=[planned, "", "junk"],
+    )  # fmt: skip
+    with telemetry.span("first_token", parent=planned) as span:
+        inner = telemetry.traceparent(span)
+    telemetry.shutdown()
+
+    plan, event = read(tmp_path, "planner")
+    arrival, token = read(other, "node-1")
+    assert {span["trace_id"] for span in (event, plan, arrival, token)} == {sent.split("-")[1]}
+    assert event["parent_id"] is None
+    assert plan["parent_id"] == arrival["parent_id"] == event["span_id"]
+    assert token["parent_id"] == plan["span_id"]
+    assert token["span_id"] == inner.split("-")[2]
+    assert [span["service"] for span in (event, arrival)] == ["planner", "node-1"]
+    assert event["attributes"] == {"event": "ev-1", "targets": 3}
+    assert (arrival["start_ns"], arrival["end_ns"]) == (20, 30)
+    assert arrival["links"] == ["-".join(planned.split("-")[1:3])]
+    assert event["end_ns"] == 99
+
+
+def test_without_a_parent_a_trace_begins(tmp_path: Path) -> None:
+    as_service("planner", tmp_path)
+    one = telemetry.record("one", start_ns=1, end_ns=2)
+    with telemetry.span("outer"):
+        two = telemetry.record("two", start_ns=1, end_ns=2, parent="not a traceparent")
+    assert telemetry.context_of(one) is not None
+    assert one.split("-")[1] != two.split("-")[1]
+    assert all(span["parent_id"] is None for span in read(tmp_path, "planner"))
+
+
+def test_spans_can_be_read_while_the_process_runs(tmp_path: Path) -> None:
+    as_service("planner", tmp_path)
+    telemetry.record("one", start_ns=1, end_ns=2)
+    assert [span["name"] for span in read(tmp_path, "planner")] == ["one"]
+
+
+def test_a_restarted_process_appends(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        as_service("planner", tmp_path)
+        telemetry.record(name, start_ns=1, end_ns=2)
+        telemetry.shutdown()
+    assert [span["name"] for span in read(tmp_path, "planner")] == ["one", "two"]
+
+
+def test_an_exception_marks_its_span_and_goes_on(tmp_path: Path) -> None:
+    def fail() -> None:
+        with telemetry.span("plan"):
+            raise ValueError("no targets")
+
+    as_service("planner", tmp_path)
+    with pytest.raises(ValueError, match="no targets"):
+        fail()
+    (span,) = read(tmp_path, "planner")
+    assert "no targets" in span["error"]
+
+
+@pytest.mark.parametrize("text", ["", "junk", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_malformed_traceparent_names_no_span(text: str) -> None:
+    assert telemetry.context_of(text) is None
+
+
+def test_without_traces_configured_spans_cost_and_write_nothing(tmp_path: Path) -> None:
+    assert telemetry.record("one", start_ns=1, end_ns=2) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_are_json_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    early = telemetry.logger("node", name="node-1")
+    telemetry.configure("node-1", TelemetryConfig(log_json=True, log_level="warning"))
+    early.info("not told")
+    early.warning("told", block=7)
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = json.loads(err)
+    assert (line["event"], line["level"], line["role"], line["name"], line["block"]) == (
+        "told", "warning", "node", "node-1", 7,
+    )  # fmt: skip
+
+
+def test_logs_for_people_name_the_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry.configure("node-1", TelemetryConfig())
+    try:
+        raise ValueError("bad block")
+    except ValueError:
+        telemetry.logger("node").exception("block failed")
+    err = capsys.readouterr().err
+    assert "block failed" in err
+    assert "ValueError: bad block" in err
+
+
+def test_an_unknown_log_level_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"telemetry\.log_level 'loud': use debug, info"):
+        telemetry.configure("node-1", TelemetryConfig(log_level="loud"))
