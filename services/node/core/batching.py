@@ -172,7 +172,7 @@ class Batcher:
         if isinstance(source, Part):
             return source if first or source.positions <= room else None
         self._batches += 1
-        part = source.form(self._batches, room)
+        part = source.form(self._batches, room, self._tick())
         return part if part.rows else None
 
     def _passed_on(self, part: Part, hidden: Hidden) -> list[Command]:

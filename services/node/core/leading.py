@@ -89,7 +89,7 @@ class Leader:
                 return
             sequence = self.waiting.popleft()
             kv_used += sequence.limit
-            sequence.ready = tick
+            sequence.admitted = sequence.ready = tick
             self.running[sequence.key] = sequence
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence

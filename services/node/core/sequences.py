@@ -1,9 +1,9 @@
 """The sequences that this node leads, and the lanes (one a path) in which they advance.
 
 A lane of S stages keeps at most S micro-batches in flight (2-D pipelining: lambdaScale, section
-4.3). A micro-batch takes the ready sequences that have waited longest, at most an S-th of the
-lane's: so the lane stays evenly split while sequences come and go, and one that is in flight is
-never in a second micro-batch.
+4.3). A micro-batch takes at most an S-th of the lane's sequences, of those that are not in flight:
+so the lane stays evenly split while sequences come and go. Prompts are prefilled first come, first
+served (what is shared among them all is late for them all); decodes go by who has waited longest.
 """
 
 from dataclasses import dataclass, field
@@ -31,8 +31,10 @@ class Sequence:
     key: SequenceKey
     path: Path
     tokens: list[int]
+    admitted: int = 0
+    """When it began to run, in the scheduler's ticks."""
     ready: int = 0
-    """When it last became ready, in the scheduler's ticks."""
+    """When it last became ready."""
     position: int = 0
     flight: int | None = None
     """The micro-batch that it is in."""
@@ -57,6 +59,11 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         return self.position >= len(self.submit.tokens)
+
+    @property
+    def turn(self) -> int:
+        """Lower goes first in its lane."""
+        return self.ready if self.decodes else self.admitted
 
     def depart(self, batch: int, count: int) -> Row:
         """Its next `count` positions, in a micro-batch."""
@@ -88,6 +95,8 @@ class Lane:
 
     path: Path
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
+    formed: int = 0
+    """Tick of its last micro-batch: what that one left out does not make the lane older."""
 
     @property
     def flights(self) -> set[int]:
@@ -99,15 +108,16 @@ class Lane:
         """Tick since which a micro-batch could have been formed; None: there is none to form."""
         if len(self.flights) >= len(self.path.stages):
             return None
-        ready = (s.ready for s in self.sequences.values() if s.flight is None)
-        return min(ready, default=None)
+        ready = [s.ready for s in self.sequences.values() if s.flight is None]
+        return max(min(ready), self.formed) if ready else None
 
-    def form(self, batch: int, prompt_budget: int) -> Part:
+    def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
         """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens."""
         share = -(-len(self.sequences) // len(self.path.stages))
         ready = sorted(
-            (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.ready
+            (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
         )
+        self.formed = tick
         rows: list[Row] = []
         for sequence in ready:
             if len(rows) == share:

@@ -1,0 +1,347 @@
+"""A network of schedulers under random submits, cancels, losses, refusals and interleavings.
+
+Each node is a Batcher with an engine that only checks what it is told to do. Messages wait in a
+queue for each pair of nodes; hypothesis chooses what happens next.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.node.core.batching import Batcher
+from services.node.core.microbatches import (
+    Command,
+    Emit,
+    Failure,
+    Release,
+    Send,
+    StageMessage,
+    Work,
+)
+from services.node.core.sequences import sequence_key
+from shared.errors import CapacityExceeded, StaleEpoch
+from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.messages.instances import Stage
+from shared.messages.serving import AttemptFailed, Cancel, Sampling, Submit, Token
+
+NODES = ("a", "b", "c")
+BLOCKS = 6
+SLOTS = 3
+STEP_TOKENS = 4
+STOP_ID = 7
+
+
+def stage(node: str, start: int, stop: int) -> Stage:
+    return Stage(NodeId(node), f"mem://{node}", start, stop)
+
+
+PATHS = (
+    (stage("a", 0, 6),),
+    (stage("b", 0, 6),),
+    (stage("a", 0, 3), stage("b", 3, 6)),
+    (stage("b", 0, 3), stage("a", 3, 6)),
+    (stage("c", 0, 3), stage("b", 3, 6)),
+    (stage("a", 0, 2), stage("b", 2, 4), stage("c", 4, 6)),
+    (stage("c", 0, 2), stage("a", 2, 4), stage("b", 4, 6)),
+)
+
+
+SOME_PATHS = st.lists(st.sampled_from(PATHS), min_size=1, max_size=3, unique=True)
+
+
+@dataclass
+class CheckedEngine:
+    """Knows only how far each sequence is; refuses when its budget is used up."""
+
+    capacity: int
+    kv: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """key -> (positions run, limit)"""
+    made: set[str] = field(default_factory=set)
+
+    def run(self, work: Work) -> list[int | None]:
+        rows = work.rows
+        assert len({row.sequence for row in rows}) == len(rows)
+        fresh = [row for row in rows if row.position == 0]
+        if (
+            sum(limit for _, limit in self.kv.values()) + sum(r.limit for r in fresh)
+            > self.capacity
+        ):
+            raise CapacityExceeded("full")
+        for row in rows:
+            if row.position == 0:
+                assert row.sequence not in self.made, "KV made twice"
+                self.made.add(row.sequence)
+                self.kv[row.sequence] = (0, row.limit)
+            reached, limit = self.kv[row.sequence]
+            assert reached == row.position
+            assert limit == row.limit >= row.position + row.count
+            assert len(row.tokens) == (row.count if work.blocks.start == 0 else 0)
+            self.kv[row.sequence] = (row.position + row.count, limit)
+        drawn = [(row.position * 5 + row.count) % 11 if row.draw else None for row in rows]
+        return drawn if work.blocks.stop == BLOCKS else [None] * len(rows)
+
+
+@dataclass
+class Node:
+    batcher: Batcher
+    engine: CheckedEngine
+    running: tuple[Work, list[int | None]] | None = None
+    released: set[str] = field(default_factory=set)
+
+
+class Network:
+    def __init__(self, capacities: dict[str, int], paths: list[tuple[Stage, ...]]) -> None:
+        self.paths = paths
+        """Few, so that sequences share them."""
+        self.last: dict[str, Submit] = {}
+        """The last attempt of each request."""
+        self.nodes = {
+            name: Node(
+                Batcher(NodeId(name), slots=SLOTS, step_tokens=STEP_TOKENS, kv_capacity=1000),
+                CheckedEngine(capacities[name]),
+            )
+            for name in NODES
+        }
+        self.links: dict[tuple[str, str], deque[StageMessage | None]] = {}
+        """(from, to) -> messages under way; None: word that the connection broke."""
+        self.dead: set[str] = set()
+        self.open: dict[str, Submit] = {}
+        """Accepted attempts that have not ended, by sequence key."""
+        self.next_index: dict[str, int] = {}
+        self.failed: list[AttemptFailed] = []
+
+    # --- what may happen ---
+
+    def submit(self, message: Submit) -> None:
+        node = message.stages[0].node
+        if node in self.dead:
+            return
+        try:
+            commands = self.nodes[node].batcher.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
+        except (CapacityExceeded, StaleEpoch):
+            return
+        self.open = {
+            key: s
+            for key, s in self.open.items()
+            if s.request != message.request or s.stages[0].node != node
+        }
+        key = sequence_key(message.request, message.attempt)
+        self.open[key] = message
+        self.next_index[key] = len(message.tokens) - message.prompt_tokens
+        self.do(node, commands)
+
+    def cancel(self, key: str) -> None:
+        message = self.open.pop(key)
+        node = message.stages[0].node
+        cancel = Cancel(request=message.request, attempt=message.attempt)
+        self.do(node, self.nodes[node].batcher.cancel(cancel))
+
+    def deliver(self, link: tuple[str, str]) -> None:
+        sender, target = link
+        message = self.links[link].popleft()
+        batcher = self.nodes[target].batcher
+        if message is None:
+            self.do(target, batcher.peer_lost(f"mem://{sender}", Failure("peer_lost", sender)))
+        else:
+            self.do(target, batcher.received(message))
+
+    def begin(self, name: str) -> bool:
+        """Takes work and runs it; whether there was any."""
+        node = self.nodes[name]
+        work = node.batcher.take()
+        if work is None:
+            return False
+        self.check_work(node, work)
+        while work.parts:
+            try:
+                sampled = node.engine.run(work)
+            except CapacityExceeded:
+                work, commands = node.batcher.no_room(work, Failure("capacity", "full"))
+                self.do(name, commands)
+            else:
+                node.running = (work, sampled)
+                break
+        return True
+
+    def finish(self, name: str) -> None:
+        node = self.nodes[name]
+        assert node.running is not None
+        (work, sampled), node.running = node.running, None
+        self.do(name, node.batcher.ran(work, sampled, [None] * len(work.parts)))
+
+    def break_link(self, one: str, other: str) -> None:
+        for link in ((one, other), (other, one)):
+            self.links[link] = deque([None])
+
+    def kill(self, name: str) -> None:
+        self.dead.add(name)
+        for other in NODES:
+            self.links.pop((other, name), None)
+            if other not in self.dead:
+                self.links[name, other] = deque([None])
+        self.open = {k: s for k, s in self.open.items() if s.stages[0].node != name}
+
+    # --- what follows, and what must hold ---
+
+    def do(self, name: str, commands: list[Command]) -> None:
+        node = self.nodes[name]
+        for command in commands:
+            if isinstance(command, Release):
+                for key in command.sequences:
+                    assert key not in node.released, "freed twice"
+                    node.released.add(key)
+                    node.engine.kv.pop(key, None)
+            elif isinstance(command, Emit):
+                self.emitted(command.what)
+            else:
+                self.sent(name, command)
+
+    def sent(self, name: str, command: Send) -> None:
+        target = command.address.removeprefix("mem://")
+        assert target != name
+        if target in self.dead:
+            self.links.setdefault((target, name), deque()).append(None)
+        else:
+            self.links.setdefault((name, target), deque()).append(command.message)
+
+    def emitted(self, what: Token | AttemptFailed) -> None:
+        key = sequence_key(what.request, what.attempt)
+        assert key in self.open, "an end or a token of an attempt that is over"
+        message = self.open[key]
+        if isinstance(what, AttemptFailed):
+            assert what.code in ("peer_lost", "capacity", "not_found")
+            del self.open[key]
+            self.failed.append(what)
+            return
+        assert what.index == self.next_index[key]
+        self.next_index[key] += 1
+        stopped = what.token in message.stop_ids
+        length = what.index + 1 == message.max_tokens
+        assert what.finish == ("stop" if stopped else "length" if length else "")
+        if what.finish:
+            del self.open[key]
+
+    def check_work(self, node: Node, work: Work) -> None:
+        assert work.parts
+        prompts = 0
+        for part in work.parts:
+            assert part.rows
+            if part.stage > 0:
+                continue
+            assert node.batcher.flights(part.path) <= len(part.path.stages)
+            prompts += sum(row.count for row in part.rows if row.count > 1)
+        assert prompts <= STEP_TOKENS
+
+    def live_links(self) -> list[tuple[str, str]]:
+        return [link for link, queue in self.links.items() if queue and link[1] not in self.dead]
+
+    def live_nodes(self) -> list[str]:
+        return [name for name in NODES if name not in self.dead]
+
+    def settle(self) -> None:
+        """Lets everything run to its end."""
+        for _ in range(20_000):
+            links = self.live_links()
+            for link in links:
+                self.deliver(link)
+            moved = bool(links)
+            for name in self.live_nodes():
+                if self.nodes[name].running is not None:
+                    self.finish(name)
+                    moved = True
+                moved = self.begin(name) or moved
+            if not moved:
+                return
+        raise AssertionError("never settles")
+
+
+def a_submit(network: Network, draw: st.DataObject) -> Submit:
+    """The next attempt of some request; now and then, the last one again."""
+    request = draw.draw(st.sampled_from([f"r{i}" for i in range(8)]))
+    last = network.last
+    if request in last and draw.draw(st.integers(0, 5)) == 0:
+        return last[request]
+    prompt = draw.draw(st.integers(1, 9))
+    so_far = draw.draw(st.integers(0, 3))
+    last[request] = Submit(
+        request=RequestId(request),
+        attempt=last[request].attempt + 1 if request in last else 1,
+        gateway=GatewayId("g"),
+        model_id=ModelId("m"),
+        instance=InstanceId("i"),
+        stages=draw.draw(st.sampled_from(network.paths)),
+        tokens=tuple(range(prompt + so_far)),
+        prompt_tokens=prompt,
+        max_tokens=so_far + draw.draw(st.integers(1, 6)),
+        stop_ids=draw.draw(st.sampled_from([(), (STOP_ID,)])),
+        sampling=Sampling(),
+    )
+    return last[request]
+
+
+def happen(network: Network, draw: st.DataObject) -> None:
+    """One thing, of those that can happen now."""
+    live = network.live_nodes()
+    choices: list[tuple[str, str | tuple[str, str]]] = [("submit", "")] * 2
+    choices += [("deliver", link) for link in network.live_links()] * 2
+    choices += [("begin", name) for name in live if network.nodes[name].running is None]
+    choices += [("finish", name) for name in live if network.nodes[name].running is not None]
+    choices += [("cancel", key) for key in network.open]
+    if len(live) > 1 and draw.draw(st.integers(0, 12)) == 0:
+        choices += [("break", (live[0], live[-1])), ("kill", live[-1])] * 5
+    match draw.draw(st.sampled_from(choices)):
+        case ("submit", _):
+            network.submit(a_submit(network, draw))
+        case ("deliver", (str(sender), str(target))):
+            network.deliver((sender, target))
+        case ("begin", str(name)):
+            network.begin(name)
+        case ("finish", str(name)):
+            network.finish(name)
+        case ("cancel", str(key)):
+            network.cancel(key)
+        case ("break", (str(one), str(other))):
+            network.break_link(one, other)
+        case ("kill", str(name)):
+            network.kill(name)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_every_attempt_ends_once_and_leaves_nothing(data: st.DataObject) -> None:
+    capacity = st.sampled_from([1000, 1000, 30])
+    network = Network({name: data.draw(capacity) for name in NODES}, data.draw(SOME_PATHS))
+    for _ in range(data.draw(st.integers(1, 120))):
+        happen(network, data)
+    network.settle()
+    for dead in network.dead:  # the lease of a dead node ends later than its connections
+        for name in network.live_nodes():
+            network.links[dead, name] = deque([None])
+    network.settle()
+    assert not network.open
+    for name in network.live_nodes():
+        node = network.nodes[name]
+        assert not node.engine.kv
+        assert node.engine.made <= node.released
+        assert (node.batcher.running, node.batcher.waiting, node.batcher.kv_reserved) == (0, 0, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_without_losses_every_attempt_ends_with_its_last_token(data: st.DataObject) -> None:
+    network = Network(dict.fromkeys(NODES, 1000), data.draw(SOME_PATHS))
+    for _ in range(data.draw(st.integers(1, 12))):
+        network.submit(a_submit(network, data))
+        for _ in range(data.draw(st.integers(0, 4))):
+            for link in network.live_links():
+                network.deliver(link)
+            for name in NODES:
+                if network.nodes[name].running is None:
+                    network.begin(name)
+                else:
+                    network.finish(name)
+    network.settle()
+    assert not network.open
+    assert not network.failed

@@ -1,0 +1,321 @@
+"""The scheduler by example; its invariants are in tests/property/test_batching.py."""
+
+import pytest
+
+from services.node.core.batching import Batcher
+from services.node.core.microbatches import (
+    Command,
+    Emit,
+    Failed,
+    Failure,
+    Forward,
+    Free,
+    Path,
+    Release,
+    Sampled,
+    Send,
+    Work,
+)
+from services.node.core.rows import Row
+from services.node.core.sequences import sequence_key
+from shared.errors import CapacityExceeded, ProtocolViolation
+from shared.messages.instances import Stage
+from shared.messages.serving import AttemptFailed, Cancel, Submit
+from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
+
+WHY = Failure("peer_lost", "gone")
+FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
+FROM_D = Path(MODEL, stages(("d", 0, 2), ("a", 2, BLOCKS)))
+
+
+def batcher(node: str = "a", *, slots: int = 8, step_tokens: int = 4, kv: int = 1000) -> Batcher:
+    return Batcher(
+        stages((node, 0, 1))[0].node, slots=slots, step_tokens=step_tokens, kv_capacity=kv
+    )
+
+
+def queue(core: Batcher, *messages: Submit) -> None:
+    for message in messages:
+        core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
+
+
+def take(core: Batcher) -> Work:
+    work = core.take()
+    assert work is not None
+    return work
+
+
+def run(core: Batcher, work: Work, token: int = 1) -> list[Command]:
+    sampled = [token if row.draw else None for row in work.rows]
+    return core.ran(work, sampled, [f"hidden {i}" for i in range(len(work.parts))])
+
+
+def rows(work: Work) -> list[tuple[str, int, int]]:
+    return [(row.sequence, row.position, row.count) for row in work.rows]
+
+
+def one(name: str, path: tuple[Stage, ...], size: int = 1) -> Submit:
+    return submit(name, path, prompt=tuple(range(size)))
+
+
+def forward(path: Path, *given: Row, batch: int = 1) -> Forward:
+    return Forward(path, 1, batch, given)
+
+
+# --- leading ----------------------------------------------------------------
+
+
+def test_a_long_prompt_is_run_in_chunks_beside_decodes() -> None:
+    core = batcher(step_tokens=4)
+    queue(core, one("short", WHOLE, 2))
+    run(core, take(core))
+    queue(core, one("long", WHOLE, 9), one("next", WHOLE, 3))
+    steps = []
+    for _ in range(4):
+        work = take(core)
+        steps.append(rows(work))
+        run(core, work)
+    assert steps == [
+        [("short#1", 2, 1), ("long#1", 0, 4)],
+        [("long#1", 4, 4), ("short#1", 3, 1)],
+        [("long#1", 8, 1), ("next#1", 0, 3), ("short#1", 4, 1)],
+        [("short#1", 5, 1), ("long#1", 9, 1), ("next#1", 3, 1)],
+    ]
+
+
+def test_a_prompt_that_waits_for_another_holds_up_no_other_path() -> None:
+    core = batcher(step_tokens=4)
+    queue(core, one("decode", TWO), one("long", WHOLE, 40), one("next", WHOLE, 40))
+    order = []
+    for _ in range(8):
+        work = take(core)
+        order.append(rows(work)[0][0])
+        for command in run(core, work):
+            if isinstance(command, Send) and isinstance(command.message, Forward):
+                core.received(Sampled(command.message.batch, (("decode#1", 1),)))
+    assert order == ["decode#1", "long#1"] * 4
+
+
+def test_only_the_row_that_completes_the_known_tokens_draws() -> None:
+    core = batcher(step_tokens=4)
+    queue(core, submit("r", WHOLE, prompt=(5, 6, 7), so_far=(8, 9)))
+    first = take(core)
+    assert [(row.tokens, row.draw) for row in first.rows] == [((5, 6, 7, 8), None)]
+    run(core, first)
+    (second,) = take(core).rows
+    assert second.tokens == (9,)
+    assert second.draw is not None
+    assert second.draw.index == 2
+
+
+def test_a_path_of_two_stages_has_two_even_micro_batches_in_flight() -> None:
+    core = batcher(step_tokens=100)
+    queue(core, *(one(f"r{i}", TWO) for i in range(5)))
+    first, second = take(core), take(core)
+    assert [len(first.rows), len(second.rows)] == [3, 2]
+    run(core, first)
+    run(core, second)
+    assert core.take() is None
+    core.received(Sampled(first.parts[0].batch, tuple((k, 1) for k in first.parts[0].keys)))
+    assert {row.sequence for row in take(core).rows} == set(first.parts[0].keys)
+    assert core.take() is None
+
+
+def test_a_sequence_that_joins_fills_a_micro_batch_that_is_free_but_no_further_one() -> None:
+    core = batcher(step_tokens=100)
+    for name in ("x", "y"):
+        queue(core, one(name, TWO))
+        assert rows(take(core)) == [(f"{name}#1", 0, 1)]
+    queue(core, one("z", TWO))
+    assert core.take() is None
+
+
+def test_an_answer_to_another_micro_batch_is_ignored() -> None:
+    core = batcher()
+    queue(core, one("r", TWO))
+    work = take(core)
+    run(core, work)
+    batch = work.parts[0].batch
+    assert core.received(Sampled(batch + 1, (("r#1", 5),))) == []
+    (out,) = core.received(Sampled(batch, (("r#1", 5),)))
+    assert isinstance(out, Emit)
+    assert core.received(Sampled(batch, (("r#1", 5),))) == []
+
+
+def test_a_missing_token_fails_the_attempt() -> None:
+    core = batcher()
+    queue(core, one("r", TWO))
+    work = take(core)
+    run(core, work)
+    commands = core.received(Sampled(work.parts[0].batch, (("r#1", None),)))
+    assert [
+        c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
+    ] == ["protocol"]
+    assert core.running == 0
+
+
+def test_sequences_that_do_not_fit_the_kv_wait_in_order() -> None:
+    core = batcher(kv=20)
+    big = submit("big", WHOLE, prompt=(1,), max_tokens=15)
+    queue(core, big, submit("more", WHOLE, prompt=(1,), max_tokens=10), one("small", WHOLE))
+    assert rows(take(core)) == [("big#1", 0, 1)]
+    assert core.waiting == 2
+    core.cancel(_cancel_of(big))
+    assert [row[0] for row in rows(take(core))] == ["more#1", "small#1"]
+
+
+def test_what_never_fits_is_refused() -> None:
+    with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
+        queue(batcher(kv=20), submit("r", WHOLE, max_tokens=50))
+
+
+def test_the_end_of_a_sequence_frees_it_at_every_stage_that_may_know_it() -> None:
+    core = batcher()
+    started, waiting = one("started", THREE), one("waiting", THREE)
+    queue(core, started)
+    take(core)
+    queue(core, waiting)
+    assert core.cancel(_cancel_of(waiting)) == []
+    assert core.cancel(_cancel_of(started)) == [
+        Release(("started#1",)),
+        Send("mem://b", Free(("started#1",))),
+        Send("mem://c", Free(("started#1",))),
+    ]
+    assert core.cancel(_cancel_of(started)) == []
+
+
+def _cancel_of(message: Submit) -> Cancel:
+    return Cancel(request=message.request, attempt=message.attempt)
+
+
+# --- following --------------------------------------------------------------
+
+
+def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None:
+    core = batcher(step_tokens=8)
+    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), "from c")
+    core.received(forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), "from d")
+    work = take(core)
+    assert [part.hidden for part in work.parts] == ["from c", "from d"]
+    assert core.take() is None
+    assert core.ran(work, [5, None], []) == [
+        Send("mem://c", Sampled(4, (("x#1", 5),))),
+        Send("mem://d", Sampled(7, (("y#1", None),))),
+    ]
+    assert core.tokens_out == 1
+
+
+def test_a_merged_run_stays_within_a_step() -> None:
+    core = batcher(step_tokens=4)
+    core.received(forward(FROM_C, Row("x#1", 0, 3, 9)))
+    core.received(forward(FROM_D, Row("y#1", 0, 2, 9)))
+    assert rows(take(core)) == [("x#1", 0, 3)]
+    assert rows(take(core)) == [("y#1", 0, 2)]
+
+
+def test_the_oldest_runs_first_be_it_led_or_followed() -> None:
+    core = batcher()
+    queue(core, one("led", WHOLE))
+    first = take(core)
+    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    run(core, first)
+    core.received(forward(FROM_D, Row("y#1", 0, 4, 9)))
+    order = [rows(take(core))[0][0] for _ in range(3)]
+    assert order == ["x#1", "led#1", "y#1"]
+
+
+def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
+    core = batcher("b")
+    path = Path(MODEL, THREE)
+    row = Row("x#1", 0, 2, 9)
+    core.received(forward(path, row, batch=3), "in")
+    assert core.ran(take(core), [None], ["out"]) == [
+        Send("mem://c", Forward(path, 2, 3, (row,)), "out")
+    ]
+
+
+def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
+    core = batcher()
+    assert core.received(Free(("x#1",))) == []
+    (told,) = core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failed)
+    assert told.address == "mem://c"
+    assert core.take() is None
+    assert core.kv_reserved == 0
+
+
+def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_states() -> None:
+    core = batcher(step_tokens=9)
+    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), "hidden")
+    assert core.received(Free(("x#1",))) == [Release(("x#1",))]
+    (part,) = take(core).parts
+    assert (part.keys, part.offsets, part.hidden) == (("y#1",), (3,), "hidden")
+
+
+@pytest.mark.parametrize(
+    "second",
+    [Row("x#1", 0, 1, 9), Row("x#1", 3, 1, 9), Row("x#1", 2, 8, 9), Row("z#1", 2, 1, 9)],
+    ids=["again", "gap", "past its limit", "unknown"],
+)
+def test_a_row_that_does_not_go_on_fails_at_its_leader(second: Row) -> None:
+    core = batcher()
+    core.received(forward(FROM_C, Row("x#1", 0, 2, 9)))
+    commands = core.received(forward(FROM_C, second, batch=2))
+    failed = [c.message for c in commands if isinstance(c, Send)]
+    assert [f.sequences for f in failed if isinstance(f, Failed)] == [(second.sequence,)]
+
+
+def test_another_paths_sequence_is_out_of_reach() -> None:
+    core = batcher()
+    core.received(forward(FROM_C, Row("x#1", 0, 2, 9)))
+    (told,) = core.received(forward(FROM_D, Row("x#1", 2, 1, 9)))
+    assert isinstance(told, Send)
+    assert told.address == "mem://d"
+    assert core.kv_reserved == 9
+
+
+def test_a_micro_batch_for_another_node_is_a_violation() -> None:
+    with pytest.raises(ProtocolViolation):
+        batcher("z").received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+
+
+def test_without_room_the_newest_sequences_end_and_the_rest_runs() -> None:
+    core = batcher(step_tokens=9)
+    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    run(core, take(core))
+    core.received(forward(FROM_C, Row("x#1", 1, 1, 9), Row("y#1", 0, 1, 9), batch=2))
+    core.received(forward(FROM_D, Row("z#1", 0, 1, 9)))
+    work, commands = core.no_room(take(core), Failure("capacity", "full"))
+    assert rows(work) == [("x#1", 1, 1), ("y#1", 0, 1)]
+    assert commands == [
+        Release(("z#1",)),
+        Send("mem://d", Failed(("z#1",), "capacity", "full")),
+    ]
+    work, _ = core.no_room(work, Failure("capacity", "full"))
+    assert rows(work) == [("x#1", 1, 1)]
+    work, commands = core.no_room(work, Failure("capacity", "full"))
+    assert not work.parts
+    assert commands[0] == Release(("x#1",))
+
+
+def test_a_lost_leader_frees_its_sequences_and_no_others() -> None:
+    core = batcher()
+    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    core.received(forward(FROM_D, Row("y#1", 0, 1, 9)))
+    assert Release(("x#1",)) in core.peer_lost("mem://c", WHY)
+    assert rows(take(core)) == [("y#1", 0, 1)]
+
+
+def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
+    core = batcher("b")
+    path = Path(MODEL, THREE)
+    core.received(forward(path, Row("x#1", 0, 2, 9)))
+    work = take(core)
+    core.received(Free(("x#1",)))
+    assert core.ran(work, [None], ["out"]) == []
+
+
+def test_keys_name_an_attempt() -> None:
+    message = submit("r", WHOLE, attempt=3)
+    assert sequence_key(message.request, message.attempt) == "r#3"
