@@ -1,0 +1,15 @@
+import pytest
+
+from shared.bus.nats_connection import check_version
+from shared.errors import BusError
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0-RC.3", "v2.15.1", "2.100.0", "3.0.0"])
+def test_servers_that_will_do(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.9.10", "2.10.29", "1.99.0", "", "unknown"])
+def test_servers_that_will_not(version: str) -> None:
+    with pytest.raises(BusError, match=r"too old.*2\.11"):
+        check_version(version)
