@@ -11,6 +11,7 @@ from services.planner.core.costs import (
     predict,
 )
 from services.planner.core.multicast.groups import binomial
+from services.planner.core.multicast.schedule import Move
 from services.planner.core.multicast.strategies import STRATEGIES, strategy
 
 LINK = Link(bytes_per_s=50e6, overhead_s=0.001)
@@ -43,6 +44,13 @@ def test_a_slow_node_delays_what_it_sends_and_receives_only() -> None:
     assert max(at for (node, _), at in slow.items() if node == 3) > max(equal.values())
     first = schedule.moves[0]
     assert slow[first.dst, first.block] == (2.0 if 3 in first[1:3] else 1.0)
+
+
+def test_a_receiver_takes_one_block_after_the_other() -> None:
+    """Of two sources the second is ready earlier than the port."""
+    moves = [Move(1, 0, 2, 0), Move(2, 1, 2, 1), Move(2, 0, 3, 0)]
+    there = arrival_times(moves, [100, 100], [50.0, 100.0, 100.0, 100.0], 0.0)
+    assert there == {(2, 0): 2.0, (2, 1): 3.0, (3, 0): 4.0}
 
 
 def test_unequal_blocks_take_their_own_time() -> None:

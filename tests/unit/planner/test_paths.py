@@ -103,6 +103,15 @@ def test_previous_paths_stay_while_they_are_nearly_as_good() -> None:
     assert capacity(paths) == pytest.approx(4.0, rel=1e-3)
 
 
+def test_a_hop_saved_is_no_reason_to_drop_a_previous_path() -> None:
+    held = [frozenset({0, 1}), frozenset({1}), frozenset({2, 3})]
+    long = Path(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 2.0)
+    (kept,) = plan_paths(held, 4, max_stages=4, previous=(long,))
+    assert kept.stages == long.stages
+    (short,) = plan_paths(held, 4, max_stages=4, previous=(long,), keep_gain=0.0)
+    assert short.stages == ((0, 0, 2), (2, 2, 4))
+
+
 def test_previous_paths_go_when_the_gain_is_large() -> None:
     long = Path(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 1.0)
     held = [frozenset({0}), frozenset({1}), ALL4, ALL4]
@@ -138,6 +147,13 @@ def test_capacity_is_near_the_bound_where_the_cheapest_paths_would_repeat_a_node
     """The dynamic programme alone wants the complete node twice in a path: 9 % less capacity."""
     held = [frozenset(have) for have in ({0}, {0, 1}, set(range(5)), set(range(4)), {0, 1, 4})]
     assert capacity(plan_paths(held, 5, max_stages=4)) >= 0.95 * capacity_bound(held, 5)
+
+
+def test_many_alike_nodes_are_all_put_to_use_within_the_limit_on_passes() -> None:
+    held = binomial(64, 64, range(4)).held(45)
+    paths = plan_paths(held, 64, max_stages=4)
+    assert capacity(paths) >= 0.9 * 64
+    assert len(paths) <= 2 * 64
 
 
 def test_the_same_input_gives_the_same_paths() -> None:

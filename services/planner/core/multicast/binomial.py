@@ -60,14 +60,10 @@ class _Pipeline:
         self.moves: list[Move] = []
 
     def run(self) -> list[Move]:
-        steps = len(self.order) + self.h - (0 if self.shared else 1)
-        for t in range(steps):
+        for t in range(len(self.order) + self.h):
             arriving: list[tuple[int, int]] = []
-            if self.shared and t == steps - 1:
-                self._swap_last(t, arriving)
-            else:
-                self._cross(t, arriving)
-                self._hand_over(t, arriving)
+            self._cross(t, arriving)
+            self._hand_over(t, arriving)
             for node, block in arriving:
                 self.held[node].add(block)
         return self.moves
@@ -99,15 +95,6 @@ class _Pipeline:
         for v in self.shared:
             if self._is_set(v, t):
                 self.receiver[v], self.sender[v] = self.sender[v], self.receiver[v]
-
-    def _swap_last(self, t: int, arriving: list[tuple[int, int]]) -> None:
-        for v in self.shared:
-            for src, dst in (
-                (self.receiver[v], self.sender[v]),
-                (self.sender[v], self.receiver[v]),
-            ):
-                for block in self.held[src] - self.held[dst]:
-                    self._move(t, src, dst, block, arriving)
 
     def _is_set(self, v: int, t: int) -> bool:
         return bool(v >> (t % self.h) & 1)
