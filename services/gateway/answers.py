@@ -60,6 +60,7 @@ class Answers:
             **body,
             "logprobs": None,
             "finish_reason": choice.finish,
+            **({"token_ids": choice.tokens} if self._body.return_token_ids else {}),
         }
 
     # --- streamed ------------------------------------------------------------
@@ -67,11 +68,13 @@ class Answers:
     def events(self, deltas: Iterable[Delta]) -> bytes:
         parts: list[bytes] = []
         tail = self._tail()
-        for choice, text in deltas:
+        for choice, text, token in deltas:
             if self._chat and choice.index not in self._begun:
                 self._begun.add(choice.index)
                 parts += (self._event(choice, {"role": "assistant", "content": ""}, None), tail)
-            if text:
+            if self._body.return_token_ids:
+                parts += (self._event_with_id(choice, text, token), tail)
+            elif text:
                 parts += (self._before[choice.index], _encode(text), self._after, tail)
             if choice.finish:
                 parts += (self._event(choice, {}, choice.finish), tail)
@@ -81,6 +84,11 @@ class Answers:
         body: dict[str, object] = {"delta": delta} if self._chat else {"text": ""}
         event = {"index": choice.index, **body, "logprobs": None, "finish_reason": finish}
         return self._head + _encode(event)
+
+    def _event_with_id(self, choice: Choice, text: str, token: int) -> bytes:
+        body: dict[str, object] = {"delta": {"content": text}} if self._chat else {"text": text}
+        event = {"index": choice.index, **body, "logprobs": None, "finish_reason": None}
+        return self._head + _encode({**event, "token_ids": [token]})
 
     def _tail(self) -> bytes:
         if self._body.usage_in_chunks:

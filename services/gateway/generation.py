@@ -40,15 +40,14 @@ class Choice:
         self.index = index
         self.request = request
         self.finish: str | None = None
-        self.count = 0
-        """Tokens taken."""
+        self.tokens: list[int] = []
         self.first_at = 0.0
         self._decode = decode
         self._stops = stops
 
     def push(self, token: int, finish: str) -> str:
         """The text that became certain; sets `finish` with the last one."""
-        self.count += 1
+        self.tokens.append(token)
         text = "" if finish == "stop" else self._decode.step(token)
         if finish:
             text += self._decode.flush()
@@ -62,8 +61,11 @@ class Choice:
 
 
 class Delta(NamedTuple):
+    """One token, and the text that became certain with it."""
+
     choice: Choice
     text: str
+    token: int
 
 
 class Generation:
@@ -128,15 +130,13 @@ class Generation:
                     raise of_error(piece.error)
                 choice = self._by_id[piece.request]
                 if choice.finish is None:
-                    text = self._push(choice, piece)
-                    if text or choice.finish:
-                        deltas.append(Delta(choice, text))
+                    deltas.append(Delta(choice, self._push(choice, piece), piece.token))
             if deltas:
                 yield deltas
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.count for choice in self.choices)
+        return sum(len(choice.tokens) for choice in self.choices)
 
     def usage(self) -> dict[str, object]:
         completion = self.completion_tokens
@@ -149,18 +149,18 @@ class Generation:
 
     def _push(self, choice: Choice, piece: Emit) -> str:
         text = choice.push(piece.token, piece.finish)
-        name = self.record.name
-        if choice.count == 1:
+        name, count = self.record.name, len(choice.tokens)
+        if count == 1:
             choice.first_at = now()
             self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived)
         if choice.finish:
             self._open -= 1
             if not piece.finish:
                 self._frontend.finish(piece.request)
-            self._metrics.tokens.labels(name).inc(choice.count)
+            self._metrics.tokens.labels(name).inc(count)
             self._metrics.requests.labels(name, choice.finish).inc()
-            if choice.count > 1:
-                mean = (now() - choice.first_at) / (choice.count - 1)
+            if count > 1:
+                mean = (now() - choice.first_at) / (count - 1)
                 self._metrics.tpot.labels(name).observe(mean)
         return text
 

@@ -172,9 +172,12 @@ async def _stream(
     try:
         try:
             async for deltas in generation.deltas(KEEPALIVE_S):
+                data = answers.events(deltas) if deltas else WAITING
+                if not data:
+                    continue  # half a character, or what may become a stop string
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(answers.events(deltas) if deltas else WAITING)
+                await response.write(data)
             await response.write(answers.last())
         except ApiError as error:
             if not response.prepared:

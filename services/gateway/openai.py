@@ -81,6 +81,8 @@ class _Common(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    return_token_ids: bool | None = None
+    """Adds `token_ids` to every choice: what was generated, before it was text."""
     # Known, and refused unless they change nothing.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

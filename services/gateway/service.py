@@ -204,7 +204,7 @@ class GatewayService(Service):
         while True:
             loads = self._dispatch.loads()
             self._metrics.set_loads(loads)
-            message = GatewayLoad(gateway=self.id, models=loads)
+            message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
             try:
                 await self._bus.publish(subjects.LOAD_GATEWAY, message)
             except BusError as error:

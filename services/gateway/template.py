@@ -74,5 +74,5 @@ class ChatTemplate:
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is foreign code and may raise anything
             raise BadInput(f"the model's chat template refuses the messages: {error}") from error

@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 
 from services.gateway.service import GatewayService
 from shared import subjects
+from shared.bus.base import Bus
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
@@ -114,7 +115,7 @@ class Recorder:
 class ScriptedNode(Recorder):
     """Answers Submit as a node does, and generates what `script` says, index by index."""
 
-    def __init__(self, bus: MemoryBus, number: int) -> None:
+    def __init__(self, bus: Bus, number: int) -> None:
         super().__init__()
         self.id = NodeId(f"node-{number}")
         self.script: Callable[[Submit], Sequence[int]] = lambda submit: ids_of("hello world")
@@ -186,7 +187,7 @@ class ScriptedNode(Recorder):
 class Cluster(Recorder):
     """Everything around the gateway."""
 
-    def __init__(self, bus: MemoryBus, service: GatewayService) -> None:
+    def __init__(self, bus: Bus, service: GatewayService) -> None:
         super().__init__()
         self.bus = bus
         self.service = service
@@ -281,14 +282,22 @@ class Cluster(Recorder):
 
 @asynccontextmanager
 async def running(
-    *instances: Instance, config: GatewayConfig | None = None, model: bool = True
+    *instances: Instance,
+    config: GatewayConfig | None = None,
+    model: bool = True,
+    buses: Sequence[Bus] = (),
 ) -> AsyncIterator[Cluster]:
-    """A gateway that knows one model with these instances."""
+    """A gateway that knows one model with these instances.
+
+    `buses`: two that are not open yet, for the others and for the gateway; on one in memory if
+    none are given.
+    """
     broker = MemoryBroker()
     settings = msgspec.structs.replace(config or GatewayConfig(), port=0)
-    async with MemoryBus(broker, "others") as bus, MemoryBus(broker, "gateway") as own:
+    others, own = buses or (MemoryBus(broker, "others"), MemoryBus(broker, "gateway"))
+    async with others, own:
         service = GatewayService(own, settings)
-        cluster = Cluster(bus, service)
+        cluster = Cluster(others, service)
         if model:
             await cluster.store_model()
             await cluster.publish(*instances)

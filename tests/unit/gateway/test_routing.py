@@ -1,0 +1,174 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.requests import NEXT, Request, State
+from services.gateway.core.routing import (
+    AVOID_MAX_S,
+    AVOID_S,
+    Route,
+    Table,
+    choose,
+    refuge,
+    stays,
+)
+from shared.errors import IllegalTransition
+from shared.ids import ModelId, ModelName, NodeId, RequestId
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.serving import Sampling
+from tests.unit.gateway.support import path, replica
+
+UNIT = st.floats(0, 1, exclude_max=True)
+
+
+def request(name: str) -> Request:
+    return Request(RequestId(name), ModelId("m"), (1, 2), 10, (), Sampling(), 0.0)
+
+
+def route(instance: Instance, *, tokens: int = 0, requests: int = 0) -> Route:
+    running = {RequestId(str(i)): request(str(i)) for i in range(requests)}
+    return Route(instance, "", running, tokens)
+
+
+def instance_set(epoch: int, revision: int, *instances: Instance, trace: str = "") -> InstanceSet:
+    return InstanceSet(
+        name=ModelName("m"),
+        model_id=ModelId("m"),
+        epoch=epoch,
+        revision=revision,
+        instances=instances,
+        trace=trace,
+    )
+
+
+# --- the table -----------------------------------------------------------------
+
+
+def test_newer_sets_replace_older_ones_and_a_new_planner_all() -> None:
+    table = Table()
+    table.apply(instance_set(5, 3, replica(1)))
+    for epoch, revision, expected in ((5, 2, 1), (4, 9, 1), (5, 4, 2), (6, 0, 3)):
+        table.apply(instance_set(epoch, revision, replica(expected)))
+        assert list(table.routes) == [f"replica-{expected}"]
+
+
+def test_what_left_the_set_is_handed_back_with_its_requests() -> None:
+    table = Table()
+    table.apply(instance_set(1, 1, replica(1), replica(2), trace="first"))
+    table.routes[replica(1).id].requests[RequestId("a")] = request("a")
+    gone = table.apply(instance_set(1, 2, replica(2, slots=3), replica(3), trace="second"))
+    assert [list(route.requests) for route in gone] == [["a"]]
+    assert table.routes[replica(2).id].instance.slots == 3
+    traces = {key: route.trace for key, route in table.routes.items()}
+    assert traces == {"replica-2": "first", "replica-3": "second"}
+
+
+def test_a_node_takes_its_paths_along_until_the_set_says_otherwise() -> None:
+    table = Table()
+    known = instance_set(1, 1, replica(1), path(2, 1), replica(2))
+    table.apply(known)
+    gone = table.drop_node(NodeId("node-1"))
+    assert {route.instance.id for route in gone} == {"replica-1", "path-2-1"}
+    assert list(table.routes) == ["replica-2"]
+    assert table.apply(known) == []
+    assert len(table.routes) == 3
+
+
+# --- choices -------------------------------------------------------------------
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 500), st.booleans()), min_size=1, max_size=8),
+    first=UNIT,
+    second=UNIT,
+)
+def test_the_choice_is_free_and_not_the_fullest(
+    loads: list[tuple[int, bool]], first: float, second: float
+) -> None:
+    routes = [
+        route(replica(i, slots=2), tokens=tokens, requests=2 if full else 1)
+        for i, (tokens, full) in enumerate(loads)
+    ]
+    chosen = choose(routes, 0.0, first, second)
+    free = [r for r in routes if len(r.requests) < 2]
+    if not free:
+        assert chosen is None
+        return
+    assert chosen in free
+    assert sum(other.tokens >= chosen.tokens for other in free) >= min(2, len(free))
+
+
+@given(draws=st.lists(st.tuples(UNIT, UNIT), min_size=1, max_size=50))
+def test_load_is_counted_by_capacity(draws: list[tuple[float, float]]) -> None:
+    """A path of two nodes at half the capacity is twice as loaded by the same tokens."""
+    routes = [route(path(1, 2), tokens=60), route(replica(3), tokens=100)]
+    for first, second in draws:
+        chosen = choose(routes, 0.0, first, second)
+        assert chosen is routes[1]
+
+
+@pytest.mark.parametrize("state", [InstanceState.DRAINING, InstanceState.MOVING])
+def test_only_serving_instances_take_requests(state: InstanceState) -> None:
+    assert choose([route(replica(1, state=state))], 0.0, 0.0, 0.0) is None
+
+
+def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
+    one = route(replica(1))
+    waits = []
+    for _ in range(10):
+        one.avoid(100.0)
+        waits.append(one.avoid_until - 100.0)
+    assert waits[:3] == pytest.approx([AVOID_S, 2 * AVOID_S, 4 * AVOID_S])
+    assert waits[-1] == AVOID_MAX_S
+    assert choose([one], 100.5, 0.0, 0.0) is None
+    assert choose([one], 101.0, 0.0, 0.0) is one
+
+
+def test_the_refuge_is_the_emptiest_replica() -> None:
+    routes = [
+        route(path(1, 2), tokens=0),
+        route(replica(1), tokens=30),
+        route(replica(2), tokens=20),
+        route(replica(3, state=InstanceState.DRAINING)),
+    ]
+    assert refuge(routes, 0.0) is routes[2]
+    assert refuge(routes[:1], 0.0) is routes[0]
+    full = route(replica(1, slots=1), requests=1)
+    assert refuge([routes[0], full], 0.0) is None
+
+
+@given(
+    remaining=st.integers(1, 5000),
+    context=st.integers(1, 100_000),
+    stages=st.integers(1, 8),
+)
+def test_staying_is_for_the_last_tokens_of_long_contexts(
+    remaining: int, context: int, stages: int
+) -> None:
+    if not stays(remaining, context, stages):
+        assert not stays(remaining + 1, context, stages)
+        assert not stays(remaining, context, stages + 1)
+    else:
+        assert stays(remaining, context + 64, stages)
+
+
+def test_a_long_rest_is_worth_a_prefill() -> None:
+    assert stays(remaining=3, context=200, stages=2)
+    assert not stays(remaining=200, context=200, stages=2)
+
+
+# --- the states of a request ---------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(State), max_size=8))
+def test_an_end_is_an_end(states: list[State]) -> None:
+    one = request("a")
+    for state in states:
+        if state in NEXT[one.state]:
+            one.become(state, "test")
+            assert one.history[-1].startswith(state.value)
+        else:
+            with pytest.raises(IllegalTransition, match="request a"):
+                one.become(state, "test")
+        if one.state in (State.DONE, State.FAILED, State.CANCELLED):
+            assert not NEXT[one.state]

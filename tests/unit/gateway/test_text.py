@@ -1,0 +1,149 @@
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from services.gateway.text import DecodeStream, StopStrings, TextCodec
+from shared.errors import BadInput, ModelError
+from tests.unit.gateway.support import BOS, EOS_ID, TOKENIZER, VOCAB, ids_of
+
+CODEC = TextCodec(TOKENIZER.to_str().encode(), bos=BOS)
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Gemma have it: word pieces that carry their space, bytes as tokens."""
+    words = ["<s>", "</s>", "<unk>", "▁", "▁hello", "▁world", "a", "b", "."]
+    vocab = {word: i for i, word in enumerate(words)}
+    vocab |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in ("<s>", "</s>")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+FALLBACK = byte_fallback()
+FALLBACK_IDS = FALLBACK.get_vocab()
+FALLBACK_CODEC = TextCodec(FALLBACK.to_str().encode())
+
+
+def streamed(codec: TextCodec, ids: list[int]) -> list[str]:
+    stream = DecodeStream(codec)
+    return [*(stream.step(token) for token in ids), stream.flush()]
+
+
+@given(st.text())
+def test_a_stream_of_bytes_reads_as_the_whole(text: str) -> None:
+    pieces = streamed(CODEC, ids_of(text))
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=200))
+@settings(max_examples=300)
+def test_any_tokens_read_as_the_whole(ids: list[int]) -> None:
+    """Broken characters too: what can't be completed is given out, and only then."""
+    assert "".join(streamed(CODEC, ids)) == CODEC.decode(ids)
+
+
+def test_broken_bytes_do_not_wait_for_ever() -> None:
+    stream = DecodeStream(CODEC)
+    (byte,) = set(ids_of("€")[:1])
+    pieces = [stream.step(byte) for _ in range(200)]
+    assert len("".join(pieces)) >= 195
+
+
+@given(st.text(alphabet="€🎉世é", max_size=8))
+@example("€€")
+def test_byte_tokens_become_characters(text: str) -> None:
+    ids = [FALLBACK_IDS[f"<0x{byte:02X}>"] for byte in text.encode()]
+    assert "".join(streamed(FALLBACK_CODEC, ids)) == text
+
+
+def test_word_spaces_are_kept_between_tokens() -> None:
+    hello, world = FALLBACK_IDS["▁hello"], FALLBACK_IDS["▁world"]
+    assert streamed(FALLBACK_CODEC, [hello, world, hello]) == ["hello", " world", " hello", ""]
+    after_prompt = DecodeStream(FALLBACK_CODEC, [hello])
+    assert after_prompt.step(world) == " world"
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert "".join(streamed(CODEC, [*ids_of("a"), EOS_ID, *ids_of("b")])) == "ab"
+
+
+# --- prompts -------------------------------------------------------------------
+
+
+async def test_bos_is_there_once() -> None:
+    assert await CODEC.encode_prompt("ab") == [0, *ids_of("ab")]
+    assert await CODEC.encode_prompt("<s>ab") == [0, *ids_of("ab")]
+    assert await CODEC.encode_chat("<s>ab") == [0, *ids_of("ab")]
+    bare = Tokenizer.from_str(TOKENIZER.to_str())
+    bare.post_processor = None
+    codec = TextCodec(bare.to_str().encode(), bos=BOS, add_bos=True)
+    assert await codec.encode_prompt("ab") == [0, *ids_of("ab")]
+    assert await codec.encode_prompt("<s>ab") == [0, *ids_of("ab")]
+
+
+async def test_long_texts_are_tokenized_alike() -> None:
+    text = "abc " * 10_000
+    assert await CODEC.encode_chat(text) == ids_of(text)
+
+
+async def test_a_tokenizer_that_truncates_does_not_here() -> None:
+    short = Tokenizer.from_str(TOKENIZER.to_str())
+    short.enable_truncation(4)
+    short.enable_padding(length=10)
+    codec = TextCodec(short.to_str().encode())
+    assert await codec.encode_chat("a" * 8) == ids_of("a" * 8)
+
+
+async def test_text_that_is_none() -> None:
+    with pytest.raises(BadInput, match="tokenized"):
+        await CODEC.encode_chat("\ud800")
+
+
+def test_a_broken_tokenizer_is_named() -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        TextCodec(b"{}")
+
+
+# --- stop strings --------------------------------------------------------------
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=10),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+)
+def test_stops_cut_at_the_first_hit_however_the_text_comes(
+    pieces: list[str], stops: list[str]
+) -> None:
+    matcher = StopStrings(tuple(stops))
+    out, met, given_text = "", False, ""
+    for piece in pieces:
+        given_text += piece
+        text, met = matcher.push(piece)
+        out += text
+        if met:
+            break
+    else:
+        out += matcher.flush()
+    hits = [at for stop in stops if (at := given_text.find(stop)) >= 0]
+    assert met == bool(hits)
+    assert out == (given_text[: min(hits)] if hits else given_text)
+
+
+def test_only_what_may_begin_a_stop_is_held_back() -> None:
+    matcher = StopStrings(("END", "\n\n"))
+    assert matcher.push("text E") == ("text ", False)
+    assert matcher.push("N") == ("", False)
+    assert matcher.push("T\n") == ("ENT", False)
+    assert matcher.push("\nmore") == ("", True)
