@@ -67,8 +67,8 @@ def fixed_pipelines(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[tu
     """λScale's execution pipelines (Algorithm 2): one destination of every group each.
 
     Nodes left over where the groups' sizes differ join the last pipelines instead of making a
-    short one, which could run no sooner than it is complete. For comparison only: requests are routed
-    over `paths.plan_paths`.
+    short one, which could run no sooner than it is complete. For comparison only:
+    requests are routed over `paths.plan_paths`.
     """
     groups = make_groups(nodes, blocks, sources)
     if not groups:
