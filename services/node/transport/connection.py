@@ -24,6 +24,8 @@ from shared.errors import PeerLost, ProtocolViolation, TransportError, Transport
 
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
+_TURN = 16
+"""System calls in a row that did not have to wait, after which others get the loop."""
 
 
 class Connection:
@@ -41,6 +43,7 @@ class Connection:
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
+        self._unyielded = 0
 
     # --- receiving -------------------------------------------------------------
 
@@ -57,6 +60,7 @@ class Connection:
             else:
                 if not received:
                     raise PeerLost(f"{self.address}: the peer closed the connection")
+                await self._take_turns()
                 return received
 
     async def receive_exactly(self, nbytes: int) -> bytearray:
@@ -109,6 +113,7 @@ class Connection:
             try:
                 while views:
                     views = _without(views, await self._send_some(views))
+                    await self._take_turns()
             except asyncio.CancelledError:
                 if len(views) < whole or views[0].nbytes < first:
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
@@ -162,6 +167,12 @@ class Connection:
 
     async def beat(self) -> None:
         await self.send([encode_prefix(Kind.HEARTBEAT)])
+
+    async def _take_turns(self) -> None:
+        self._unyielded += 1
+        if self._unyielded >= _TURN:
+            self._unyielded = 0
+            await asyncio.sleep(0)
 
     def _check(self) -> None:
         if self.error is not None:

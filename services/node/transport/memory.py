@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
-from services.node.transport.pacing import GRANT, Port
+from services.node.transport.pacing import Port
 from services.node.transport.regions import Regions
 from shared.clock import wall_ns
 from shared.errors import BadInput, Conflict, PeerLost
@@ -153,13 +153,14 @@ class MemoryTransport:
         self, peer: "MemoryTransport", name: str, offset: int, into: memoryview, priority: int
     ) -> ReadResult:
         region = peer._regions.find(name, offset, len(into))
+        sending, receiving = peer._egress.arrive(priority), self._ingress.arrive(priority)
         position, first_byte_ns = 0, 0
         while position < len(into):
             ready = await region.beyond(offset + position) - offset
-            end = min(ready, position + GRANT, len(into))
+            end = min(ready, position + peer._egress.grant_bytes, len(into))
             async with (
-                peer._egress.grant(self, priority, end - position),
-                self._ingress.grant(peer, priority, end - position),
+                peer._egress.grant(self, sending, end - position),
+                self._ingress.grant(peer, receiving, end - position),
             ):
                 with region.use() as buffer:
                     into[position:end] = buffer[offset + position : offset + end]

@@ -2,8 +2,8 @@
 
 The planner's step model gives a node one port each way that serves one transfer at a time, most
 urgent first (RDMC 2018, section 4; lambda-Scale, section 4.2). All connections of a direction
-share one `Port` and take a grant for every frame, so the order holds across peers. A grant is at
-most GRANT bytes: that is how long a more urgent transfer waits.
+share one `Port` and take a grant for every frame, so the order holds across peers. A grant is for
+what the link moves in GRANT_S, within limits: that is how long a more urgent transfer waits.
 """
 
 import asyncio
@@ -12,28 +12,38 @@ from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-GRANT = 64 * 1024
-"""Most bytes of a grant, and so the burst: an idle port gives one grant at once."""
+GRANT_S = 0.0002
+MIN_GRANT = 64 * 1024
+MAX_GRANT = 256 * 1024
+"""Larger frames cost less processor time, which only a link of GB/s can feel."""
+_MEMORY = 0.8
+"""Weight of the past in the measured rate of an unpaced port, per grant."""
 LATENESS_S = 0.02
 """Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
+QUIET_S = 0.001
+"""A port that nobody asked for this long had nothing to do: unused time is lost."""
 PATIENCE_S = 0.005
 """An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
 
 
+Turn = tuple[int, int]
+"""(priority, arrival): the place of a transfer in its port's queue, for all of its frames."""
+
+
 @dataclass(order=True, slots=True)
 class _Ticket:
-    priority: int
-    seq: int
+    turn: Turn
     nbytes: int = field(compare=False)
     granted: asyncio.Future[None] = field(compare=False)
 
 
 class Port:
-    """Grants by (priority, arrival). A lane (a connection) has one grant at a time.
+    """Grants by turn: lowest priority number first, whole transfers in order of arrival inside.
+    A lane (a connection) has one grant at a time.
 
-    `bytes_per_s` > 0: a token bucket as deep as one grant. 0: as fast as it goes, and with
-    `exclusive` one grant at a time over all lanes, since then the receivers' sockets tell the
-    link's rate and transfers that share it would all be late.
+    `bytes_per_s` > 0: a token bucket as deep as one grant (an idle port gives one at once).
+    0: as fast as it goes, and with `exclusive` one grant at a time over all lanes, since then the
+    receivers' sockets tell the link's rate and transfers that share it would all be late.
     """
 
     def __init__(self, bytes_per_s: int, *, exclusive: bool = False) -> None:
@@ -43,30 +53,48 @@ class Port:
         self._lanes: dict[Hashable, float] = {}
         """Lanes with a grant, and when they got it."""
         self._free_at = 0.0
-        self._idle = True
+        self._quiet_since: float | None = 0.0
+        """When the last holder left and nobody waited."""
         self._timer: asyncio.TimerHandle | None = None
         self._seq = 0
+        self._moved, self._moving_s = 0.0, 0.0
+        """Bytes granted lately and how long they took."""
+
+    @property
+    def grant_bytes(self) -> int:
+        """How many bytes to take a grant for."""
+        rate = self._rate or (self._moved / self._moving_s if self._moving_s else 0.0)
+        return min(max(MIN_GRANT, int(rate * GRANT_S)), MAX_GRANT)
+
+    def arrive(self, priority: int) -> Turn:
+        """The turn of a transfer that begins now."""
+        self._seq += 1
+        return priority, self._seq
 
     @asynccontextmanager
-    async def grant(self, lane: Hashable, priority: int, nbytes: int) -> AsyncIterator[None]:
+    async def grant(self, lane: Hashable, turn: Turn, nbytes: int) -> AsyncIterator[None]:
         """Waits for the port, which is held until the block ends."""
-        await self._acquire(lane, priority, nbytes)
+        await self._acquire(lane, turn, nbytes)
         try:
             yield
         finally:
-            del self._lanes[lane]
+            loop = asyncio.get_running_loop()
+            self._moved = self._moved * _MEMORY + nbytes
+            self._moving_s = self._moving_s * _MEMORY + loop.time() - self._lanes.pop(lane)
             # Later in this turn of the loop, so that the holder's next frame competes too.
-            asyncio.get_running_loop().call_soon(self._released)
+            loop.call_soon(self._dispatch)
 
     def charge(self, nbytes: int) -> None:
         """Accounts for bytes that go past the queue (messages): later grants wait for them."""
         if self._rate:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(self._free_at, now - self._slack()) + nbytes / self._rate
+            self._give_up_quiet_time(asyncio.get_running_loop().time())
+            self._free_at += nbytes / self._rate
 
-    async def _acquire(self, lane: Hashable, priority: int, nbytes: int) -> None:
-        self._seq += 1
-        ticket = _Ticket(priority, self._seq, nbytes, asyncio.get_running_loop().create_future())
+    async def _acquire(self, lane: Hashable, turn: Turn, nbytes: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._give_up_quiet_time(loop.time())
+        self._quiet_since = None
+        ticket = _Ticket(turn, nbytes, loop.create_future())
         heapq.heappush(self._queues.setdefault(lane, []), ticket)
         self._dispatch()
         if ticket.granted.done():
@@ -76,15 +104,8 @@ class Port:
         except asyncio.CancelledError:
             if not ticket.granted.cancelled():
                 del self._lanes[lane]
-            self._released()
+            self._dispatch()
             raise
-
-    def _released(self) -> None:
-        self._dispatch()
-        self._idle = not self._queues and not self._lanes
-
-    def _slack(self) -> float:
-        return 0.0 if self._idle else LATENESS_S
 
     def _dispatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -94,13 +115,19 @@ class Port:
                 return
             self._timer.cancel()
             self._timer = None
-        self._free_at = max(self._free_at, now - self._slack())
+        self._free_at = max(self._free_at, now - LATENESS_S)
         while (lane := self._next_lane()) is not None:
             ready_at = self._ready_at(now)
             if ready_at > now:
                 self._timer = loop.call_at(ready_at, self._timer_fired)
                 return
             self._grant(lane, now)
+        if not self._queues and not self._lanes and self._quiet_since is None:
+            self._quiet_since = now
+
+    def _give_up_quiet_time(self, now: float) -> None:
+        if self._quiet_since is not None and now - self._quiet_since > QUIET_S:
+            self._free_at = max(self._free_at, now)
 
     def _timer_fired(self) -> None:
         self._timer = None
@@ -130,7 +157,6 @@ class Port:
         if not self._queues[lane]:
             del self._queues[lane]
         self._lanes[lane] = now
-        self._idle = False
         if self._rate:
             self._free_at += ticket.nbytes / self._rate
         ticket.granted.set_result(None)

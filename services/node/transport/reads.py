@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from services.node.transport.base import ReadResult
 from services.node.transport.connection import Connection
-from services.node.transport.pacing import GRANT, Port
+from services.node.transport.pacing import Port, Turn
 from services.node.transport.pool import Spawn
 from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
@@ -22,6 +22,7 @@ from services.node.transport.wire import (
 from shared.clock import wall_ns
 from shared.errors import ProtocolViolation, RegionUnknown, TransportError
 
+SCRATCH = 64 * 1024
 MAX_READS = 4096
 """Reads that one connection may have waiting; more are a ProtocolViolation."""
 _IDS = 1 << 32
@@ -29,7 +30,7 @@ _IDS = 1 << 32
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    priority: int
+    turn: Turn
     nbytes: int
     into: memoryview | None
     """None once the reader has gone: what still comes is received into scratch and dropped."""
@@ -48,7 +49,7 @@ class ReadChannel:
         self._spawn = spawn
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
-        self._scratch = memoryview(bytearray(GRANT))
+        self._scratch = memoryview(bytearray(SCRATCH))
 
     async def read(
         self, region: str, offset: int, into: memoryview, *, priority: int
@@ -56,7 +57,7 @@ class ReadChannel:
         identity = next(self._ids) % _IDS
         ended: asyncio.Future[ReadResult | TransportError]
         ended = asyncio.get_running_loop().create_future()
-        pending = _Pending(priority, len(into), into, ended)
+        pending = _Pending(self._ingress.arrive(priority), len(into), into, ended)
         self._pending[identity] = pending
         try:
             request = ReadRequest(priority, offset, len(into), region)
@@ -86,9 +87,8 @@ class ReadChannel:
                 continue
             if prefix.payload > pending.nbytes - pending.position:
                 raise ProtocolViolation(f"{prefix.payload} bytes of DATA, more than was asked for")
-            async with self._ingress.grant(self, pending.priority, prefix.payload):
+            async with self._ingress.grant(self, pending.turn, prefix.payload):
                 await self._receive(pending, prefix.payload)
-                await asyncio.sleep(0)
             if pending.position == pending.nbytes:
                 del self._pending[prefix.id]
                 _end(pending, ReadResult(pending.nbytes, pending.first_byte_ns))
@@ -129,6 +129,7 @@ def _fault(code: str, message: str) -> TransportError:
 @dataclass(slots=True, eq=False)
 class _Serving:
     request: ReadRequest
+    turn: Turn
     task: asyncio.Task[None] | None = None
     sent: int = 0
     in_frame: bool = False
@@ -175,7 +176,7 @@ class ReadServer:
             raise ProtocolViolation(f"read {identity} was asked for twice")
         if len(self._serving) >= MAX_READS:
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
-        serving = self._serving[identity] = _Serving(request)
+        serving = self._serving[identity] = _Serving(request, self._egress.arrive(request.priority))
         serving.task = self._spawn(self._serve(identity, serving))
 
     async def _stop(self, identity: int) -> None:
@@ -205,12 +206,12 @@ class ReadServer:
     async def _send_frame(self, identity: int, serving: _Serving, region: Region) -> None:
         request = serving.request
         position, end = request.offset + serving.sent, request.offset + request.nbytes
-        nbytes = min(GRANT, min(await region.beyond(position), end) - position)
-        async with self._egress.grant(self, request.priority, nbytes):
+        ready = min(await region.beyond(position), end)
+        nbytes = min(self._egress.grant_bytes, ready - position)
+        async with self._egress.grant(self, serving.turn, nbytes):
             with region.use() as buffer:
                 serving.in_frame = True
                 prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
                 await self._connection.send([prefix, buffer[position : position + nbytes]])
                 serving.in_frame = False
             serving.sent += nbytes
-            await asyncio.sleep(0)

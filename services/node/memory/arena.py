@@ -1,0 +1,129 @@
+"""Memory for weights: taken once, before any transfer, and handed out in spans.
+
+Pages are touched when the arena is made, so that no transfer ever waits for the kernel. A span
+has one owner, who frees it; whoever reads or writes it meanwhile (transport, engine) holds it,
+and a span that is held cannot be freed: cancelling an await does not stop what touches memory.
+"""
+
+import mmap
+
+from shared.errors import BadInput, CapacityExceeded, Conflict
+from shared.layout import ALIGN, Manifest
+
+PAGE = mmap.PAGESIZE
+
+
+class Span:
+    """A run of an arena's bytes. `memory` is writable; page aligned."""
+
+    def __init__(self, offset: int, memory: memoryview) -> None:
+        self.offset = offset
+        self.memory = memory
+        self.users: list[str] = []
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.memory)
+
+    def hold(self, user: str) -> None:
+        self.users.append(user)
+
+    def release(self, user: str) -> None:
+        if user not in self.users:
+            raise Conflict(f"span at {self.offset}: {user} does not hold it")
+        self.users.remove(user)
+
+
+class Arena:
+    def __init__(self, nbytes: int) -> None:
+        """Allocates and faults in `nbytes`, rounded up to whole pages."""
+        if nbytes <= 0:
+            raise BadInput(f"an arena of {nbytes} bytes")
+        self.nbytes = _round_up(nbytes, PAGE)
+        try:
+            self._memory = memoryview(
+                mmap.mmap(
+                    -1,
+                    self.nbytes,
+                    flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE,
+                )
+            )
+        except OSError as error:
+            raise CapacityExceeded(
+                f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
+                "lower node.arena_bytes"
+            ) from error
+        self._holes: list[tuple[int, int]] = [(0, self.nbytes)]
+        """Free (start, stop), ascending, never touching each other."""
+        self._spans: dict[int, Span] = {}
+
+    def close(self) -> None:
+        """Hands nothing out any more; the memory goes when the last view of it does."""
+        self._holes = []
+        self._memory = memoryview(b"")
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(stop - start for start, stop in self._holes)
+
+    def allocate(self, nbytes: int) -> Span:
+        """The first hole that fits. CapacityExceeded says how much is free."""
+        if nbytes <= 0:
+            raise BadInput(f"a span of {nbytes} bytes")
+        size = _round_up(nbytes, PAGE)
+        for index, (start, stop) in enumerate(self._holes):
+            if stop - start >= size:
+                self._holes[index : index + 1] = (
+                    [(start + size, stop)] if stop - start > size else []
+                )
+                span = Span(start, self._memory[start : start + nbytes])
+                self._spans[start] = span
+                return span
+        largest = max((stop - start for start, stop in self._holes), default=0)
+        raise CapacityExceeded(
+            f"{nbytes} bytes are wanted, {self.free_bytes} of the arena's {self.nbytes} are free, "
+            f"{largest} in one piece"
+        )
+
+    def free(self, span: Span) -> None:
+        """Conflict if the span is still held, or is not this arena's (freed already)."""
+        if self._spans.get(span.offset) is not span:
+            raise Conflict(f"span at {span.offset} is not allocated: freed twice?")
+        if span.users:
+            raise Conflict(f"span at {span.offset} is still held by {', '.join(span.users)}")
+        del self._spans[span.offset]
+        start, stop = span.offset, span.offset + _round_up(span.nbytes, PAGE)
+        before = [hole for hole in self._holes if hole[1] < start]
+        after = [hole for hole in self._holes if hole[0] > stop]
+        touching = self._holes[len(before) : len(self._holes) - len(after)]
+        start = min([start, *(hole[0] for hole in touching)])
+        stop = max([stop, *(hole[1] for hole in touching)])
+        self._holes = [*before, (start, stop), *after]
+
+
+class ModelSpace:
+    """The blocks of one model in a span, each contiguous and aligned to ALIGN."""
+
+    def __init__(self, manifest: Manifest, span: Span) -> None:
+        if span.nbytes < self.size(manifest):
+            raise BadInput(
+                f"a span of {span.nbytes} bytes for a model of {self.size(manifest)} bytes"
+            )
+        self.span = span
+        self._blocks: list[memoryview] = []
+        offset = 0
+        for block in manifest.blocks:
+            self._blocks.append(span.memory[offset : offset + block.nbytes])
+            offset += _round_up(block.nbytes, ALIGN)
+
+    @staticmethod
+    def size(manifest: Manifest) -> int:
+        """Bytes to allocate for a model."""
+        return sum(_round_up(block.nbytes, ALIGN) for block in manifest.blocks)
+
+    def block(self, index: int) -> memoryview:
+        return self._blocks[index]
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

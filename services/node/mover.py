@@ -1,0 +1,378 @@
+"""A node's part of a plan: pulls the blocks it lacks and forwards them while they arrive.
+
+Runs on the transport's loop. Every block of a hosted model is one region, readable by peers up to
+its verified chunks: a chunk is checked against the manifest before `advance` shows it to others,
+so wrong bytes go no further than the node that received them. What was verified stays: another
+revision, or another source, goes on from there.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from services.node.memory.arena import ModelSpace
+from services.node.model.packing import digest
+from services.node.transport.base import Transport
+from shared import telemetry
+from shared.clock import now, wall_ns
+from shared.errors import (
+    BadInput,
+    Conflict,
+    DigestMismatch,
+    LambdaScaleError,
+    NotFound,
+    PeerLost,
+    ProtocolViolation,
+    RegionUnknown,
+    StaleEpoch,
+    TransportTimeout,
+)
+from shared.ids import EventId, ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.scaling import Pull
+
+SOURCE_WINDOW = 32
+"""Chunk reads in flight to one source, over all its blocks, so that it knows what comes next."""
+BLOCK_WINDOW = 8
+"""Of one block: a block that its source still waits for leaves room for later ones."""
+REGION_GRACE_S = 1.0
+"""A source may learn of the plan after us: how long its regions may be unknown."""
+REGION_RETRY_S = 0.01
+OF_THE_SOURCE = (PeerLost, ProtocolViolation, TransportTimeout)
+"""Errors that end every pull from a source, not just one block's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A block is complete, verified and readable by others."""
+
+    event: EventId
+    revision: int
+    model_id: ModelId
+    block: int
+    source: NodeId
+    transport: str
+    nbytes: int
+    started_ns: int
+    first_byte_ns: int
+    finished_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A block cannot be had from its source; once a block and revision."""
+
+    event: EventId
+    revision: int
+    model_id: ModelId
+    block: int
+    source: NodeId
+    error: LambdaScaleError
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    region: str
+    buffer: memoryview
+    verified: list[bool]
+    """By chunk; in any order."""
+    ready: int = 0
+    """Leading verified chunks: what others may read."""
+    writers: set[asyncio.Task[None]] = field(default_factory=set)
+    """Reads that may still touch the buffer, cancelled ones too."""
+
+    @property
+    def complete(self) -> bool:
+        return self.ready == len(self.verified)
+
+
+@dataclass(slots=True, eq=False)
+class _Pulling:
+    """One block from one source."""
+
+    event: EventId
+    revision: int
+    step: int
+    block: int
+    source: NodeId
+    address: str
+    before: frozenset[asyncio.Task[None]]
+    """Cancelled reads of an earlier source, which have the buffer until they have ended."""
+    reads: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    started_ns: int = 0
+    first_byte_ns: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Model:
+    id: ModelId
+    manifest: Manifest
+    space: ModelSpace
+    blocks: list[_Block]
+    event: EventId | None = None
+    revision: int = 0
+    pulls: dict[int, _Pulling] = field(default_factory=dict)
+    dropping: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def of(self, source: NodeId) -> list[_Pulling]:
+        return sorted(
+            (pulling for pulling in self.pulls.values() if pulling.source == source),
+            key=lambda pulling: pulling.step,
+        )
+
+
+class Mover:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+    ) -> None:
+        self._transport = transport
+        self._on_arrived = on_arrived
+        self._on_failed = on_failed
+        self._models: dict[ModelId, _Model] = {}
+        self._log = telemetry.logger("mover")
+
+    def host(
+        self, model_id: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int]
+    ) -> None:
+        """Makes the model's blocks readable by peers: `held` ones now, others as they come."""
+        if model_id in self._models:
+            raise Conflict(f"model {model_id} is hosted already")
+        model = _Model(model_id, manifest, space, [])
+        for spec in manifest.blocks:
+            block = _Block(
+                f"{model_id}/{spec.index}", space.block(spec.index), [False] * len(spec.digests)
+            )
+            model.blocks.append(block)
+            self._transport.register(block.region, block.buffer)
+        self._models[model_id] = model
+        space.span.hold(_user(model_id))
+        for index in held:
+            self.mark_held(model_id, index)
+
+    def mark_held(self, model_id: ModelId, block: int) -> None:
+        """The block's bytes are there, verified, by other means than a pull."""
+        model = self._hosted(model_id)
+        pulling = model.pulls.get(block)
+        if pulling is not None:
+            self._end(model, pulling)
+        held = model.blocks[block]
+        held.verified = [True] * len(held.verified)
+        self._advance(model, block)
+
+    def apply(
+        self,
+        model_id: ModelId,
+        event: EventId,
+        revision: int,
+        pulls: Sequence[Pull],
+        addresses: Mapping[NodeId, str],
+    ) -> None:
+        """Pulls these blocks, in step order from each source; replaces what was applied before.
+
+        A block in flight from the same source goes on. NotFound: the model is not hosted;
+        StaleEpoch: a newer revision of the event is applied; BadInput: nothing was changed.
+        """
+        model = self._hosted(model_id)
+        _check(model, event, revision, pulls, addresses)
+        model.event, model.revision = event, revision
+        wanted = {pull.block: pull for pull in pulls if not model.blocks[pull.block].complete}
+        for pulling in list(model.pulls.values()):
+            pull = wanted.get(pulling.block)
+            if pull and (pull.source, addresses[pull.source]) == (pulling.source, pulling.address):
+                pulling.event, pulling.revision, pulling.step = event, revision, pull.step
+                del wanted[pull.block]
+            else:
+                self._end(model, pulling)
+        for pull in wanted.values():
+            model.pulls[pull.block] = _Pulling(
+                event,
+                revision,
+                pull.step,
+                pull.block,
+                pull.source,
+                addresses[pull.source],
+                frozenset(model.blocks[pull.block].writers),
+            )
+        for source in {pulling.source for pulling in model.pulls.values()}:
+            self._fill(model, source)
+
+    async def drop(self, model_id: ModelId) -> None:
+        """Ends the model's pulls and its regions; once it returns nothing touches its space."""
+        model = self._models.get(model_id)
+        if model is None:
+            return
+        async with model.dropping:
+            if self._models.get(model_id) is not model:
+                return
+            for pulling in list(model.pulls.values()):
+                self._end(model, pulling)
+            await asyncio.gather(*(self._transport.unregister(b.region) for b in model.blocks))
+            writers = [task for block in model.blocks for task in block.writers]
+            if writers:
+                await asyncio.wait(writers)
+            del self._models[model_id]
+            model.space.span.release(_user(model_id))
+
+    async def close(self) -> None:
+        for model_id in list(self._models):
+            await self.drop(model_id)
+
+    # --- pulling ---------------------------------------------------------------
+
+    def _hosted(self, model_id: ModelId) -> _Model:
+        model = self._models.get(model_id)
+        if model is None or model.dropping.locked():
+            raise NotFound(f"model {model_id} is not hosted here")
+        return model
+
+    def _fill(self, model: _Model, source: NodeId) -> None:
+        """Keeps the window to a source full, earliest step first."""
+        pulls = model.of(source)
+        room = SOURCE_WINDOW - sum(len(pulling.reads) for pulling in pulls)
+        for pulling in pulls:
+            of_block = min(room, BLOCK_WINDOW - len(pulling.reads))
+            for chunk in islice(_missing(model, pulling), max(0, of_block)):
+                self._begin(model, pulling, chunk)
+                room -= 1
+
+    def _begin(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+        pulling.started_ns = pulling.started_ns or wall_ns()
+        task = asyncio.get_running_loop().create_task(
+            self._fetch(model, pulling, chunk), name=f"{model.id}/{pulling.block}/{chunk}"
+        )
+        pulling.reads[chunk] = task
+        model.blocks[pulling.block].writers.add(task)
+        task.add_done_callback(lambda done: self._fetched(model, pulling, chunk, done))
+
+    async def _fetch(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+        """One chunk, verified; a mismatch is read once more."""
+        if pulling.before:
+            await asyncio.wait(pulling.before)
+        offset, nbytes = model.manifest.chunk_range(pulling.block, chunk)
+        into = model.blocks[pulling.block].buffer[offset : offset + nbytes]
+        expected = model.manifest.blocks[pulling.block].digests[chunk]
+        for _ in range(2):
+            await self._read(pulling, model.blocks[pulling.block].region, offset, into)
+            if digest(into) == expected:
+                return
+        raise DigestMismatch(
+            f"block {pulling.block}, chunk {chunk}: the bytes that {pulling.source} sends "
+            "are not the manifest's (read twice)"
+        )
+
+    async def _read(self, pulling: _Pulling, region: str, offset: int, into: memoryview) -> None:
+        deadline = now() + REGION_GRACE_S
+        while True:
+            try:
+                result = await self._transport.read(
+                    pulling.address, region, offset, into, priority=pulling.step
+                )
+            except RegionUnknown:
+                if now() >= deadline:
+                    raise
+                await asyncio.sleep(REGION_RETRY_S)
+            else:
+                pulling.first_byte_ns = pulling.first_byte_ns or result.first_byte_ns
+                return
+
+    def _fetched(
+        self, model: _Model, pulling: _Pulling, chunk: int, task: asyncio.Task[None]
+    ) -> None:
+        model.blocks[pulling.block].writers.discard(task)
+        del pulling.reads[chunk]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if pulling.ended:
+            return
+        if error is None:
+            self._verified(model, pulling, chunk)
+            self._fill(model, pulling.source)
+        elif isinstance(error, OF_THE_SOURCE):
+            for each in model.of(pulling.source):
+                self._fail(model, each, type(error)(str(error)))
+        elif isinstance(error, LambdaScaleError):
+            self._fail(model, pulling, error)
+            self._fill(model, pulling.source)
+        else:
+            self._log.error("a pull ended with a bug", block=pulling.block, exc_info=error)
+            self._fail(model, pulling, LambdaScaleError(f"bug: {error!r}"))
+
+    def _verified(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+        block = model.blocks[pulling.block]
+        block.verified[chunk] = True
+        self._advance(model, pulling.block)
+        if not block.complete:
+            return
+        self._end(model, pulling)
+        self._on_arrived(
+            Arrival(
+                pulling.event,
+                pulling.revision,
+                model.id,
+                pulling.block,
+                pulling.source,
+                self._transport.name,
+                len(block.buffer),
+                pulling.started_ns,
+                pulling.first_byte_ns,
+                wall_ns(),
+            )
+        )
+
+    def _advance(self, model: _Model, index: int) -> None:
+        """Shows others the verified chunks, as far as they lead without a gap."""
+        block, ready = model.blocks[index], model.blocks[index].ready
+        while ready < len(block.verified) and block.verified[ready]:
+            ready += 1
+        if ready > block.ready:
+            block.ready = ready
+            self._transport.advance(block.region, sum(model.manifest.chunk_range(index, ready - 1)))
+
+    def _fail(self, model: _Model, pulling: _Pulling, error: LambdaScaleError) -> None:
+        self._end(model, pulling)
+        self._on_failed(
+            Failure(pulling.event, pulling.revision, model.id, pulling.block, pulling.source, error)
+        )
+
+    def _end(self, model: _Model, pulling: _Pulling) -> None:
+        pulling.ended = True
+        del model.pulls[pulling.block]
+        for task in pulling.reads.values():
+            task.cancel()
+
+
+def _missing(model: _Model, pulling: _Pulling) -> Iterator[int]:
+    block = model.blocks[pulling.block]
+    for chunk in range(block.ready, len(block.verified)):
+        if not block.verified[chunk] and chunk not in pulling.reads:
+            yield chunk
+
+
+def _check(
+    model: _Model,
+    event: EventId,
+    revision: int,
+    pulls: Sequence[Pull],
+    addresses: Mapping[NodeId, str],
+) -> None:
+    if event == model.event and revision < model.revision:
+        raise StaleEpoch(f"revision {revision} of {event}: {model.revision} is applied already")
+    blocks = [pull.block for pull in pulls]
+    if len(set(blocks)) < len(blocks):
+        raise BadInput("a plan pulls a block twice")
+    for pull in pulls:
+        if not 0 <= pull.block < len(model.blocks):
+            raise BadInput(f"model {model.id} has no block {pull.block}")
+        if pull.source not in addresses:
+            raise BadInput(f"no address is known of {pull.source}, the source of {pull.block}")
+
+
+def _user(model_id: ModelId) -> str:
+    return f"transport of {model_id}"
