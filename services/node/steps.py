@@ -16,6 +16,7 @@ from services.node.engine.base import Engine, StageBatch, StageResult
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
+    BadInput,
     CapacityExceeded,
     LambdaScaleError,
     NotFound,
@@ -100,6 +101,7 @@ class Steps:
                 f"node {self._node} does not have model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
             )
+        check_tokens(submit, manifest)
         held = self._engine.held(submit.model_id)
         self._do(self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held))
 
@@ -199,11 +201,21 @@ class Steps:
     def _check_width(self, message: Forward, hidden: torch.Tensor) -> None:
         manifest = self._models.get(message.path.model_id)
         width = hidden.shape[1]
-        if manifest and manifest.config.get("hidden_size", width) != width:
+        if manifest and manifest.config["hidden_size"] != width:
             raise ProtocolViolation(
                 f"hidden states {width} wide for model {message.path.model_id}, "
                 f"which has {manifest.config['hidden_size']}"
             )
+
+
+def check_tokens(submit: Submit, manifest: Manifest) -> None:
+    """BadInput for token ids that the model does not have: they would fail the whole batch."""
+    vocab_size = manifest.config["vocab_size"]
+    if submit.tokens and max(submit.tokens) >= vocab_size:
+        raise BadInput(
+            f"request {submit.request} has token id {max(submit.tokens)}, "
+            f"model {submit.model_id} has {vocab_size}"
+        )
 
 
 def _failure(error: LambdaScaleError) -> Failure:

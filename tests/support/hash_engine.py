@@ -23,7 +23,7 @@ _PRIME = 65521
 
 def hash_manifest(n_blocks: int) -> Manifest:
     blocks = tuple(BlockSpec(i, i, i, 1, (), (b"",)) for i in range(n_blocks))
-    return Manifest("HashForCausalLM", {"hidden_size": HIDDEN}, 1, blocks)
+    return Manifest("HashForCausalLM", {"hidden_size": HIDDEN, "vocab_size": VOCAB}, 1, blocks)
 
 
 def continuation(prompt: tuple[int, ...], count: int, n_blocks: int, seed: int = 0) -> list[int]:

@@ -11,12 +11,14 @@ from services.node.engine.base import Engine, StageBatch
 from services.node.transport.base import Buffer
 from services.node.worker import Worker
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.layout import Manifest
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
 from tests.support.hash_engine import HashEngine, hash_manifest
 
 MODEL = ModelId("m")
 BLOCKS = 6
+HASH_MODEL = hash_manifest(BLOCKS)
 GATEWAY = GatewayId("g")
 
 
@@ -38,6 +40,7 @@ def submit(
     max_tokens: int = 8,
     attempt: int = 1,
     seed: int = 0,
+    temperature: float = 0.0,
     stop_ids: tuple[int, ...] = (),
     gateway: GatewayId = GATEWAY,
 ) -> Submit:
@@ -52,7 +55,7 @@ def submit(
         prompt_tokens=len(prompt),
         max_tokens=max_tokens,
         stop_ids=stop_ids,
-        sampling=Sampling(seed=seed),
+        sampling=Sampling(seed=seed, temperature=temperature),
     )
 
 
@@ -114,7 +117,15 @@ class Gate:
 class Cluster:
     """Workers whose messages go straight into each other's queue."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffers: Sequence[bytearray],
+        make_engine: Callable[[int], Engine],
+    ) -> None:
+        self._manifest = manifest
+        self._buffers = buffers
+        self._make_engine = make_engine
         self.workers: dict[str, Worker] = {}
         self.engines: dict[str, HashEngine] = {}
         self.attempts: dict[tuple[str, int], Attempt] = {}
@@ -135,9 +146,11 @@ class Cluster:
         step_floor_s: float,
     ) -> Worker:
         def make_engine() -> Engine:
-            return self.engines[name]
+            engine = self._make_engine(kv_capacity)
+            if isinstance(engine, HashEngine):
+                self.engines[name] = engine
+            return engine
 
-        self.engines[name] = HashEngine(kv_capacity)
         worker = self.workers[name] = Worker(
             node=NodeId(name),
             make_engine=make_engine,
@@ -148,9 +161,9 @@ class Cluster:
             emit=self._emit,
         )
         worker.start()
-        await worker.open_model(MODEL, hash_manifest(BLOCKS))
-        for block in range(BLOCKS):
-            await worker.attach(MODEL, block, memoryview(b""))
+        await worker.open_model(MODEL, self._manifest)
+        for block, buffer in enumerate(self._buffers):
+            await worker.attach(MODEL, block, memoryview(buffer))
         return worker
 
     def gate(self, node: str, request: str, index: int) -> Gate:
@@ -193,9 +206,12 @@ async def cluster(
     step_tokens: int = 4,
     step_floor_s: float = 0.0,
     kv_capacity: Mapping[str, int] = MappingProxyType({}),
+    manifest: Manifest = HASH_MODEL,
+    buffers: Sequence[bytearray] = (bytearray(),) * BLOCKS,
+    make_engine: Callable[[int], Engine] = HashEngine,
 ) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        made = Cluster()
+        made = Cluster(manifest, buffers, make_engine)
         for name in names:
             worker = await made.add(
                 name,

@@ -17,7 +17,7 @@ from shared.errors import (
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
-from tests.support.hash_engine import continuation, hash_manifest
+from tests.support.hash_engine import VOCAB, continuation, hash_manifest
 from tests.support.worker_cluster import (
     BLOCKS,
     GATEWAY,
@@ -214,6 +214,8 @@ async def test_refuses_what_it_cannot_serve() -> None:
             submit("r", stages(("a", 0, 3), ("a", 3, BLOCKS))),
             submit("r", ()),
             submit("r", WHOLE, prompt=()),
+            submit("r", WHOLE, prompt=(3, VOCAB)),
+            submit("r", WHOLE, prompt=(3, -1)),
             submit("r", WHOLE, so_far=ids),
         ):
             with pytest.raises(BadInput):
