@@ -135,7 +135,7 @@ class Api:
                 return await _stream(request, generation, answers)
             texts: list[list[str]] = [[] for _ in choices]
             async for deltas in generation.deltas(None):
-                for choice, text in deltas:
+                for choice, text, _ in deltas:
                     texts[choice.index].append(text)
             return web.Response(body=answers.whole(texts), content_type="application/json")
 

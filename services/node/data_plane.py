@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from structlog.stdlib import BoundLogger
@@ -41,7 +42,8 @@ class DataPlane:
         on_failed: Callable[[Failure], None],
     ) -> None:
         """The four callbacks are called on the data loop and must not block."""
-        self._make = lambda: TcpTransport(
+        self._make = partial(
+            TcpTransport,
             host,
             port,
             link_bytes_per_s=link_bytes_per_s,

@@ -347,7 +347,6 @@ class Hosting:
         else:
             await self._data.drop(message.model_id)
             del self._hosted[message.model_id]
-            hosted.space.close()
             self._arena.free(hosted.span)
 
     async def forget(self, model: ModelId) -> None:

@@ -76,7 +76,6 @@ class NodeService(Service):
         self._loop = asyncio.get_running_loop()
         self._store = Store(Path(config.data_dir) / "store")
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
-        self.resources.callback(arena.close)
         self._worker = Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(config.device, config.kv_tokens, config.threads),

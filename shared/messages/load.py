@@ -36,3 +36,5 @@ class NodeLoad(Message, frozen=True, kw_only=True, tag="node_load"):
     kv_capacity: int
     tokens_out: int
     """Tokens sampled here since the node started."""
+    violations: int = 0
+    """Malformed stage messages that were refused since then."""

@@ -1,6 +1,7 @@
 """The requests of one model: those that wait, and those that run on its instances.
 
-Requests wait first-in first-out; one that is resumed goes to the head. Whenever a slot may have
+Requests wait first-in first-out; one that is resumed goes to the head; only one that was refused
+by whoever is free lets others go first. Whenever a slot may have
 come free, requests on moving instances get it first, then the queue.
 """
 
@@ -105,7 +106,9 @@ class Model:
             self._out.append(Served(self.name, route.instance, route.trace, request.progress_at))
         request.tokens.append(token.token)
         request.progress_at = request.waiting_since = now
-        route.refusals = 0
+        route.refusals = request.refusals = 0
+        if request.shunned:
+            request.shunned.clear()
         route.tokens += request.remaining - request.charge
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
@@ -166,11 +169,15 @@ class Model:
         self._move(now)
         draw = self._rules.draw
         routes = self.table.routes.values()
-        while self.queue:
-            route = routing.choose(routes, now, draw(), draw())
+        position = 0
+        while position < len(self.queue) and any(route.takes(now) for route in routes):
+            request = self.queue[position]
+            route = routing.choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
-                return
-            self._start(self.queue.popleft(), route, now)
+                position += 1  # whoever takes some took not this one: the next may go first
+                continue
+            del self.queue[position]
+            self._start(request, route, now)
 
     def load(self) -> ModelLoad:
         routes = self.table.routes
@@ -232,9 +239,11 @@ class Model:
         self._out.append(Send(instance.leader, submit))
 
     def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:
-        """Ends the attempt; its instance is left alone for a while."""
+        """Ends the attempt; its instance is left alone for a while, most of all by the request."""
         route = self._route(request)
         route.avoid(now)
+        request.shunned[route.instance.id] = now + routing.pause(request.refusals)
+        request.refusals += 1
         self._take_off(route, request, detail)
         self._requeue([request], reason, detail)
 

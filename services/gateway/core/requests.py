@@ -57,6 +57,10 @@ class Request:
     attempt: int = 0
     """Number of the current attempt, or of the last one; 0 before the first."""
     failures: int = 0
+    refusals: int = 0
+    """Of its attempts, since its last token."""
+    shunned: dict[InstanceId, float] = field(default_factory=dict)
+    """Instances that refused it, and until when it keeps away from them."""
     instance: InstanceId | None = None
     """Where the attempt runs, exactly in SUBMITTED and STREAMING."""
     progress_at: float = 0.0

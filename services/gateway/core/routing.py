@@ -6,7 +6,7 @@ no free slot is no candidate: what finds none stays in the gateway's queue, wher
 it and from where a new instance gets it the moment it appears.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.core.requests import Request
@@ -14,7 +14,8 @@ from shared.ids import InstanceId, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 
 AVOID_S = 0.05
-"""How long an instance is left alone after a refusal; doubles with each one that follows."""
+"""How long an instance is left alone after a refusal; doubles with each one that follows. The
+request that it refused keeps away likewise, so that others can go first: it may be too large."""
 AVOID_MAX_S = 1.0
 HOP_STEPS = 0.25
 """What a token gains by leaving a path, in decode steps for each hop of the path."""
@@ -52,8 +53,8 @@ class Route:
         return self.tokens / self.instance.capacity
 
     def avoid(self, now: float) -> None:
-        self.avoid_until = now + min(AVOID_S * 2**self.refusals, AVOID_MAX_S)
-        self.refusals = min(self.refusals + 1, 16)
+        self.avoid_until = now + pause(self.refusals)
+        self.refusals += 1
 
 
 class Table:
@@ -92,12 +93,26 @@ class Table:
         return gone
 
 
-def choose(routes: Iterable[Route], now: float, first: float, second: float) -> Route | None:
+def pause(refusals: int) -> float:
+    """How long to keep away after one more refusal."""
+    return min(AVOID_S * 2 ** min(refusals, 16), AVOID_MAX_S)
+
+
+def choose(
+    routes: Iterable[Route],
+    now: float,
+    first: float,
+    second: float,
+    shunned: Mapping[InstanceId, float],
+) -> Route | None:
     """The less loaded of two candidates drawn at random; None if there is no candidate.
 
-    `first` and `second` are uniform in [0, 1).
+    `first` and `second` are uniform in [0, 1); `shunned` names instances that are no candidates
+    before some time.
     """
-    candidates = [route for route in routes if route.takes(now)]
+    candidates = [
+        route for route in routes if route.takes(now) and shunned.get(route.instance.id, now) <= now
+    ]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     i = int(first * len(candidates))

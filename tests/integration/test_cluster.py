@@ -1,0 +1,174 @@
+"""The main job with real processes: every token equals the oracle's, whatever happens meanwhile."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.cli.demo_model import make_checkpoint
+from shared import subjects
+from shared.ids import GatewayId, InstanceId, NodeId, RequestId
+from shared.messages import Message, Ok
+from shared.messages.instances import Stage
+from shared.messages.pool import PoolQuery, PoolState
+from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
+from shared.messages.serving import Sampling, Submit, Tokens
+from tests.support.cluster import MODEL, Oracle, Running, prompts, running
+from tests.support.models import TINY
+
+TOKENS = 24
+SLOW_LINKS = {
+    "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.6 MB takes 3 s
+    "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
+    "LAMBDASCALE_NODE_SLOTS": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_checkpoint(path, TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+def check(oracle: Oracle, asked: Sequence[Sequence[int]], tokens: Sequence[list[int]]) -> None:
+    for prompt, got in zip(asked, tokens, strict=True):
+        assert got == oracle.tokens(prompt, len(got))
+
+
+async def scale(up: Running, count: int) -> None:
+    await up.bus.request(
+        subjects.PLANNER_SCALE,
+        SetInstances(name=MODEL, instances=count),
+        ScaleAccepted,
+        timeout=5.0,
+    )
+    await up.replicas(count)
+
+
+async def test_one_node_and_paths_of_two_to_five_stages(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    async with running(tmp_path, checkpoint, nodes=5, blocks=6) as up:
+        asked = prompts(3, TINY.vocab_size)
+        answers = await up.ask_all(asked, TOKENS)
+        check(oracle, asked, [answer.tokens for answer in answers])
+        assert [answer.finish for answer in answers] == ["length"] * 3
+
+        await scale(up, 5)
+        pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=5.0)
+        nodes = [(view.info.node, view.info.address) for view in pool.nodes]
+        for count in range(2, 6):
+            cuts = [up.record.n_blocks * i // count for i in range(count + 1)]
+            stages = tuple(
+                Stage(node, address, start, stop)
+                for (node, address), start, stop in zip(nodes, cuts, cuts[1:], strict=False)
+            )
+            tokens = await asyncio.gather(*(over_path(up, stages, prompt) for prompt in asked))
+            check(oracle, asked, tokens)
+
+
+async def over_path(up: Running, stages: tuple[Stage, ...], prompt: list[int]) -> list[int]:
+    """Submits to a path as a gateway does, and collects what it streams."""
+    gateway = GatewayId(f"test-{len(stages)}-{prompt[0]}-{prompt[1]}")
+    got: list[int] = []
+    over = asyncio.Event()
+
+    async def receive(message: Message) -> None:
+        assert isinstance(message, Tokens)
+        assert not message.failed, message.failed
+        for token in message.tokens:
+            assert token.index == len(got)
+            got.append(token.token)
+            if token.finish:
+                over.set()
+
+    subscription = await up.bus.subscribe(subjects.gateway_tokens(gateway), receive)
+    submit = Submit(
+        request=RequestId(gateway),
+        attempt=0,
+        gateway=gateway,
+        model_id=up.record.model_id,
+        instance=InstanceId("by-hand"),
+        stages=stages,
+        tokens=tuple(prompt),
+        prompt_tokens=len(prompt),
+        max_tokens=TOKENS,
+        stop_ids=(),
+        sampling=Sampling(),
+    )
+    await up.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=5.0)
+    async with asyncio.timeout(30):
+        await over.wait()
+    await subscription.close()
+    return got
+
+
+async def test_scale_out_under_load_and_back(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    """Requests begun while blocks arrive, over partial nodes, across the switch, then scale-in."""
+    async with running(tmp_path, checkpoint, nodes=5, settings=SLOW_LINKS) as up:
+        asked = prompts(40, TINY.vocab_size)
+        answers = await up.ask_all(asked, 60)
+        assert {answer.error for answer in answers} == {""}
+        check(oracle, asked, [answer.tokens for answer in answers])
+
+        event = up.watch.scale_out()
+        assert event is not None
+        assert event.state is EventState.COMPLETE
+        assert len(event.targets) == 4
+        assert event.bytes_moved == 4 * event.nbytes
+        assert any(token.stages > 1 for token in up.watch.partial_tokens)
+        assert up.watch.switched
+        await up.replicas(1)
+
+
+async def test_node_killed_while_it_receives_and_relays(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    async with running(tmp_path, checkpoint, nodes=5, settings=SLOW_LINKS) as up:
+        asked = prompts(40, TINY.vocab_size)
+        load = asyncio.gather(*(up.ask(prompt, 40) for prompt in asked))
+        await up.until(lambda: 8 <= len(pulled(up)) < 20, "a transfer in its middle")
+        victim = next(a.node for a in pulled(up) if a.node != "node-0")
+        up.kill(victim)
+        answers = await load
+        assert {answer.error for answer in answers} == {""}
+        check(oracle, asked, [answer.tokens for answer in answers])
+        event = up.watch.scale_out()
+        assert event is not None
+        assert event.state is EventState.COMPLETE
+        assert event.revision > 0
+        assert victim not in event.targets
+
+
+def pulled(up: Running) -> list[BlockArrived]:
+    return [a for a in up.watch.arrivals if a.source != a.node]
+
+
+async def test_node_killed_in_the_middle_of_its_streams(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    settings = {"LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05"}
+    async with running(tmp_path, checkpoint, nodes=3, settings=settings) as up:
+        await scale(up, 3)
+        asked = prompts(9, TINY.vocab_size)
+        load = asyncio.gather(*(up.ask(prompt, 60) for prompt in asked))
+        await up.until(lambda: serving(up, NodeId("node-1")) > 0, "requests on node-1")
+        up.kill("node-1")
+        answers = await load
+        assert {answer.error for answer in answers} == {""}
+        assert [len(answer.tokens) for answer in answers] == [60] * len(asked)
+        check(oracle, asked, [answer.tokens for answer in answers])
+
+
+def serving(up: Running, node: NodeId) -> int:
+    load = up.watch.load
+    return load.instance_requests.get(InstanceId(f"replica-{node}"), 0) if load else 0
