@@ -109,6 +109,27 @@ async def test_a_watch_tells_what_ended_while_the_server_was_away(restartable: N
             assert (gone.key, gone.op) == ("lease", KvOp.DELETE)
 
 
+async def test_a_resumed_watch_tells_what_left_no_marker(nats_server: NatsServer) -> None:
+    raw = await nats.connect(nats_server.url)
+    async with FaultProxy(port_of(nats_server.url)) as proxy:
+        config = BusConfig(url=f"nats://127.0.0.1:{proxy.port}")
+        async with NatsBus(config, "far") as far, asyncio.timeout(WAIT_S):
+            bucket = await far.kv("bucket")
+            await bucket.put("kept", b"1")
+            await bucket.put("gone", b"1")
+            async with aclosing(bucket.watch()) as watch:
+                entries = [await anext(watch) for _ in range(3)]
+                assert entries[-1] is None
+                await raw.jetstream().purge_stream("KV_bucket", subject="$KV.bucket.gone")
+                proxy.drop()
+                gone = await anext(watch)
+                assert gone is not None
+                assert (gone.key, gone.op, gone.value) == ("gone", KvOp.DELETE, b"")
+                again = await bucket.put("gone", b"2")
+                assert await anext(watch) == KvEntry("gone", b"2", again)
+    await raw.close()
+
+
 async def test_state_survives_a_crash(restartable: NatsServer) -> None:
     async with NatsBus(BusConfig(url=restartable.url), "one") as bus:
         bucket, objects = await bus.kv("bucket"), await bus.objects()

@@ -28,8 +28,7 @@ class FaultProxy:
     ) -> None:
         if self._server is not None:
             self._server.close()
-        for client in self._clients:
-            client.close()
+        self.drop()
         async with self._changed:
             await self._changed.wait_for(lambda: not self._clients)
 
@@ -37,6 +36,11 @@ class FaultProxy:
         """Waits until there have been this many connections."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._connections >= times)
+
+    def drop(self) -> None:
+        """Breaks the present connections; later ones work."""
+        for client in self._clients:
+            client.close()
 
     def silence(self) -> None:
         """Present connections stay open and carry nothing more; later ones work."""
