@@ -2,7 +2,7 @@
 
 Errors are `shared.errors`: BusTimeout, NoResponders, BadMessage, KeyExists, BusError. A handler
 that raises never breaks a subscription: in `serve` the requester gets the typed error, in
-`subscribe` it is logged and counted.
+`subscribe` it is logged and counted. A write that ends in BusTimeout may have happened or not.
 """
 
 import enum
@@ -93,7 +93,10 @@ class Bus(Protocol):
         """Calls the handler one message after the other, in the order received."""
 
     async def serve(self, subject: str, server: Server) -> Subscription:
-        """Answers requests, several at a time; Ping is answered by the bus itself."""
+        """Answers requests, several at a time; Ping is answered by the bus itself.
+
+        Of several servers of a subject, one gets each request.
+        """
 
     async def kv(self, bucket: str) -> KeyValue:
         """The bucket, made if missing."""
