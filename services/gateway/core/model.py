@@ -242,7 +242,7 @@ class Model:
         """Ends the attempt; its instance is left alone for a while, most of all by the request."""
         route = self._route(request)
         route.avoid(now)
-        request.shunned[route.instance.id] = now + routing.pause(request.refusals)
+        request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
         request.refusals += 1
         self._take_off(route, request, detail)
         self._requeue([request], reason, detail)

@@ -15,7 +15,7 @@ from shared.messages.instances import Instance, InstanceSet, InstanceState
 
 AVOID_S = 0.05
 """How long an instance is left alone after a refusal; doubles with each one that follows. The
-request that it refused keeps away likewise, so that others can go first: it may be too large."""
+request that it refused keeps away twice as long, so that others go first: it may be too large."""
 AVOID_MAX_S = 1.0
 HOP_STEPS = 0.25
 """What a token gains by leaving a path, in decode steps for each hop of the path."""
@@ -95,7 +95,7 @@ class Table:
 
 def pause(refusals: int) -> float:
     """How long to keep away after one more refusal."""
-    return min(AVOID_S * 2 ** min(refusals, 16), AVOID_MAX_S)
+    return min(AVOID_S * float(1 << min(refusals, 16)), AVOID_MAX_S)
 
 
 def choose(

@@ -89,7 +89,7 @@ def test_the_choice_is_free_and_not_the_fullest(
         route(replica(i, slots=2), tokens=tokens, requests=2 if full else 1)
         for i, (tokens, full) in enumerate(loads)
     ]
-    chosen = choose(routes, 0.0, first, second)
+    chosen = choose(routes, 0.0, first, second, {})
     free = [r for r in routes if len(r.requests) < 2]
     if not free:
         assert chosen is None
@@ -103,13 +103,13 @@ def test_load_is_counted_by_capacity(draws: list[tuple[float, float]]) -> None:
     """A path of two nodes at half the capacity is twice as loaded by the same tokens."""
     routes = [route(path(1, 2), tokens=60), route(replica(3), tokens=100)]
     for first, second in draws:
-        chosen = choose(routes, 0.0, first, second)
+        chosen = choose(routes, 0.0, first, second, {})
         assert chosen is routes[1]
 
 
 @pytest.mark.parametrize("state", [InstanceState.DRAINING, InstanceState.MOVING])
 def test_only_serving_instances_take_requests(state: InstanceState) -> None:
-    assert choose([route(replica(1, state=state))], 0.0, 0.0, 0.0) is None
+    assert choose([route(replica(1, state=state))], 0.0, 0.0, 0.0, {}) is None
 
 
 def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
@@ -120,8 +120,14 @@ def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
         waits.append(one.avoid_until - 100.0)
     assert waits[:3] == pytest.approx([AVOID_S, 2 * AVOID_S, 4 * AVOID_S])
     assert waits[-1] == AVOID_MAX_S
-    assert choose([one], 100.5, 0.0, 0.0) is None
-    assert choose([one], 101.0, 0.0, 0.0) is one
+    assert choose([one], 100.5, 0.0, 0.0, {}) is None
+    assert choose([one], 101.0, 0.0, 0.0, {}) is one
+
+
+def test_a_request_keeps_away_from_what_refused_it() -> None:
+    routes = [route(replica(1)), route(replica(2), tokens=99)]
+    assert choose(routes, 5.0, 0.0, 0.0, {replica(1).id: 6.0}) is routes[1]
+    assert choose(routes, 6.0, 0.0, 0.0, {replica(1).id: 6.0}) is routes[0]
 
 
 def test_the_refuge_is_the_emptiest_replica() -> None:

@@ -1,0 +1,186 @@
+"""Single steps of the dispatch core that the property test does not pin down."""
+
+import pytest
+
+from services.gateway.core.commands import Command, Emit, End, Resumed, Send, Withdraw
+from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.model import Rules
+from services.gateway.core.requests import Request
+from services.gateway.core.routing import AVOID_S
+from shared.errors import BadInput, BusTimeout, CapacityExceeded, NotFound
+from shared.ids import GatewayId, ModelId, ModelName, RequestId
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.serving import Sampling, Token, Tokens
+from tests.unit.gateway.support import path, replica
+
+NAME, MODEL = ModelName("m"), ModelId("m-id")
+STALL_S = 20.0
+
+
+class Driver:
+    """A dispatch core with one model and its own time."""
+
+    def __init__(self, *instances: Instance) -> None:
+        rules = Rules(GatewayId("g"), lambda: 0.0, 10, 60.0, STALL_S, 3)
+        self.dispatch = Dispatch(rules)
+        self.dispatch.add_model(NAME, MODEL)
+        self.now = 0.0
+        self.revision = 0
+        self.publish(*instances)
+
+    def publish(self, *instances: Instance) -> list[Command]:
+        self.revision += 1
+        new = InstanceSet(
+            name=NAME, model_id=MODEL, epoch=1, revision=self.revision, instances=instances
+        )
+        return self.dispatch.on_instances(new, self.now)
+
+    def admit(self, *names: str, prompt: int = 4, max_tokens: int = 100) -> list[Command]:
+        requests = [
+            Request(
+                RequestId(name),
+                MODEL,
+                tuple(range(prompt)),
+                max_tokens,
+                (),
+                Sampling(),
+                self.now,
+            )
+            for name in names
+        ]
+        return self.dispatch.admit(requests, self.now)
+
+    def give(self, name: str, attempt: int, index: int, finish: str = "") -> list[Command]:
+        token = Token(RequestId(name), attempt, index, 7, finish)
+        message = Tokens(node=replica(1).leader, tokens=(token,))
+        return self.dispatch.on_tokens(message, self.now)
+
+    def refuse(self, name: str, attempt: int) -> list[Command]:
+        error = CapacityExceeded("full")
+        return self.dispatch.on_not_taken(RequestId(name), attempt, error, self.now)
+
+    def later(self, seconds: float) -> list[Command]:
+        self.now += seconds
+        return self.dispatch.on_tick(self.now)
+
+
+def sent(commands: list[Command]) -> list[tuple[str, str, int]]:
+    return [
+        (command.submit.request, command.submit.instance, command.submit.attempt)
+        for command in commands
+        if isinstance(command, Send)
+    ]
+
+
+def test_requests_wait_in_order_for_a_slot() -> None:
+    driver = Driver(replica(1, slots=2))
+    assert [name for name, *_ in sent(driver.admit("a", "b", "c", "d"))] == ["a", "b"]
+    assert sent(driver.give("b", 1, 0, "stop")) == [("c", "replica-1", 1)]
+    assert [name for name, *_ in sent(driver.publish(replica(1, slots=3)))] == ["d"]
+
+
+def test_a_resumed_request_goes_first() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("a", "b")
+    assert not sent(driver.refuse("a", 1))
+    assert sent(driver.publish(replica(2, slots=1))) == [("a", "replica-2", 2)]
+
+
+def test_who_is_refused_lets_others_go_first() -> None:
+    """It may ask for more than the instance has, which must not hold up the rest."""
+    driver = Driver(replica(1, slots=1))
+    driver.admit("large", "small")
+    assert not sent(driver.refuse("large", 1))
+    assert sent(driver.later(AVOID_S)) == [("small", "replica-1", 1)]
+    assert sent(driver.give("small", 1, 0, "stop")) == []
+    assert sent(driver.later(AVOID_S)) == [("large", "replica-1", 2)]
+
+
+def test_a_lost_last_token_is_noticed() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    assert not driver.later(STALL_S - 1)
+    assert any(isinstance(c, Resumed) and c.reason == "lost" for c in driver.later(1))
+    again = driver.later(0.1)
+    (send,) = [command for command in again if isinstance(command, Send)]
+    assert send.submit.tokens == (0, 1, 2, 3, 7)
+    assert send.submit.prompt_tokens == 4
+
+
+def test_a_node_that_does_not_know_the_limit_is_cut_off() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a", max_tokens=1)
+    commands = driver.give("a", 1, 0)
+    assert [c.finish for c in commands if isinstance(c, Emit)] == ["length"]
+    assert any(isinstance(c, Withdraw) for c in commands)
+
+
+def test_no_answer_counts_as_a_failure_and_is_withdrawn() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    for attempt in range(1, 5):
+        commands = driver.dispatch.on_not_taken(
+            RequestId("a"), attempt, BusTimeout("silence"), driver.now
+        )
+        assert any(isinstance(c, Withdraw) for c in commands)
+        driver.later(2.0)
+    (end,) = [c for c in commands if isinstance(c, End)]
+    assert "failed 4 times" in str(end.error)
+
+
+def test_an_answer_that_comes_after_tokens_changes_nothing() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    assert driver.dispatch.on_not_taken(RequestId("a"), 1, BusTimeout("late"), 0.0) == []
+
+
+def test_what_the_node_calls_wrong_is_not_tried_again() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 1, BadInput("no"), 0.0)
+    assert [type(command) for command in commands] == [End]
+
+
+def test_moves_are_no_failures() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a", max_tokens=500)
+    for n in range(1, 21):
+        commands = driver.publish(path(n, n + 1, state=InstanceState.MOVING), path(n + 1, n + 2))
+        assert len(sent(commands)) == 1
+    driver.give("a", 21, 0)
+    assert driver.dispatch.loads()[0].running_tokens == 499
+
+
+def test_a_poisonous_request_does_not_take_every_node_along() -> None:
+    driver = Driver(*(replica(n) for n in range(9)))
+    driver.admit("a")
+    ended: list[Command] = []
+    for _ in range(4):
+        (busy,) = [key for key, n in driver.dispatch.loads()[0].instance_requests.items() if n]
+        node = replica(int(busy.removeprefix("replica-"))).leader
+        ended = driver.dispatch.on_node_gone(node, driver.now)
+    assert any(isinstance(c, End) for c in ended)
+
+
+def test_unlisted_models_take_nothing() -> None:
+    driver = Driver(replica(1))
+    driver.dispatch.remove_model(MODEL, driver.now)
+    with pytest.raises(NotFound):
+        driver.admit("a")
+    assert driver.dispatch.loads() == ()
+
+
+def test_work_is_counted_as_it_shrinks() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("a", "b", prompt=10, max_tokens=5)
+    (load,) = driver.dispatch.loads()
+    assert (load.running_tokens, load.queued_tokens) == (15, 15)
+    driver.give("a", 1, 0)
+    assert driver.dispatch.loads()[0].running_tokens == 4
+    driver.give("a", 1, 1)
+    assert driver.dispatch.loads()[0].running_tokens == 3
+    driver.dispatch.cancel(RequestId("a"), driver.now)
+    (load,) = driver.dispatch.loads()
+    assert (load.running_tokens, load.queued_requests) == (15, 0)
