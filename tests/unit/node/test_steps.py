@@ -123,3 +123,15 @@ def test_tokens_of_a_step_go_out_together() -> None:
         ("g", ["x", "z"]),
         ("h", ["y"]),
     ]
+
+
+def test_closing_a_model_ends_its_attempts_at_once() -> None:
+    rig = Rig()
+    rig.steps.submit(submit("led", WHOLE))
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.step()
+    rig.steps.close_model(MODEL)
+    rig.steps.flush()
+    assert [failed.code for _, m in rig.emitted for failed in m.failed] == ["not_found"]
+    assert [address for address, _, _ in rig.sent] == ["mem://c"]
+    assert (rig.steps.load.running, rig.steps.load.kv_used) == (0, 0)

@@ -316,6 +316,21 @@ async def test_after_the_stop_calls_are_refused() -> None:
         await worker.stop()
 
 
+async def test_a_submit_behind_the_stop_is_refused_not_lost() -> None:
+    async with cluster("a") as nodes:
+        gate = nodes.gate("a", "r", 0)
+        await nodes.submit(submit("r", WHOLE))
+        await gate.wait()
+        stopped = asyncio.create_task(nodes.workers["a"].stop())
+        await asyncio.sleep(0)
+        late = asyncio.create_task(nodes.submit(submit("late", WHOLE)))
+        await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(Conflict):
+            await late
+        await stopped
+
+
 async def test_a_thread_that_cannot_start_says_why() -> None:
     def no_engine() -> Engine:
         raise ConfigError("device cuda:9 does not exist")
