@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.node import activations
-from services.node.core.microbatches import Forward, Free, Path
+from services.node.core.microbatches import Failed, Forward, Free, Path
 from services.node.core.rows import Row
 from services.node.steps import Steps
 from services.node.transport.base import Buffer
@@ -133,5 +133,9 @@ def test_closing_a_model_ends_its_attempts_at_once() -> None:
     rig.steps.close_model(MODEL)
     rig.steps.flush()
     assert [failed.code for _, m in rig.emitted for failed in m.failed] == ["not_found"]
-    assert [address for address, _, _ in rig.sent] == ["mem://c"]
+    address, header, _ = rig.sent[-1]
+    told, _ = activations.decode(memoryview(header), memoryview(b""))
+    assert address == "mem://c"
+    assert isinstance(told, Failed)
+    assert (told.sequences, told.code) == (("x#1",), "not_found")
     assert (rig.steps.load.running, rig.steps.load.kv_used) == (0, 0)
