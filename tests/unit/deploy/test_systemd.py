@@ -1,0 +1,123 @@
+"""The systemd units: that systemd takes them, and that what they start exists."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shared.config import load
+from tests.unit.deploy.support import DEPLOY, MODULE, ROLES, role_of, settings, tool
+
+UNITS = DEPLOY / "systemd"
+COMMON = (UNITS / "lambdascale-.service.d" / "10-common.conf").read_text()
+SERVICES = sorted(UNITS.glob("*.service"))
+OURS = [path for path in SERVICES if path.stem != "lambdascale-nats"]
+NODE = (UNITS / "lambdascale-node@.service").read_text()
+NEWER = {"RestartSteps": 254, "RestartMaxDelaySec": 254}
+"""Keys that an older systemd warns of and passes over."""
+STUBS = ("basic", "multi-user", "network-online", "shutdown", "sysinit")
+MOST_EXPOSED = {"lambdascale-node@": 3.5}
+"""Of 10, by `systemd-analyze security`; 2.0 for the others."""
+
+
+def values(unit: str, key: str) -> list[str]:
+    return re.findall(rf"^{key}=(.*)$", unit, re.MULTILINE)
+
+
+def instance(path: Path) -> str:
+    return path.name.replace("@.", "@gpu1-0.")
+
+
+def systemd_analyze(*arguments: str) -> str:
+    ran = subprocess.run(
+        [tool("systemd-analyze"), *arguments], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a machine with the units installed, and empty commands where they start."""
+    version = int(systemd_analyze("--version").split()[1])
+    root = tmp_path_factory.mktemp("machine")
+    units = root / "etc/systemd/system"
+    shutil.copytree(UNITS, units)
+    for name in STUBS:
+        (units / f"{name}.target").write_text("[Unit]\nDescription=of the machine\n")
+    for path in units.rglob("*.conf"):
+        unknown = [key for key, since in NEWER.items() if version < since]
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(x for x in lines if x.split("=")[0] not in unknown) + "\n")
+    for path in SERVICES:
+        for command in values(path.read_text(), "Exec[A-Za-z]+"):
+            executable = root / command.split()[0].lstrip("/")
+            executable.parent.mkdir(parents=True, exist_ok=True)
+            executable.write_text("#!/bin/sh\n")
+            executable.chmod(0o755)
+    return root
+
+
+@pytest.mark.parametrize("unit", [*map(instance, SERVICES), "lambdascale.target"])
+def test_systemd_takes_the_unit(machine: Path, unit: str) -> None:
+    systemd_analyze("verify", "--recursive-errors=yes", "--man=no", f"--root={machine}", unit)
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
+def test_exposure_stays_low(machine: Path, path: Path) -> None:
+    most = MOST_EXPOSED.get(path.stem, 2.0)
+    systemd_analyze(
+        "security",
+        "--offline=true",
+        f"--root={machine}",
+        f"--threshold={int(most * 10)}",
+        instance(path),
+    )
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_it_starts_its_role_with_the_shared_configuration(path: Path) -> None:
+    (command,) = values(path.read_text(), "ExecStart")
+    python, *arguments = shlex.split(command)
+    assert python == "/opt/lambdascale/.venv/bin/python"
+    assert arguments[:2] == MODULE
+    role = role_of(arguments[2:])
+    assert role in ROLES
+    assert path.stem.removeprefix("lambdascale-").removesuffix("@") == role
+    assert arguments[3:] == ["--config", "/etc/lambdascale/lambdascale.toml"]
+
+
+def test_every_role_has_a_unit() -> None:
+    assert {path.stem.removeprefix("lambdascale-").removesuffix("@") for path in OURS} == ROLES
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
+def test_it_belongs_to_the_target_and_starts_with_it(path: Path) -> None:
+    assert values(path.read_text(), "WantedBy") == ["lambdascale.target"]
+    assert values(COMMON, "PartOf") == ["lambdascale.target"]
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
+def test_no_unit_sets_what_the_common_part_would_override(path: Path) -> None:
+    def keys(unit: str) -> set[str]:
+        return set(re.findall(r"^(\w+)=", unit, re.MULTILINE))
+
+    assert keys(path.read_text()) & keys(COMMON) == set()
+
+
+def test_a_nodes_settings_are_known_and_follow_its_name() -> None:
+    (line,) = values(NODE, "Environment")
+    variables = dict(pair.split("=", 1) for pair in line.replace("%i", "gpu1-0").split())
+    config = load(None, settings(variables)).node
+    assert config.id == "gpu1-0"
+    (state,) = values(NODE, "StateDirectory")
+    assert config.data_dir.removeprefix("/var/lib/") in state.replace("%i", "gpu1-0").split()
+
+
+def test_nats_stores_where_its_unit_lets_it() -> None:
+    nats = (UNITS / "lambdascale-nats.service").read_text()
+    (state,) = values(nats, "StateDirectory")
+    assert f'store_dir: "/var/lib/{state}"' in (DEPLOY / "nats.conf.example").read_text()
