@@ -12,6 +12,8 @@ on a CPU (fp32, 1 to 8 threads; rows compared bit by bit over row counts 1..640)
 - Softmax over a row and more columns of -inf: the same bits.
 - Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
   of 16 and at most 192; else MKL sums in another order. Hence GRANULE (kv.py) and VALUE_TILE.
+- All this for head_dim 8 to 256, multiples of 4. (With less, some products are so small that torch
+  has another loop for them; with 10, and only 10, MKL sums the values in another order.)
 - fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
   does not; see llama.py.
 - scaled_dot_product_attention fails all of this, and is slower than the three calls here for the

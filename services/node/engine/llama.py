@@ -74,7 +74,7 @@ class LayerStep:
 
     def _activate(self) -> None:
         """silu(gate) x up, in float32. Not the fused silu: its result depends on the place."""
-        torch.neg(self._gate, out=self._sigmoid)
+        torch.mul(self._gate, -1, out=self._sigmoid)
         self._sigmoid.exp_().add_(1)
         torch.div(self._gate, self._sigmoid, out=self._sigmoid)
         torch.mul(self._sigmoid, self._up, out=self._active)

@@ -1,6 +1,7 @@
 """Random models of any Llama config: in memory as blocks, and as transformers runs them."""
 
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ MODEL = ModelId("model")
 GREEDY = Sampling()
 
 
-@dataclass(frozen=True)
 class Model:
-    manifest: Manifest
-    buffers: tuple[bytearray, ...]
-    oracle: Any
-    """transformers' LlamaForCausalLM with the same weights."""
+    def __init__(self, manifest: Manifest, buffers: tuple[bytearray, ...], oracle: Any) -> None:
+        """`oracle`: transformers' LlamaForCausalLM with the same weights."""
+        self.manifest = manifest
+        self.buffers = buffers
+        self.oracle = oracle
 
     @property
     def n_blocks(self) -> int:
@@ -112,3 +113,33 @@ def row(
 
 def batch(rows: list[Row], start: int, stop: int, hidden: torch.Tensor | None = None) -> StageBatch:
     return StageBatch(MODEL, start, stop, tuple(rows), hidden)
+
+
+class Path:
+    """Engines that run a model together, each some blocks; one engine is a replica."""
+
+    def __init__(self, model: Model, cuts: tuple[int, ...] = (), kv_tokens: int = 4096) -> None:
+        bounds = (0, *cuts, model.n_blocks)
+        self.stages = [
+            (model.engine(start, stop, kv_tokens), start, stop) for start, stop in pairwise(bounds)
+        ]
+
+    def run(self, rows: list[Row]) -> tuple[int | None, ...]:
+        hidden: torch.Tensor | None = None
+        for engine, start, stop in self.stages:
+            stage_rows = rows if start == 0 else [replace(row, tokens=()) for row in rows]
+            result = engine.run(batch(stage_rows, start, stop, hidden))
+            hidden = result.hidden
+        return result.sampled
+
+    def generate(self, prompt: list[int], count: int, key: str = "s") -> list[int]:
+        """Greedy: one prefill, then decode steps."""
+        tokens: list[int] = []
+        new, position = prompt, 0
+        for index in range(count):
+            (token,) = self.run([row(key, position, new, draw=index)])
+            assert token is not None
+            tokens.append(token)
+            position += len(new)
+            new = [token]
+        return tokens

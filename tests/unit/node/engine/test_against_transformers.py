@@ -1,0 +1,124 @@
+"""The same logits and greedy tokens as transformers, for every form of Llama."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.node.engine.conftest import Logits
+from tests.unit.node.engine.models import Model, Path, make_model, row
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mqa": {"num_key_value_heads": 1},
+    "mha": {"num_key_value_heads": 4},
+    "group_of_three": {"hidden_size": 48, "num_attention_heads": 6},
+    "head_dim": {"head_dim": 12},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "unaligned": {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2},
+    "llama3_rope": {"rope_parameters": LLAMA3},
+    "linear_rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    },
+    "one_layer": {"num_hidden_layers": 1},
+}
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(96), k=count)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_llama(form: str, logits: Logits) -> None:
+    model = make_model(seed=3, **FORMS[form])
+    prompt = tokens_of(1, 150)
+    tokens = Path(model).generate(prompt, 12)
+    assert tokens == model.expected_tokens(prompt, 12)
+    expected = model.expected_logits(prompt + tokens)[149:-1]
+    assert_close(logits.take(), expected, 1e-4)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3,), (5,), (1, 5), (2, 3, 4), (1, 2, 4, 5)])
+def test_split_over_stages(model: Model, cuts: tuple[int, ...], logits: Logits) -> None:
+    prompt = tokens_of(2, 40)
+    tokens = Path(model, cuts).generate(prompt, 10)
+    assert tokens == model.expected_tokens(prompt, 10)
+    assert_close(logits.take(), model.expected_logits(prompt + tokens)[39:-1], 1e-4)
+
+
+def test_blocks_of_several_units() -> None:
+    model = make_model(blocks=2)
+    assert [(b.first_unit, b.last_unit) for b in model.manifest.blocks] != [(0, 0), (1, 5)]
+    prompt = tokens_of(3, 30)
+    assert Path(model, (1,)).generate(prompt, 8) == model.expected_tokens(prompt, 8)
+
+
+def test_prefill_in_chunks(model: Model, logits: Logits) -> None:
+    prompt, path = tokens_of(4, 300), Path(model)
+    path.run([row("s", 0, prompt[:7])])
+    path.run([row("s", 7, prompt[7:200])])
+    assert path.run([row("s", 200, prompt[200:], draw=0)]) == tuple(
+        model.expected_tokens(prompt, 1)
+    )
+    assert_close(logits.take()[0], model.expected_logits(prompt)[-1], 1e-4)
+
+
+def test_sequences_join_and_leave(model: Model) -> None:
+    """Prefill chunks and decode rows in one batch; a sequence's KV is reused by the next."""
+    path = Path(model, kv_tokens=600)
+    prompts = {f"s{i}": tokens_of(10 + i, 5 + 23 * i) for i in range(6)}
+    expected = {key: model.expected_tokens(prompt, 6) for key, prompt in prompts.items()}
+    waiting, got = list(prompts), {key: list[int]() for key in prompts}
+    fed: dict[str, int] = {}
+    while waiting or fed:
+        if waiting and len(fed) < 3:
+            fed[waiting.pop(0)] = 0
+        rows = []
+        for key, position in fed.items():
+            new = (prompts[key] + got[key])[position : position + 20]
+            done = position + len(new) == len(prompts[key]) + len(got[key])
+            draw = len(got[key]) if done else None
+            rows.append(row(key, position, new, limit=200, draw=draw))
+        for planned, token in zip(rows, path.run(rows), strict=True):
+            fed[planned.sequence] += planned.count
+            if token is not None:
+                got[planned.sequence].append(token)
+            if len(got[planned.sequence]) == 6:
+                path.stages[0][0].free((planned.sequence,))
+                del fed[planned.sequence]
+    assert got == expected
+    assert path.stages[0][0].kv_used == 0
+
+
+def test_resumption_on_another_path(model: Model) -> None:
+    prompt = tokens_of(5, 33)
+    expected = model.expected_tokens(prompt, 12)
+    begun = Path(model, (2, 4)).generate(prompt, 5)
+    assert begun + Path(model).generate(prompt + begun, 7) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype: str, logits: Logits) -> None:
+    """transformers rounds after every operation, the engine less often: near, not the same."""
+    model = make_model(dtype=dtype)
+    prompt, path = tokens_of(6, 100), Path(model)
+    for position, token in enumerate(prompt):
+        path.run([row("s", position, [token], draw=position)])
+    actual, expected = logits.take(), model.expected_logits(prompt)
+    assert_close(actual, expected, 0.05)
+    same = (actual.argmax(-1) == expected.argmax(-1)).float().mean()
+    assert same >= 0.9
