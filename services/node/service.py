@@ -19,7 +19,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns
 from shared.config import NodeConfig
-from shared.errors import BadInput, BusError, LambdaScaleError, StaleEpoch, TransportError
+from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, NodeId, check_model_name, check_name
 from shared.layout import encode_manifest
 from shared.messages import Message, Ok
@@ -98,6 +98,7 @@ class NodeService(Service):
         await self.resources.enter_async_context(self._data)
         self._worker.start()
         self.resources.push_async_callback(self._worker.stop)
+        self.spawn(self._worker.wait(), name="engine")
         self._lease = Lease(self._bus, self._describe(), config.lease_s, self.log)
         self._hosting = Hosting(
             self._bus,
@@ -219,7 +220,14 @@ class NodeService(Service):
                 self._lease.start_over()
                 self._status_due.set()
         elif isinstance(message, NodeGone):
-            self._peers = {a: n for a, n in self._peers.items() if n != message.node}
+            self._forget(message)
+
+    def _forget(self, message: NodeGone) -> None:
+        """A peer is no more: what the engine keeps for its paths is freed."""
+        error = PeerLost(f"node {message.node} is gone: {message.reason}")
+        for address in [a for a, node in self._peers.items() if node == message.node]:
+            del self._peers[address]
+            self._worker.on_peer_lost(address, error)
 
     async def _on_report(self, message: Message) -> None:
         self._status_due.set()

@@ -81,7 +81,12 @@ def _blocks(axis: plt.Axes, watch: Watch, nodes: Sequence[NodeId], start: float)
 def _load(axis: plt.Axes, watch: Watch, start: float) -> None:
     at = [sample.at - start for sample in watch.samples]
     axis.plot(at, [sample.queued for sample in watch.samples], label="requests waiting")
-    axis.plot(at, [sample.running for sample in watch.samples], label="requests running")
+    axis.plot(
+        at,
+        [sample.running for sample in watch.samples],
+        label="requests running",
+        color="tab:purple",
+    )
     axis.set_ylabel("requests")
     instances = axis.twinx()
     instances.step(at, [sample.replicas for sample in watch.samples], where="post",

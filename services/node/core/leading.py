@@ -21,7 +21,7 @@ from services.node.core.microbatches import (
 )
 from services.node.core.recent import Recent
 from services.node.core.rows import SequenceKey
-from services.node.core.sequences import Lane, Sequence, limit_of
+from services.node.core.sequences import Lane, Sequence, limit_of, share_of
 from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Submit, Token
@@ -56,19 +56,20 @@ class Leader:
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
             )
         older = [s for s in self._all() if s.submit.request == submit.request]
-        self._check_room(submit, replaced=len(older))
+        self._check_room(submit)
         self._attempts[submit.request] = submit.attempt
         commands = self.end(older, None)
         self.waiting.append(Sequence.of(submit))
         return commands
 
-    def _check_room(self, submit: Submit, *, replaced: int) -> None:
+    def _check_room(self, submit: Submit) -> None:
         if limit_of(submit) > self._kv_capacity:
             raise CapacityExceeded(
                 f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
                 f"node {self._node} has {self._kv_capacity}: raise node.kv_tokens"
             )
-        if len(self.running) + len(self.waiting) - replaced >= 2 * self._slots:
+        taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
+        if taken > 2 * self._slots - share_of(submit):
             raise CapacityExceeded(
                 f"node {self._node} leads {len(self.running)} sequences and {len(self.waiting)} "
                 f"wait: submit elsewhere"
@@ -83,11 +84,19 @@ class Leader:
         )
 
     def admit(self, kv_used: int, tick: int) -> None:
-        """Waiting sequences start, in order, as slots and KV allow."""
-        while self.waiting and len(self.running) < self._slots:
-            if kv_used + self.waiting[0].limit > self._kv_capacity:
+        """Waiting sequences start, in order, as slots and KV allow.
+
+        One takes as much of a slot as its first stage is of the model.
+        """
+        taken = sum(sequence.share for sequence in self.running.values())
+        while self.waiting:
+            sequence = self.waiting[0]
+            if taken + sequence.share > self._slots:
                 return
-            sequence = self.waiting.popleft()
+            if kv_used + sequence.limit > self._kv_capacity:
+                return
+            self.waiting.popleft()
+            taken += sequence.share
             kv_used += sequence.limit
             sequence.admitted = sequence.ready = tick
             self.running[sequence.key] = sequence

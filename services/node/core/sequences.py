@@ -7,6 +7,7 @@ served (what is shared among them all is late for them all); decodes go by who h
 """
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from services.node.core.microbatches import Finish, Part, Path
 from services.node.core.rows import Draw, Row, SequenceKey
@@ -21,6 +22,12 @@ def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
 def limit_of(submit: Submit) -> int:
     """Positions that the request can come to: its last token is never run."""
     return submit.prompt_tokens + submit.max_tokens - 1
+
+
+def share_of(submit: Submit) -> Fraction:
+    """What the leader runs of the model for this request: 1 for a complete replica."""
+    first = submit.stages[0]
+    return Fraction(first.stop - first.start, submit.stages[-1].stop)
 
 
 @dataclass(slots=True)
@@ -50,6 +57,10 @@ class Sequence:
     @property
     def limit(self) -> int:
         return limit_of(self.submit)
+
+    @property
+    def share(self) -> Fraction:
+        return share_of(self.submit)
 
     @property
     def started(self) -> bool:
