@@ -1,0 +1,237 @@
+"""The engine's contract: what it holds, what it refuses, and that a refusal changes nothing."""
+
+from dataclasses import replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from services.cli.demo_model import make_checkpoint
+from services.node.engine.base import Draw, Row
+from services.node.engine.engine import TorchEngine
+from services.node.model.store import Store
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    ConfigError,
+    Conflict,
+    CorruptCheckpoint,
+    MissingTensor,
+    NotFound,
+    UnsupportedModel,
+)
+from shared.ids import ModelId
+from shared.layout import BlockSpec, Manifest
+from shared.messages.serving import Sampling
+from tests.support.models import TINY
+from tests.unit.node.engine.models import MODEL, Model, Path, batch, make_model, row
+
+LAST = 6
+
+
+def test_blocks_are_held_once_attached(model: Model) -> None:
+    engine = model.engine(2, 4)
+    assert engine.held(MODEL) == {2, 3}
+    assert engine.held(ModelId("other")) == frozenset()
+    with pytest.raises(NotFound, match=r"\[0, 1, 4, 5\]"):
+        engine.run(batch([row("s", 0, [1])], 0, LAST))
+    engine.attach(MODEL, 4, memoryview(model.buffers[4]))
+    assert engine.held(MODEL) == {2, 3, 4}
+
+
+def test_weights_are_views_of_the_buffer(model: Model) -> None:
+    """Nothing was copied: values and up-projections erased in the buffer leave the layers idle."""
+    buffers = [bytearray(buffer) for buffer in model.buffers]
+    engine = TorchEngine("cpu", 1024, threads=1)
+    engine.open_model(MODEL, model.manifest)
+    for spec, buffer in zip(model.manifest.blocks, buffers, strict=True):
+        engine.attach(MODEL, spec.index, memoryview(buffer))
+        for tensor in spec.tensors:
+            if "v_proj" in tensor.name or "up_proj" in tensor.name:
+                buffer[tensor.offset : tensor.offset + tensor.nbytes] = bytes(tensor.nbytes)
+    decoder = model.oracle.model
+    logits = model.oracle.lm_head(decoder.norm(decoder.embed_tokens.weight[7]))
+    sampled = engine.run(batch([row("s", 0, [5, 6, 7], draw=0)], 0, LAST)).sampled
+    assert sampled == (int(logits.argmax()),)
+    assert list(sampled) != model.expected_tokens([5, 6, 7], 1)
+
+
+def test_hidden_states_come_out_unless_the_head_ran(model: Model) -> None:
+    rows = [row("a", 0, [1, 2, 3], draw=0), row("b", 0, [4])]
+    first = model.engine(0, 1).run(batch(rows, 0, 1))
+    assert first.hidden is not None
+    embedded = model.oracle.model.embed_tokens.weight[torch.tensor([1, 2, 3, 4])]
+    assert torch.equal(first.hidden, embedded)
+    assert first.sampled == (None, None)
+    untokened = [replace(one, tokens=()) for one in rows]
+    last = model.engine(1).run(batch(untokened, 1, LAST, first.hidden))
+    assert last.hidden is None
+    assert last.sampled == (model.expected_tokens([1, 2, 3], 1)[0], None)
+
+
+def test_only_stages_with_layers_use_kv(model: Model) -> None:
+    path = Path(model, (1, 3, 5))
+    path.run([row("s", 0, [1, 2], limit=50)])
+    assert [engine.kv_used for engine, _, _ in path.stages] == [0, 50, 50, 0]
+
+
+def test_no_room_runs_nothing(model: Model) -> None:
+    engine = model.engine(kv_tokens=100)
+    engine.run(batch([row("a", 0, [1, 2], limit=40)], 0, LAST))
+    rows = [row("a", 2, [3], limit=40), row("b", 0, [1], 30), row("c", 0, [1], 31)]
+    with pytest.raises(CapacityExceeded):
+        engine.run(batch(rows, 0, LAST))
+    assert (engine.kv_used, engine.kv_capacity) == (40, 100)
+    tokens = engine.run(batch([row("a", 2, [3], limit=40, draw=0), rows[1]], 0, LAST)).sampled
+    assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
+    engine.free(("a", "b", "nobody"))
+    assert engine.kv_used == 0
+
+
+BAD_ROWS: list[tuple[Row, type[Exception]]] = [
+    (row("new", 3, [1]), NotFound),
+    (row("s", 1, [1]), Conflict),
+    (row("s", 3, [1]), Conflict),
+    (row("s", 0, [1]), Conflict),
+    (row("s", 2, []), BadInput),
+    (row("s", 2, [1] * 9, limit=10), BadInput),
+    (row("s", 2, [96]), BadInput),
+    (row("s", 2, [-1]), BadInput),
+    (replace(row("s", 2, [1]), count=2), BadInput),
+]
+
+
+@pytest.mark.parametrize(("bad", "error"), BAD_ROWS)
+def test_rows_that_do_not_fit(model: Model, bad: Row, error: type[Exception]) -> None:
+    engine = model.engine()
+    engine.run(batch([row("s", 0, [1, 2])], 0, LAST))
+    used = engine.kv_used
+    with pytest.raises(error):
+        engine.run(batch([row("other", 0, [1]), bad], 0, LAST))
+    assert engine.kv_used == used
+    tokens = engine.run(batch([row("s", 2, [3], draw=0)], 0, LAST)).sampled
+    assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
+
+
+@pytest.mark.parametrize("hidden", [None, torch.zeros(2, 32), torch.zeros(1, 31)])
+def test_hidden_states_that_do_not_fit(model: Model, hidden: torch.Tensor | None) -> None:
+    with pytest.raises(BadInput, match="hidden"):
+        model.engine(1).run(batch([Row("s", 0, 1, 8)], 1, LAST, hidden))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 3), (4, 7)])
+def test_blocks_that_do_not_exist(model: Model, start: int, stop: int) -> None:
+    with pytest.raises(BadInput):
+        model.engine().run(batch([row("s", 0, [1])], start, stop))
+
+
+def test_a_sequence_stays_at_its_stage(model: Model) -> None:
+    engine = model.engine()
+    engine.run(batch([row("s", 0, [1])], 0, 3))
+    with pytest.raises(Conflict, match="another stage"):
+        engine.run(batch([row("s", 1, [1])], 0, 4))
+
+
+def test_a_closed_model_is_gone(model: Model) -> None:
+    engine = model.engine()
+    engine.run(batch([row("s", 0, [1])], 0, LAST))
+    engine.close_model(MODEL)
+    engine.close_model(MODEL)
+    assert engine.kv_used == 0
+    with pytest.raises(NotFound):
+        engine.run(batch([row("s", 1, [1])], 0, LAST))
+    with pytest.raises(NotFound):
+        engine.attach(MODEL, 0, memoryview(model.buffers[0]))
+    engine.open_model(MODEL, model.manifest)
+    with pytest.raises(Conflict):
+        engine.open_model(MODEL, model.manifest)
+
+
+def test_two_models_share_the_budget(model: Model) -> None:
+    engine, other = model.engine(kv_tokens=100), make_model(seed=9, num_hidden_layers=2)
+    second = ModelId("second")
+    engine.open_model(second, other.manifest)
+    for block, buffer in enumerate(other.buffers):
+        engine.attach(second, block, memoryview(buffer))
+    prompt = [row("s", 0, [1, 2, 3], limit=60, draw=0)]
+    engine.run(batch(prompt, 0, LAST))
+    mine = [replace(prompt[0], sequence="t", limit=40)]
+    sampled = engine.run(replace(batch(mine, 0, 4), model_id=second)).sampled
+    assert sampled[0] == other.expected_tokens([1, 2, 3], 1)[0]
+    assert engine.kv_used == 100
+
+
+def test_draws_are_the_same_alone_and_in_a_batch(model: Model) -> None:
+    def drawing(key: str, seed: int) -> Row:
+        sampling = Sampling(temperature=1.0, seed=seed, top_p=0.95)
+        return replace(row(key, 0, [3, 1, 4], 64), draw=Draw(5, sampling))
+
+    together = model.engine().run(batch([drawing(f"s{i}", i) for i in range(9)], 0, LAST)).sampled
+    alone = [model.engine().run(batch([drawing("s", i)], 0, LAST)).sampled[0] for i in range(9)]
+    assert list(together) == alone
+    assert len(set(alone)) > 1
+
+
+def _with_block(manifest: Manifest, index: int, **changes: Any) -> Manifest:
+    blocks = list(manifest.blocks)
+    blocks[index] = msgspec.structs.replace(blocks[index], **changes)
+    return msgspec.structs.replace(manifest, blocks=tuple(blocks))
+
+
+def _with_tensor(block: BlockSpec, **changes: Any) -> dict[str, Any]:
+    first = msgspec.structs.replace(block.tensors[0], **changes)
+    return {"tensors": (first, *block.tensors[1:])}
+
+
+def test_manifests_that_do_not_fit_the_config(model: Model) -> None:
+    manifest, block = model.manifest, model.manifest.blocks[2]
+    cases: list[tuple[Manifest, type[Exception], str]] = [
+        (_with_block(manifest, 2, tensors=block.tensors[1:]), MissingTensor, "input_layernorm"),
+        (_with_block(manifest, 2, **_with_tensor(block, shape=(31,))), CorruptCheckpoint, "shape"),
+        (_with_block(manifest, 2, **_with_tensor(block, dtype="int8")), UnsupportedModel, "int8"),
+        (_with_block(manifest, 2, first_unit=3, last_unit=3), CorruptCheckpoint, "unit"),
+        (msgspec.structs.replace(manifest, blocks=manifest.blocks[:-1]), CorruptCheckpoint, "unit"),
+        (
+            _with_block(
+                manifest, 1, tensors=(*manifest.blocks[1].tensors, manifest.blocks[0].tensors[0])
+            ),
+            CorruptCheckpoint,
+            "embed_tokens",
+        ),
+    ]
+    for bad, error, what in cases:
+        with pytest.raises(error, match=what):
+            TorchEngine("cpu", 64, threads=1).open_model(MODEL, bad)
+
+
+def test_a_short_buffer_is_refused(model: Model) -> None:
+    engine = model.engine(0, 0)
+    with pytest.raises(BadInput, match="block 1"):
+        engine.attach(MODEL, 1, memoryview(model.buffers[1])[:-1])
+    with pytest.raises(NotFound):
+        engine.attach(MODEL, LAST, memoryview(model.buffers[0]))
+    assert engine.held(MODEL) == frozenset()
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
+def test_devices_that_cannot_be_used(device: str) -> None:
+    with pytest.raises(ConfigError, match=device):
+        TorchEngine(device, 64, threads=1)
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_a_model_from_the_store(tmp_path: FilePath, blocks: int) -> None:
+    """From a checkpoint on disk, packed as in production, to transformers' tokens."""
+    make_checkpoint(tmp_path / "checkpoint", TINY)
+    imported = Store(tmp_path / "store").import_checkpoint(tmp_path / "checkpoint", blocks=blocks)
+    buffers = tuple(
+        bytearray((tmp_path / "store" / imported.model_id / f"block-{b:03d}.bin").read_bytes())
+        for b in range(imported.manifest.n_blocks)
+    )
+    oracle = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
+    model = Model(imported.manifest, buffers, oracle)
+    prompt = [11, 200, 35, 42, 5]
+    assert Path(model).generate(prompt, 10) == model.expected_tokens(prompt, 10)

@@ -1,0 +1,100 @@
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.node.engine.base import Draw
+from services.node.engine.sampling import sample, uniform
+from shared.messages.serving import Sampling
+
+PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
+LOGITS = PROBABILITIES.log()
+
+
+def drawn(sampling: Sampling, count: int = 2000) -> Counter[int]:
+    """Tokens with indices 0, 1, ... of one request."""
+    draws = [Draw(index, sampling) for index in range(count)]
+    return Counter(sample(LOGITS.repeat(count, 1), draws))
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
+    assert sample(rows, [Draw(0, Sampling())] * 2) == [1, 0]
+
+
+def test_temperature_one_draws_from_the_distribution() -> None:
+    count = 4000
+    shares = drawn(Sampling(temperature=1.0, seed=1), count)
+    for token, probability in enumerate(PROBABILITIES.tolist()):
+        assert shares[token] / count == pytest.approx(probability, abs=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    cold = drawn(Sampling(temperature=0.25, seed=1))
+    assert cold[0] / 2000 == pytest.approx(0.4**4 / (PROBABILITIES**4).sum().item(), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(temperature=1.0, top_k=1), {0}),
+        (Sampling(temperature=1.0, top_k=3), {0, 2, 3}),
+        (Sampling(temperature=1.0, top_k=4), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=99), {0, 1, 2, 3, 4}),
+        (Sampling(temperature=1.0, top_p=0.0), {0}),
+        (Sampling(temperature=1.0, top_p=0.39), {0}),
+        (Sampling(temperature=1.0, top_p=0.6), {0, 2}),
+        (Sampling(temperature=1.0, top_p=0.92), {0, 1, 2, 3}),
+        # top-p of what top-k leaves: 0.4 / 0.7 is enough for 0.5.
+        (Sampling(temperature=1.0, top_k=2, top_p=0.5), {0}),
+    ],
+)
+def test_top_k_and_top_p(sampling: Sampling, allowed: set[int]) -> None:
+    assert set(drawn(sampling)) == allowed
+
+
+def test_equal_logits_with_top_p() -> None:
+    draws = [Draw(i, Sampling(temperature=1.0, top_p=0.5)) for i in range(300)]
+    assert set(sample(torch.zeros(300, 10), draws)) == set(range(5))
+
+
+@given(st.integers(), st.integers(0, 2**40))
+def test_uniform_is_a_function_of_seed_and_index(seed: int, index: int) -> None:
+    assert 0 <= uniform(seed, index) < 1
+    assert uniform(seed, index) == uniform(seed, index)
+
+
+def test_uniform_values_are_pinned() -> None:
+    """Streams must survive a change of version or machine: these are part of the protocol."""
+    assert [uniform(0, 0), uniform(0, 1), uniform(7, 0), uniform(-1, 3)] == [
+        0.011546754286331562,
+        0.5023796042735054,
+        0.8720734548204873,
+        0.10224385374061784,
+    ]
+
+
+def test_seeds_and_indices_are_independent_streams() -> None:
+    values = {uniform(seed, index) for seed in range(50) for index in range(50)}
+    assert len(values) == 2500
+    assert sum(values) / 2500 == pytest.approx(0.5, abs=0.03)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**63), st.integers(0, 1000), st.sampled_from([0.0, 0.7, 1.3])),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_a_draw_does_not_depend_on_the_batch(requests: list[tuple[int, int, float]]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(requests), 50, generator=generator)
+    draws = [
+        Draw(index, Sampling(temperature=temperature, seed=seed, top_k=20, top_p=0.9))
+        for seed, index, temperature in requests
+    ]
+    together = sample(logits, draws)
+    assert together == [sample(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
