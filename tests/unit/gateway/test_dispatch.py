@@ -7,6 +7,7 @@ from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import AVOID_S
+from services.gateway.core.streams import Verdict, judge
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, NotFound
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
@@ -72,6 +73,35 @@ def sent(commands: list[Command]) -> list[tuple[str, str, int]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("attempt", "index", "verdict"),
+    [
+        (2, 3, Verdict.NEXT),
+        (2, 2, Verdict.DUPLICATE),
+        (2, 0, Verdict.DUPLICATE),
+        (2, 4, Verdict.GAP),
+        (1, 3, Verdict.STALE),
+        (3, 3, Verdict.STALE),
+    ],
+)
+def test_tokens_are_judged_by_attempt_and_index(attempt: int, index: int, verdict: Verdict) -> None:
+    request = Request(RequestId("a"), MODEL, (1,), 9, (), Sampling(), 0.0)
+    request.attempt, request.tokens, request.instance = 2, [7, 7, 7], replica(1).id
+    assert judge(request, Token(request.id, attempt, index, 7)) is verdict
+    request.instance = None
+    assert judge(request, Token(request.id, attempt, index, 7)) is Verdict.STALE
+
+
+def test_a_gap_ends_the_attempt_at_once() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    commands = driver.give("a", 1, 2)
+    assert [type(command) for command in commands] == [Withdraw, Resumed]
+    (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
+    assert send.submit.tokens == (0, 1, 2, 3, 7)
+
+
 def test_requests_wait_in_order_for_a_slot() -> None:
     driver = Driver(replica(1, slots=2))
     assert [name for name, *_ in sent(driver.admit("a", "b", "c", "d"))] == ["a", "b"]
@@ -84,6 +114,14 @@ def test_a_resumed_request_goes_first() -> None:
     driver.admit("a", "b")
     assert not sent(driver.refuse("a", 1))
     assert sent(driver.publish(replica(2, slots=1))) == [("a", "replica-2", 2)]
+
+
+def test_those_of_a_lost_instance_go_first_in_their_order() -> None:
+    driver = Driver(replica(1, slots=3))
+    driver.admit("a", "b", "c", "d")
+    driver.publish()
+    starts = sent(driver.publish(replica(2)))
+    assert [name for name, *_ in starts] == ["a", "b", "c", "d"]
 
 
 def test_who_is_refused_lets_others_go_first() -> None:

@@ -196,6 +196,21 @@ async def test_stop_string_over_tokens_cancels_the_attempt(
     await cluster.loaded(lambda load: load.running_requests == load.running_tokens == 0)
 
 
+async def test_a_stop_string_ends_its_own_choice_only(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.script = lambda submit: ids_of("stop" if submit.tokens == (9,) else "never")
+    node.pause_at = 4
+    asking = asyncio.create_task(post(http, {**ASK, "prompt": [[8], [9]], "stop": "top"}))
+    await node.until(lambda: bool(node.cancels))
+    ended = {submit.request for submit in node.submits if submit.tokens == (9,)}
+    assert {cancel.request for cancel in node.cancels} == ended
+    node.resume.set()
+    _, answer = await asking
+    assert [choice["text"] for choice in answer["choices"]] == ["never", "s"]
+
+
 async def test_half_a_stop_string_is_not_lost(http: aiohttp.ClientSession) -> None:
     parts = await events(http, {**ASK, "stop": "world!"}, "completions")
     assert "".join(part["choices"][0]["text"] for part in parts) == "hello world"

@@ -429,9 +429,11 @@ async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
         await second.until(lambda: bool(second.submits))
         await third.until(lambda: bool(third.submits))
         assert not named(spans, "mode_switch")
-        second.resume.set()
-        third.resume.set()
-        assert [await task for task in reading] == [TEXT] * 3
+        for node in (second, third):
+            node.pause_at = 20
+            node.resume.set()
+        for reader in readers:
+            await reader.until(11)
         (span,) = named(spans, "mode_switch")
         assert span.attributes == {
             "model": NAME,
@@ -439,3 +441,4 @@ async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
             "stayed": 0,
             "from_instances": "path-1-2",
         }
+        assert [await task for task in reading] == [TEXT] * 3
