@@ -52,6 +52,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.state = ClusterState(nats_url="")
+        self._nats: NatsServer | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
@@ -67,14 +68,14 @@ class Cluster:
 
     async def _start_all(self, say: Callable[[str], None]) -> None:
         say("starting nats-server")
-        nats = NatsServer(
+        self._nats = NatsServer(
             self.spec.directory / "nats",
             detached=True,
             environment=processes.environment(self.spec.directory, {}),
         )
-        url = await nats.start()
+        url = await self._nats.start()
         self.state = ClusterState(nats_url=url)
-        self._note(processes.record("nats", "nats", nats.pid))
+        self._note(processes.record("nats", "nats", self._nats.pid))
         say(f"starting registry, planner, gateway and {self.spec.nodes} nodes")
         self._spawn("registry", "registry")
         self._spawn("planner", "planner")
@@ -155,9 +156,12 @@ class Cluster:
         """Children that are no more, with their exit codes; each is told once."""
         codes = {name: child.poll() for name, child in self._children.items()}
         over = {name: code for name, code in codes.items() if code is not None}
-        for name in over:
-            del self._children[name]
+        self._children = {n: child for n, child in self._children.items() if n not in over}
         return over
 
     async def stop(self) -> None:
         await asyncio.to_thread(processes.end_all, self.spec.directory)
+        for child in self._children.values():
+            await asyncio.to_thread(child.wait)
+        if self._nats is not None:
+            await self._nats.stop()

@@ -172,16 +172,8 @@ def _end(pids: list[int]) -> None:
                 os.kill(pid, number)
         deadline = time.monotonic() + patience
         while alive and time.monotonic() < deadline:
-            _reap()
             alive = {pid: t for pid, t in alive.items() if _start_ticks(pid) == t}
             time.sleep(POLL_S)
         if not alive:
             return
     raise LambdaScaleError(f"processes {sorted(alive)} cannot be ended")
-
-
-def _reap() -> None:
-    """Takes note of our own children that ended, so that they don't stay zombies."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
