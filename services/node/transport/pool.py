@@ -4,26 +4,32 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from shared.errors import TransportError
+from shared.errors import LambdaScaleError, PeerLost
 
 T = TypeVar("T")
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Pool(Generic[T]):
-    def __init__(self, dial: Callable[[str], Awaitable[T]], spawn: Spawn) -> None:
+    def __init__(
+        self,
+        dial: Callable[[str], Awaitable[T]],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
         self._dial = dial
         self._spawn = spawn
-        self._slots: dict[str, asyncio.Future[T | TransportError]] = {}
+        self._slots: dict[str, asyncio.Future[T | LambdaScaleError]] = {}
+        self._closed = False
 
     async def get(self, address: str) -> T:
         """The standing connection or a new one; the dialling goes on if this is cancelled."""
+        if self._closed:
+            raise PeerLost(f"{address}: this transport is closed")
         slot = self._slots.get(address)
         if slot is None:
             slot = self._slots[address] = asyncio.get_running_loop().create_future()
             self._spawn(self._fill(address, slot))
         outcome = await asyncio.shield(slot)
-        if isinstance(outcome, TransportError):
+        if isinstance(outcome, LambdaScaleError):
             raise type(outcome)(str(outcome))
         return outcome
 
@@ -31,12 +37,19 @@ class Pool(Generic[T]):
         """The connection broke: whoever asks next dials again."""
         self._slots.pop(address, None)
 
-    async def _fill(self, address: str, slot: "asyncio.Future[T | TransportError]") -> None:
+    def close(self) -> None:
+        """No more connections; who waits for one gets PeerLost."""
+        self._closed = True
+        for address, slot in self._slots.items():
+            if not slot.done():
+                slot.set_result(PeerLost(f"{address}: this transport was closed"))
+
+    async def _fill(self, address: str, slot: "asyncio.Future[T | LambdaScaleError]") -> None:
+        outcome: T | LambdaScaleError
         try:
-            slot.set_result(await self._dial(address))
-        except TransportError as error:
+            outcome = await self._dial(address)
+        except LambdaScaleError as error:
             self.drop(address)
-            slot.set_result(error)
-        except asyncio.CancelledError:
-            slot.cancel()
-            raise
+            outcome = error
+        if not slot.done():
+            slot.set_result(outcome)

@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from services.node.transport.base import ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.pacing import Port, Turn
-from services.node.transport.pool import Spawn
 from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
     CANCELLED,
@@ -22,6 +24,9 @@ from services.node.transport.wire import (
 from shared.clock import wall_ns
 from shared.errors import ProtocolViolation, RegionUnknown, TransportError
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+Spawn = Callable[[Work], asyncio.Task[None]]
+"""Runs work that ends with its connection."""
 SCRATCH = 64 * 1024
 MAX_READS = 4096
 """Reads that one connection may have waiting; more are a ProtocolViolation."""
@@ -65,7 +70,7 @@ class ReadChannel:
             outcome = await ended
         except asyncio.CancelledError:
             if identity in self._pending and self.connection.error is None:
-                self._spawn(self._cancel(identity))
+                self._spawn(partial(self._cancel, identity))
             raise
         finally:
             pending.into = None
@@ -81,9 +86,10 @@ class ReadChannel:
             if pending is None or prefix.kind not in (Kind.DATA, Kind.FAULT):
                 raise ProtocolViolation(f"{prefix.kind.name} for read {prefix.id}, not asked for")
             if prefix.kind is Kind.FAULT:
-                del self._pending[prefix.id]
                 body = await self.connection.receive_exactly(prefix.body)
-                _end(pending, _fault(*parse_fault(body)))
+                fault = _fault(*parse_fault(body))
+                del self._pending[prefix.id]
+                _end(pending, fault)
                 continue
             if prefix.payload > pending.nbytes - pending.position:
                 raise ProtocolViolation(f"{prefix.payload} bytes of DATA, more than was asked for")
@@ -177,7 +183,7 @@ class ReadServer:
         if len(self._serving) >= MAX_READS:
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
         serving = self._serving[identity] = _Serving(request, self._egress.arrive(request.priority))
-        serving.task = self._spawn(self._serve(identity, serving))
+        serving.task = self._spawn(partial(self._serve, identity, serving))
 
     async def _stop(self, identity: int) -> None:
         serving = self._serving.get(identity)

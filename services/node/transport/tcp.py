@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -17,8 +18,8 @@ from urllib.parse import urlsplit
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.pacing import Port
-from services.node.transport.pool import Pool, Spawn
-from services.node.transport.reads import ReadChannel, ReadServer
+from services.node.transport.pool import Pool
+from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Work
 from services.node.transport.regions import Regions
 from services.node.transport.wire import MAX_BODY, Hello, Kind, Purpose, encode_prefix
 from shared import telemetry
@@ -96,6 +97,8 @@ class TcpTransport:
         traceback: TracebackType | None,
     ) -> None:
         self._closing = True
+        self._readers.close()
+        self._senders.close()
         for task in list(self._tasks):
             task.cancel()
         for connection in list(self._standing):
@@ -152,13 +155,13 @@ class TcpTransport:
             channel.fail(error)
 
         self._stand(connection, (address, peer.instance), closed)
-        self._spawn(_guard(connection, channel.run()))
+        self._spawn(_guard(connection, channel.run))
         return channel
 
     async def _dial_messages(self, address: str) -> Connection:
         connection, peer = await self._dial(address, Purpose.MESSAGES)
         self._stand(connection, (address, peer.instance), lambda _: self._senders.drop(address))
-        self._spawn(_guard(connection, _receive_nothing(connection)))
+        self._spawn(_guard(connection, lambda: _receive_nothing(connection)))
         return connection
 
     async def _dial(self, address: str, purpose: Purpose) -> tuple[Connection, Hello]:
@@ -195,7 +198,7 @@ class TcpTransport:
                 continue
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
-            self._spawn(_guard(connection, self._welcome(connection, sock)))
+            self._spawn(_guard(connection, partial(self._welcome, connection, sock)))
 
     async def _welcome(self, connection: Connection, sock: socket.socket) -> None:
         own = Hello(Purpose.READS, self._instance, self.address)
@@ -262,7 +265,7 @@ class TcpTransport:
                     connection.forgive_silence(now)
                 connection.check_silence(now, self._silence_s)
                 if connection.wants_heartbeat(now, interval):
-                    self._spawn(_guard(connection, connection.beat()))
+                    self._spawn(_guard(connection, connection.beat))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)
@@ -274,10 +277,10 @@ class TcpTransport:
         return lambda work: self._spawn(_guard(connection, work))
 
 
-async def _guard(connection: Connection, work: Coroutine[Any, Any, None]) -> None:
+async def _guard(connection: Connection, work: Work) -> None:
     """A broken connection ends its own work and nothing else."""
     try:
-        await work
+        await work()
     except TransportError as error:
         connection.close(error)
 

@@ -1,0 +1,121 @@
+"""The data plane's wire format: what is encoded comes back; anything else is one typed error."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from services.node.transport.wire import (
+    MAX_BODY,
+    PREFIX_BYTES,
+    Hello,
+    Kind,
+    Prefix,
+    Purpose,
+    ReadRequest,
+    encode_fault,
+    encode_hello,
+    encode_prefix,
+    encode_read,
+    parse_fault,
+    parse_hello,
+    parse_prefix,
+    parse_read,
+)
+from shared.errors import ProtocolViolation
+
+LIMIT = 1 << 20
+U32 = st.integers(0, (1 << 32) - 1)
+U64 = st.integers(0, (1 << 64) - 1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+
+
+def split(frame: bytes) -> tuple[Prefix, bytes]:
+    prefix = parse_prefix(frame[:PREFIX_BYTES], max_payload=LIMIT)
+    body = frame[PREFIX_BYTES:]
+    assert prefix.body == len(body)
+    return prefix, body
+
+
+@given(st.sampled_from(Purpose), U64, TEXT)
+def test_hello(purpose: Purpose, instance: int, address: str) -> None:
+    hello = Hello(purpose, instance, address)
+    prefix, body = split(encode_hello(hello))
+    assert prefix.kind is Kind.HELLO
+    assert parse_hello(body) == hello
+
+
+@given(U32, st.integers(-(1 << 31), (1 << 31) - 1), U64, st.integers(1, (1 << 64) - 1), TEXT)
+def test_read(id: int, priority: int, offset: int, nbytes: int, region: str) -> None:
+    request = ReadRequest(priority, offset, nbytes, region)
+    prefix, body = split(encode_read(id, request))
+    assert (prefix.kind, prefix.id) == (Kind.READ, id)
+    assert parse_read(body) == request
+
+
+@given(U32, st.from_regex(r"[a-z_]+", fullmatch=True), TEXT)
+def test_fault(id: int, code: str, message: str) -> None:
+    prefix, body = split(encode_fault(id, code, message))
+    assert (prefix.kind, prefix.id) == (Kind.FAULT, id)
+    assert parse_fault(body) == (code, message)
+
+
+@given(U32, st.integers(1, LIMIT))
+def test_data(id: int, payload: int) -> None:
+    prefix, _ = split(encode_prefix(Kind.DATA, id=id, payload=payload))
+    assert prefix == Prefix(Kind.DATA, id, 0, payload)
+
+
+@given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES))
+@example(b"GET / HTTP/1.1\r\nHost")
+def test_any_prefix_is_within_the_limits_or_refused(data: bytes) -> None:
+    try:
+        prefix = parse_prefix(data, max_payload=LIMIT)
+    except ProtocolViolation:
+        return
+    assert prefix.body <= MAX_BODY
+    assert prefix.payload <= LIMIT
+
+
+@given(st.sampled_from(Kind), U32, U32, U64)
+def test_lying_lengths(kind: Kind, id: int, body: int, payload: int) -> None:
+    try:
+        prefix = parse_prefix(
+            encode_prefix(kind, id=id, body=body, payload=payload), max_payload=LIMIT
+        )
+    except ProtocolViolation:
+        return
+    assert prefix == Prefix(kind, id, body, payload)
+    assert body <= MAX_BODY
+    assert payload <= LIMIT
+
+
+@given(st.binary(max_size=PREFIX_BYTES - 1))
+def test_truncated_prefix(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        parse_prefix(data, max_payload=LIMIT)
+
+
+@given(st.binary(max_size=200))
+def test_any_body_parses_or_is_refused(body: bytes) -> None:
+    for parse in (parse_hello, parse_read, parse_fault):
+        try:
+            parse(body)
+        except ProtocolViolation:
+            continue
+
+
+@given(U64, st.binary(max_size=40), st.integers(0, 60))
+def test_truncated_bodies(instance: int, garbage: bytes, cut: int) -> None:
+    _, body = split(encode_hello(Hello(Purpose.READS, instance, "tcp://a:1")))
+    try:
+        found = parse_hello(body[:cut] + garbage)
+    except ProtocolViolation:
+        return
+    assert found.purpose in Purpose
+
+
+def test_another_version_is_named() -> None:
+    _, body = split(encode_hello(Hello(Purpose.READS, 1, "tcp://a:1")))
+    other = body[:4] + (99).to_bytes(2, "big") + body[6:]
+    with pytest.raises(ProtocolViolation, match="version 99"):
+        parse_hello(other)

@@ -1,0 +1,118 @@
+import gc
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.node.memory.arena import PAGE, Arena, ModelSpace, Span
+from shared.errors import BadInput, CapacityExceeded, Conflict
+from shared.layout import ALIGN, BlockSpec, Manifest
+
+PAGES = 32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12 * PAGE)), max_size=60), st.integers())
+def test_spans_never_overlap_and_nothing_leaks(steps: list[tuple[bool, int]], seed: int) -> None:
+    arena = Arena(PAGES * PAGE)
+    draw = random.Random(seed)
+    spans: dict[Span, int] = {}
+    for index, (allocate, nbytes) in enumerate(steps):
+        if allocate:
+            try:
+                span = arena.allocate(nbytes)
+            except CapacityExceeded:
+                continue
+            assert span.nbytes == nbytes
+            assert span.offset % PAGE == 0
+            span.memory[:] = bytes([index % 256]) * nbytes
+            spans[span] = index % 256
+        elif spans:
+            span = draw.choice(list(spans))
+            arena.free(span)
+            del spans[span]
+        for span, mark in spans.items():
+            assert span.memory[0] == mark
+            assert span.memory[-1] == mark
+        used = sum(-(-span.nbytes // PAGE) * PAGE for span in spans)
+        assert arena.free_bytes == arena.nbytes - used
+    for span in spans:
+        arena.free(span)
+    assert arena.allocate(arena.nbytes).nbytes == PAGES * PAGE
+
+
+def test_first_fit() -> None:
+    arena = Arena(10 * PAGE)
+    first, second, third = (arena.allocate(2 * PAGE) for _ in range(3))
+    arena.free(first)
+    assert arena.allocate(3 * PAGE).offset == 6 * PAGE
+    assert arena.allocate(1).offset == 0
+    arena.free(third)
+    arena.free(second)
+    assert arena.allocate(5 * PAGE).offset == PAGE
+
+
+def test_what_does_not_fit_says_how_much_is_free() -> None:
+    arena = Arena(4 * PAGE)
+    spans = [arena.allocate(PAGE) for _ in range(4)]
+    arena.free(spans[0])
+    arena.free(spans[2])
+    with pytest.raises(CapacityExceeded, match=f"{2 * PAGE} of .* are free, {PAGE} in one piece"):
+        arena.allocate(PAGE + 1)
+    with pytest.raises(BadInput):
+        arena.allocate(0)
+
+
+def test_a_span_is_freed_once_and_only_when_nobody_holds_it() -> None:
+    arena = Arena(PAGE)
+    span = arena.allocate(10)
+    span.hold("transport")
+    span.hold("engine")
+    span.release("transport")
+    with pytest.raises(Conflict, match="still held by engine"):
+        arena.free(span)
+    with pytest.raises(Conflict, match="does not hold"):
+        span.release("transport")
+    span.release("engine")
+    arena.free(span)
+    with pytest.raises(Conflict, match="freed twice"):
+        arena.free(span)
+    with pytest.raises(Conflict):
+        Arena(PAGE).free(arena.allocate(10))
+
+
+def test_a_closed_arena_hands_nothing_out_but_its_views_stay() -> None:
+    arena = Arena(PAGE)
+    span = arena.allocate(10)
+    arena.close()
+    gc.collect()
+    span.memory[:] = b"0123456789"
+    with pytest.raises(CapacityExceeded):
+        arena.allocate(1)
+
+
+def test_no_memory_for_the_arena() -> None:
+    with pytest.raises(CapacityExceeded, match="arena_bytes"):
+        Arena(1 << 60)
+
+
+def manifest(*sizes: int) -> Manifest:
+    blocks = tuple(BlockSpec(i, i, i, size, (), ()) for i, size in enumerate(sizes))
+    return Manifest(architecture="x", config={}, chunk_bytes=1024, blocks=blocks)
+
+
+def test_blocks_of_a_model_lie_apart_and_aligned() -> None:
+    arena = Arena(4 * PAGE)
+    shape = manifest(1000, ALIGN, 1)
+    span = arena.allocate(ModelSpace.size(shape))
+    space = ModelSpace(shape, span)
+    for index, size in enumerate((1000, ALIGN, 1)):
+        block = space.block(index)
+        assert (len(block), block.readonly, block.contiguous) == (size, False, True)
+        block[:] = bytes([index + 1]) * size
+    for index in range(3):
+        assert set(space.block(index)) == {index + 1}
+    assert span.memory[1024] == 2
+    with pytest.raises(BadInput, match="span of 10 bytes"):
+        ModelSpace(shape, arena.allocate(10))

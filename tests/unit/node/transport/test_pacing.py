@@ -1,0 +1,211 @@
+"""Ports, on a clock that only moves when everybody waits for it."""
+
+import asyncio
+from collections.abc import Hashable
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.node.transport.pacing import (
+    LATENESS_S,
+    MAX_GRANT,
+    MIN_GRANT,
+    PATIENCE_S,
+    QUIET_S,
+    Port,
+)
+from shared.clock import now
+from tests.support import virtual_time
+
+RATE = 100_000_000
+Log = list[tuple[float, str, int]]
+"""(when, whose, bytes) of each grant."""
+
+
+async def transfer(
+    port: Port, name: str, nbytes: int, priority: int, log: Log, *, lane: Hashable = None
+) -> None:
+    turn = port.arrive(priority)
+    while nbytes:
+        part = min(nbytes, MIN_GRANT)
+        async with port.grant(lane or name, turn, part):
+            log.append((now(), name, part))
+        nbytes -= part
+
+
+@pytest.mark.parametrize("rate", [10_000_000, RATE])
+@pytest.mark.parametrize("late_s", [0.0, 0.0013])
+def test_the_rate_is_exact_though_timers_are_late(rate: int, late_s: float) -> None:
+    async def main() -> float:
+        port, log = Port(rate), Log()
+        await asyncio.gather(*(transfer(port, f"{i}", rate // 4, 1, log) for i in range(4)))
+        return log[-1][0]
+
+    assert virtual_time.run(main(), late_s=late_s) == pytest.approx(1.0, rel=0.01)
+
+
+def test_one_transfer_alone_has_the_whole_rate() -> None:
+    async def main() -> float:
+        port, log = Port(RATE), Log()
+        await transfer(port, "a", RATE, 1, log)
+        return log[-1][0]
+
+    assert virtual_time.run(main(), late_s=0.001) == pytest.approx(1.0, rel=0.01)
+
+
+def test_an_idle_port_saves_nothing_up() -> None:
+    async def main() -> Log:
+        port, log = Port(RATE), Log()
+        await transfer(port, "a", MIN_GRANT, 1, log)
+        await asyncio.sleep(5)
+        await transfer(port, "b", 3 * MIN_GRANT, 1, log)
+        return log
+
+    log = virtual_time.run(main())
+    assert [round((when - 5) * RATE / MIN_GRANT) for when, _, _ in log[1:]] == [0, 1, 2]
+
+
+def test_the_most_urgent_first_and_whole_transfers_in_order() -> None:
+    async def main() -> Log:
+        port, log = Port(RATE), Log()
+        await asyncio.gather(
+            transfer(port, "late", 3 * MIN_GRANT, 5, log),
+            transfer(port, "first", 3 * MIN_GRANT, 2, log),
+            transfer(port, "second", 3 * MIN_GRANT, 2, log),
+            transfer(port, "urgent", 3 * MIN_GRANT, 1, log),
+        )
+        return log
+
+    names = [name for _, name, _ in virtual_time.run(main())]
+    # `late` asked when nobody else was there, and had one grant.
+    assert names == ["late", *["urgent"] * 3, *["first"] * 3, *["second"] * 3, *["late"] * 2]
+
+
+def test_a_lane_has_one_grant_at_a_time() -> None:
+    async def main() -> None:
+        port, log = Port(RATE), Log()
+        async with port.grant("lane", port.arrive(1), MIN_GRANT):
+            same = asyncio.create_task(transfer(port, "same", 1, 1, log, lane="lane"))
+            await transfer(port, "other", 1, 9, log)
+            await asyncio.sleep(1)
+            assert [name for _, name, _ in log] == ["other"]
+        await same
+
+    virtual_time.run(main())
+
+
+def test_messages_are_accounted() -> None:
+    async def main() -> float:
+        port, log = Port(RATE), Log()
+        port.charge(RATE // 2)
+        await transfer(port, "a", MIN_GRANT, 1, log)
+        return log[0][0]
+
+    assert virtual_time.run(main()) == pytest.approx(0.5)
+
+
+def test_unpaced_one_transfer_at_a_time_unless_it_is_stuck() -> None:
+    async def main() -> None:
+        port, log = Port(0, exclusive=True), Log()
+        turn = port.arrive(1)
+        async with port.grant("slow", turn, MIN_GRANT):
+            other = asyncio.create_task(transfer(port, "other", 1, 9, log))
+            await asyncio.sleep(PATIENCE_S / 2)
+            assert not log
+            await asyncio.sleep(PATIENCE_S)
+            assert [(name, nbytes) for _, name, nbytes in log] == [("other", 1)]
+            assert log[0][0] == pytest.approx(PATIENCE_S)
+        await other
+        started = now()
+        await transfer(port, "more", 10 * MIN_GRANT, 1, log)
+        assert now() == started
+
+    virtual_time.run(main())
+
+
+def test_not_exclusive_and_unpaced_never_waits() -> None:
+    async def main() -> None:
+        port = Port(0)
+        async with port.grant("a", port.arrive(1), 1 << 30), port.grant("b", port.arrive(2), 1):
+            assert now() == 0
+
+    virtual_time.run(main())
+
+
+def test_grants_grow_with_the_rate() -> None:
+    assert Port(10_000_000).grant_bytes == MIN_GRANT
+    assert Port(100_000_000_000).grant_bytes == MAX_GRANT
+    assert Port(0).grant_bytes == MIN_GRANT
+
+
+def test_a_cancelled_wait_costs_nothing() -> None:
+    async def main() -> float:
+        port, log = Port(RATE), Log()
+        waits = [asyncio.create_task(transfer(port, f"{i}", RATE, 1, log)) for i in range(5)]
+        await asyncio.sleep(0.1)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+        started = now()
+        await transfer(port, "after", RATE // 10, 1, log)
+        return now() - started
+
+    assert virtual_time.run(main()) == pytest.approx(0.1, rel=0.02)
+
+
+def test_cancelled_at_the_moment_of_its_grant() -> None:
+    async def main() -> None:
+        port, log = Port(RATE), Log()
+        async with port.grant("lane", port.arrive(1), MIN_GRANT):
+            waiting = asyncio.create_task(transfer(port, "gone", 1, 1, log, lane="lane"))
+            await asyncio.sleep(1)
+        await asyncio.sleep(0)  # the grant is given now; its task has not run yet
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await transfer(port, "next", 1, 1, log, lane="lane")
+
+    virtual_time.run(main())
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 0.3), st.integers(1, 40 * MIN_GRANT), st.integers(0, 3), st.booleans()
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from([0.0, 0.001]),
+)
+def test_never_faster_than_the_rate(
+    plan: list[tuple[float, int, int, bool]], late_s: float
+) -> None:
+    """In every window: at most what the rate allows, a grant, and what a late timer cost."""
+
+    async def main() -> Log:
+        port, log = Port(RATE), Log()
+
+        async def one(index: int, start: float, nbytes: int, priority: int, cancel: bool) -> None:
+            await asyncio.sleep(start)
+            work = asyncio.create_task(transfer(port, f"{index}", nbytes, priority, log))
+            if cancel:
+                await asyncio.sleep(0.01)
+                work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+        await asyncio.gather(*(one(index, *each) for index, each in enumerate(plan)))
+        return log
+
+    log = virtual_time.run(main(), late_s=late_s)
+    allowance = 2 * MIN_GRANT + (LATENESS_S + QUIET_S) * RATE
+    for start, (begin, _, _) in enumerate(log):
+        moved = 0
+        for when, _, nbytes in log[start:]:
+            moved += nbytes
+            assert moved <= (when - begin) * RATE + allowance
+    for index, (_, nbytes, _, cancelled) in enumerate(plan):
+        if not cancelled:
+            assert sum(part for _, name, part in log if name == f"{index}") == nbytes

@@ -1,0 +1,377 @@
+"""What only sockets can do wrong: garbage, lies, silence, stalls, half-sent frames."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from services.node.transport.tcp import TcpTransport
+from services.node.transport.wire import (
+    MAGIC,
+    MAX_BODY,
+    PREFIX_BYTES,
+    Hello,
+    Kind,
+    Prefix,
+    Purpose,
+    ReadRequest,
+    encode_hello,
+    encode_prefix,
+    encode_read,
+    parse_fault,
+    parse_hello,
+    parse_prefix,
+)
+from shared.errors import (
+    BadInput,
+    PeerLost,
+    ProtocolViolation,
+    RegionUnknown,
+    TransportError,
+    TransportTimeout,
+)
+
+SILENCE_S = 0.2
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Node:
+    """A real transport and what it told."""
+
+    def __init__(self, *, silence_s: float = SILENCE_S, rate: int = 0) -> None:
+        self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
+        self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
+        self.transport = TcpTransport(
+            "127.0.0.1",
+            0,
+            link_bytes_per_s=rate,
+            on_message=lambda sender, header, payload: self.received.put_nowait(
+                (sender, bytes(header), bytes(payload))
+            ),
+            on_peer_lost=lambda address, error: self.lost.put_nowait((address, error)),
+            silence_s=silence_s,
+            max_payload=1 << 20,
+        )
+
+    async def read(self, address: str, region: str = "w", nbytes: int = 1000) -> bytes:
+        into = bytearray(nbytes)
+        async with asyncio.timeout(10):
+            await self.transport.read(address, region, 0, memoryview(into), priority=1)
+        return bytes(into)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    node = Node()
+    async with node.transport:
+        yield node
+
+
+@asynccontextmanager
+async def impostor(behaviour: Behaviour) -> AsyncIterator[str]:
+    """A peer made by hand: it welcomes whoever dials and then behaves as told."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_frame(reader)
+        writer.write(encode_hello(Hello(Purpose.READS, 7, address)))
+        await behaviour(reader, writer)
+
+    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.get_running_loop().create_task(serve(reader, writer)))
+        writers.append(writer)
+
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield address
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for writer in writers:
+            writer.close()
+
+
+async def next_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
+    while True:
+        data = await reader.readexactly(PREFIX_BYTES)
+        prefix = parse_prefix(data, max_payload=1 << 30)
+        body = await reader.readexactly(prefix.body + prefix.payload)
+        if prefix.kind is not Kind.HEARTBEAT:
+            return prefix, body
+
+
+async def dial(node: Node, purpose: Purpose) -> Streams:
+    """A connection made by hand, past its handshake."""
+    port = int(node.transport.address.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(encode_hello(Hello(purpose, 7, "tcp://127.0.0.1:1")))
+    prefix, body = await next_frame(reader)
+    assert prefix.kind is Kind.HELLO
+    assert parse_hello(body).address == node.transport.address
+    return reader, writer
+
+
+async def closed(streams: Streams) -> None:
+    """Returns once the other end has closed the connection."""
+    async with asyncio.timeout(5):
+        try:
+            while await streams[0].read(4096):
+                pass
+        except ConnectionResetError:
+            pass
+    streams[1].close()
+
+
+HELLO = encode_hello(Hello(Purpose.READS, 7, "tcp://127.0.0.1:1"))
+BEFORE_HELLO = {
+    "http": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "not hello": encode_prefix(Kind.HEARTBEAT) + encode_prefix(Kind.CANCEL, id=1),
+    "other magic": HELLO.replace(MAGIC, b"NOPE"),
+    "other version": HELLO.replace(MAGIC + b"\0\1", MAGIC + b"\0\2"),
+    "oversize": encode_prefix(Kind.HELLO, body=MAX_BODY + 1),
+    "endless": encode_prefix(Kind.HELLO, body=MAX_BODY),
+}
+
+
+@pytest.mark.parametrize("data", BEFORE_HELLO.values(), ids=BEFORE_HELLO.keys())
+async def test_strangers_are_shown_out(node: Node, data: bytes) -> None:
+    port = int(node.transport.address.rpartition(":")[2])
+    streams = await asyncio.open_connection("127.0.0.1", port)
+    streams[1].write(data)
+    await closed(streams)
+    assert node.lost.empty()
+
+
+READ = ReadRequest(1, 0, 10, "w")
+ON_READS = {
+    "data": encode_prefix(Kind.DATA, id=1, payload=5) + b"12345",
+    "message": encode_prefix(Kind.MESSAGE, body=1) + b"1",
+    "the same id": encode_read(1, READ) + encode_read(1, READ),
+    "truncated body": encode_prefix(Kind.READ, id=1, body=3) + b"abc",
+    "no bytes": encode_read(1, ReadRequest(1, 0, 0, "w")),
+    "garbage": bytes(range(64, 128)),
+    "second hello": HELLO,
+}
+
+
+@pytest.mark.parametrize("data", ON_READS.values(), ids=ON_READS.keys())
+async def test_a_violation_ends_its_own_connection_only(node: Node, data: bytes) -> None:
+    node.transport.register("w", memoryview(bytearray(1000)), ready=5)
+    good = await dial(node, Purpose.READS)
+    bad = await dial(node, Purpose.READS)
+    bad[1].write(data)
+    await closed(bad)
+    address, error = await node.lost.get()
+    assert address == "tcp://127.0.0.1:1"
+    assert isinstance(error, ProtocolViolation)
+    good[1].write(encode_read(1, ReadRequest(1, 0, 5, "w")))
+    assert (await next_frame(good[0]))[0] == Prefix(Kind.DATA, 1, 0, 5)
+    good[1].close()
+
+
+async def test_a_range_beyond_all_numbers(node: Node) -> None:
+    node.transport.register("w", memoryview(bytearray(1000)), ready=1000)
+    streams = await dial(node, Purpose.READS)
+    huge = (1 << 64) - 1
+    streams[1].write(encode_read(1, ReadRequest(1, huge, huge, "w")))
+    prefix, body = await next_frame(streams[0])
+    assert prefix.kind is Kind.FAULT
+    assert parse_fault(body)[0] == RegionUnknown.code
+    streams[1].close()
+
+
+async def test_messages_too_large(node: Node) -> None:
+    streams = await dial(node, Purpose.MESSAGES)
+    streams[1].write(encode_prefix(Kind.MESSAGE, body=1, payload=(1 << 20) + 1))
+    await closed(streams)
+    with pytest.raises(BadInput, match="at most"):
+        await node.transport.send("tcp://127.0.0.1:1", b"", [bytes((1 << 20) + 1)])
+    with pytest.raises(BadInput, match="at most"):
+        await node.transport.send("tcp://127.0.0.1:1", bytes(MAX_BODY + 1))
+
+
+@pytest.mark.parametrize("address", ["memory://1", "tcp://", "tcp://host", "tcp://h:99999", "x"])
+async def test_bad_addresses(node: Node, address: str) -> None:
+    with pytest.raises(BadInput, match="address"):
+        await node.transport.connect(address)
+
+
+# --- the answering end misbehaves ------------------------------------------------
+
+
+async def test_a_source_that_stops_within_a_frame(node: Node) -> None:
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefix, _ = await next_frame(reader)
+        writer.write(encode_prefix(Kind.DATA, id=prefix.id, payload=1000) + b"some")
+        await asyncio.Event().wait()
+
+    async with impostor(stall) as address:
+        for _ in range(2):  # it reconnects, and the same happens again
+            with pytest.raises(TransportTimeout):
+                await node.read(address)
+            lost, error = await node.lost.get()
+            assert lost == address
+            assert isinstance(error, TransportTimeout)
+
+
+async def test_a_silent_peer_is_lost(node: Node) -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async with impostor(mute) as address:
+        with pytest.raises(PeerLost, match="silent"):
+            await node.read(address)
+        assert (await node.lost.get())[0] == address
+
+
+async def test_a_peer_that_never_says_hello(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(PeerLost, match="no connection within"):
+            await node.read(f"tcp://127.0.0.1:{port}")
+    assert node.lost.empty()
+
+
+ANSWERS = {
+    "more than asked for": encode_prefix(Kind.DATA, id=0, payload=1001) + bytes(1001),
+    "nobody asked": encode_prefix(Kind.DATA, id=5, payload=1) + b"1",
+    "a request": encode_read(0, READ),
+    "a message": encode_prefix(Kind.MESSAGE, body=1) + b"1",
+    "a fault without code": encode_prefix(Kind.FAULT, id=0, body=2) + b"no",
+    "garbage": bytes(range(64, 128)),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+async def test_answers_that_make_no_sense(node: Node, answer: bytes) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_frame(reader)
+        writer.write(answer)
+        await asyncio.Event().wait()
+
+    async with impostor(reply) as address:
+        with pytest.raises(ProtocolViolation):
+            await node.read(address)
+
+
+async def test_an_unknown_fault_is_still_an_answer(node: Node) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefix, _ = await next_frame(reader)
+        body = b"strange\0because"
+        writer.write(encode_prefix(Kind.FAULT, id=prefix.id, body=len(body)) + body)
+        await asyncio.Event().wait()
+
+    async with impostor(reply) as address:
+        with pytest.raises(TransportError, match="because"):
+            await node.read(address)
+
+
+# --- in good order -----------------------------------------------------------------
+
+
+async def test_waiting_for_bytes_is_not_silence() -> None:
+    """Reads that wait longer than `silence_s`, and peers that say nothing, are no failures."""
+    source, reader = Node(), Node()
+    async with source.transport, reader.transport:
+        source.transport.register("w", memoryview(bytearray(b"x" * 1000)))
+        await reader.transport.send(source.transport.address, b"hello")
+        read = asyncio.ensure_future(reader.read(source.transport.address))
+        await asyncio.wait([read], timeout=4 * SILENCE_S)
+        assert not read.done()
+        source.transport.advance("w", 1000)
+        assert await read == b"x" * 1000
+        assert source.lost.empty()
+        assert reader.lost.empty()
+
+
+async def test_a_reader_that_is_slow_is_not_lost() -> None:
+    """Its port is busy with more urgent bytes for longer than `silence_s`."""
+    source = Node()
+    reader = Node(rate=1_000_000)
+    async with source.transport, reader.transport:
+        data = memoryview(bytearray(600_000))
+        source.transport.register("w", data, ready=len(data))
+        reads = [
+            asyncio.ensure_future(reader.read(source.transport.address, nbytes=len(data)))
+            for _ in range(2)
+        ]
+        await asyncio.gather(*reads)
+        assert source.lost.empty()
+        assert reader.lost.empty()
+
+
+async def test_many_users_of_an_address_dial_once(node: Node) -> None:
+    handshakes = 0
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal handshakes
+        handshakes += 1
+        await asyncio.Event().wait()
+
+    async with impostor(count) as address:
+        await asyncio.gather(*(node.transport.connect(address) for _ in range(5)))
+        assert handshakes == 2  # one for reads, one for messages
+
+
+async def test_a_send_cancelled_half_way_ends_the_connection(node: Node) -> None:
+    async def never_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(encode_prefix(Kind.HEARTBEAT))
+            await asyncio.sleep(SILENCE_S / 4)
+
+    async with impostor(never_read) as address, asyncio.timeout(10):
+        big = bytes(1 << 20)
+        sends = [asyncio.ensure_future(node.transport.send(address, b"", [big])) for _ in range(64)]
+        await asyncio.wait(sends, timeout=SILENCE_S)
+        stuck = [send for send in sends if not send.done()]
+        assert len(stuck) > 1
+        stuck[0].cancel()
+        for send in stuck[1:]:
+            with pytest.raises(PeerLost, match="half-way"):
+                await send
+        assert (await node.lost.get())[0] == address
+
+
+async def test_a_cancelled_read_stops_the_source() -> None:
+    """It sends the frame it is in and says that it stopped; the rest of the bytes stay home."""
+    node = Node(rate=2_000_000)
+    async with node.transport:
+        data = memoryview(bytearray(4 << 20))
+        node.transport.register("w", data, ready=len(data))
+        streams = await dial(node, Purpose.READS)
+        streams[1].write(encode_read(1, ReadRequest(1, 0, len(data), "w")))
+        prefix, _ = await next_frame(streams[0])
+        streams[1].write(encode_prefix(Kind.CANCEL, id=1) + encode_prefix(Kind.CANCEL, id=9))
+        received = prefix.payload
+        async with asyncio.timeout(5):
+            while prefix.kind is Kind.DATA:
+                prefix, body = await next_frame(streams[0])
+                received += prefix.payload
+        assert parse_fault(body)[0] == "cancelled"
+        assert received < len(data) // 2
+        streams[1].close()
+
+
+async def test_closing_with_everything_in_flight() -> None:
+    async with AsyncExitStack() as stack:
+        nodes = [Node(rate=5_000_000) for _ in range(3)]
+        for node in nodes:
+            await stack.enter_async_context(node.transport)
+            node.transport.register("w", memoryview(bytearray(1 << 20)), ready=1 << 20)
+        reads = [
+            asyncio.ensure_future(reader.read(source.transport.address, nbytes=1 << 20))
+            for reader in nodes
+            for source in nodes
+            if reader is not source
+        ]
+        await nodes[0].transport.send(nodes[1].transport.address, b"first")
+        await nodes[1].received.get()
+    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {PeerLost}
+    with pytest.raises(PeerLost, match="is closed"):
+        await nodes[0].read(nodes[1].transport.address)
