@@ -30,7 +30,7 @@ from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 5.0
-Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class Call:
@@ -69,10 +69,15 @@ class Frontend:
         self._idle = asyncio.Event()
         self._idle.set()
         self._switches: dict[RequestId, _Switch] = {}
+        self._withdrawals: set[asyncio.Task[None]] = set()
 
     async def idle(self) -> None:
         """Returns when no request is left."""
         await self._idle.wait()
+
+    async def withdrawn(self) -> None:
+        """Returns when nodes were told of all attempts that are over."""
+        await asyncio.gather(*self._withdrawals)
 
     def begin(self, call: Call) -> None:
         """CapacityExceeded if the queue is full, NotFound if the model is gone."""
@@ -110,7 +115,9 @@ class Frontend:
                     self._spawn(self._submit(command), f"submit {command.submit.request}")
                 case Withdraw():
                     work = self._publish(subjects.node_cancel(command.node), command.cancel)
-                    self._spawn(work, f"cancel {command.cancel.request}")
+                    task = self._spawn(work, f"cancel {command.cancel.request}")
+                    self._withdrawals.add(task)
+                    task.add_done_callback(self._withdrawals.discard)
                 case End():
                     self._end(command)
                 case Resumed():

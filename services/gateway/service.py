@@ -81,6 +81,8 @@ class GatewayService(Service):
         ):
             subscription = await self._bus.subscribe(subject, handler)
             self.resources.push_async_callback(subscription.close)
+        # Nodes must not go on for clients whose streams the end of this service cuts off.
+        self.resources.push_async_callback(self._frontend.withdrawn)
         await self._open_http()
         self.spawn(self._learn_models(), name="models")
         self.spawn(self._learn_instances(), name="instances")
@@ -115,8 +117,8 @@ class GatewayService(Service):
         self._api.draining = True
         await self._frontend.idle()
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self.spawn(work, name=name)
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self.spawn(work, name=name)
 
     # --- models --------------------------------------------------------------
 

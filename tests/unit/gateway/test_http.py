@@ -106,6 +106,16 @@ async def test_usage_in_every_chunk(http: aiohttp.ClientSession) -> None:
     assert counts[-1] == 12
 
 
+async def test_token_ids_come_if_asked_for(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "return_token_ids": True}
+    expected = [*ids_of("hello world"), EOS_ID]
+    _, answer = await post(http, body)
+    assert answer["choices"][0]["token_ids"] == expected
+    parts = await events(http, body, "completions")
+    found = [token for part in parts for token in part["choices"][0].get("token_ids", [])]
+    assert found == expected
+
+
 async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
     status, answer = await post(http, CHAT, "chat/completions")
     assert status == 200

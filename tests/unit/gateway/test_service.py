@@ -379,6 +379,24 @@ async def test_draining_lets_streams_end_and_sends_new_ones_away() -> None:
         await draining
 
 
+async def test_streams_that_are_cut_off_are_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatewayService, "drain_s", 0.05)
+    async with asyncio.TaskGroup() as group:
+        async with running(replica(1)) as cluster:
+            (node,) = await nodes_of(cluster, 1, pause_at=10)
+            reader = Reader(cluster)
+            reading = group.create_task(_cut_off(reader))
+            await reader.until(10)
+        await reading
+        assert reader.text == TEXT[:10]
+        assert [cancel.request for cancel in node.cancels] == [node.submits[0].request]
+
+
+async def _cut_off(reader: Reader) -> None:
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await reader.read()
+
+
 async def test_tokens_of_unknown_requests_are_withdrawn() -> None:
     """A gateway that was restarted stops what its predecessor began."""
     async with running(replica(1)) as cluster:
