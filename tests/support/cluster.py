@@ -134,20 +134,22 @@ class Oracle:
     """Greedy tokens by transformers on the same checkpoint (fp32, CPU)."""
 
     def __init__(self, checkpoint: Path) -> None:
+        torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
-    def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+    def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """`count` tokens for each of some prompts of one length."""
         with torch.inference_mode():
             output = self._model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                torch.tensor([list(prompt) for prompt in prompts]),
+                attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.long),
                 max_new_tokens=count,
                 min_new_tokens=count,
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
             )
-        return [int(token) for token in output[0, len(prompt) :]]
+        return [[int(token) for token in row[len(prompts[0]) :]] for row in output]
 
 
 def prompts(count: int, vocab_size: int, length: int = 12) -> list[list[int]]:
