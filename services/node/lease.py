@@ -13,6 +13,7 @@ from shared.ids import Generation
 from shared.messages.pool import NodeInfo
 
 RENEWALS_PER_LEASE = 4
+POLL_S = 0.1
 
 
 class Lease:
@@ -25,21 +26,27 @@ class Lease:
         self._log = log
         self._revision = 0
 
-    async def take(self) -> None:
-        """Conflict if another process holds the node's name; waits out a dead one's lease."""
+    async def wait_until_free(self) -> None:
+        """Waits out a dead process's lease. Conflict if a living one holds the node's name."""
         bucket = await self._bus.kv(subjects.KV_LEASES)
         give_up = now() + self._lease_s + 1.5
-        while True:
-            try:
-                await self._create(bucket)
-                return
-            except KeyExists as error:
-                if now() > give_up:
-                    raise Conflict(
-                        f"node id {self.info.node!r} is in use by a running node; "
-                        "give this one another node.id"
-                    ) from error
-                await asyncio.sleep(0.1)
+        while await bucket.get(self.info.node) is not None:
+            if now() > give_up:
+                raise self._taken()
+            await asyncio.sleep(POLL_S)
+
+    async def take(self) -> None:
+        """From here on the registry knows the node. Conflict if another process was faster."""
+        bucket = await self._bus.kv(subjects.KV_LEASES)
+        try:
+            await self._create(bucket)
+        except KeyExists as error:
+            raise self._taken() from error
+
+    def _taken(self) -> Conflict:
+        return Conflict(
+            f"node id {self.info.node!r} is in use by a running node; give this one another node.id"
+        )
 
     async def keep(self) -> None:
         """Renews for ever; a key that expired while the bus was away is made again."""
@@ -64,7 +71,7 @@ class Lease:
             elif msgspec.msgpack.decode(entry.value, type=NodeInfo).address == self.info.address:
                 self._revision = entry.revision
             else:
-                raise Conflict(f"node id {self.info.node!r} was taken by another process")
+                raise self._taken()
         except BusError as error:
             self._log.warning("lease not retaken yet", error=str(error))
 

@@ -141,8 +141,7 @@ class NodeService(Service):
 
     async def _connect_to_bus(self) -> None:
         node = NodeId(self._config.id)
-        await self._lease.take()
-        self.resources.push_async_callback(self._lease.give_back)
+        await self._lease.wait_until_free()
         for subject, handler in (
             (subjects.POOL_MODELS, self._on_pool),
             (subjects.POOL_NODES, self._on_pool),
@@ -160,6 +159,8 @@ class NodeService(Service):
         ):
             served = await self._bus.serve(subject, server)
             self.resources.push_async_callback(served.close)
+        await self._lease.take()  # last: whoever sees the node may call it
+        self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
         self.spawn(self._hosting.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
