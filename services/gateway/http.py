@@ -90,7 +90,7 @@ class Api:
         if not self._keys:
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        digest = hashlib.sha256(key.strip().encode(errors="surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "send a valid API key: 'Authorization: Bearer KEY'"

@@ -14,7 +14,8 @@ import msgspec
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
 from shared.messages.serving import Sampling
 
-MAX_STOPS = 16
+MAX_STOPS = 64
+MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_CHARS = 1024
 MAX_TOP_K = 1 << 30
 
@@ -207,6 +208,9 @@ def _check_common(body: _Common) -> None:
     for stop in stops_of(body):
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             invalid("stop", f"every string must have 1 to {MAX_STOP_CHARS} characters")
+    ids = body.stop_token_ids or ()
+    if len(ids) > MAX_STOPS or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
+        invalid("stop_token_ids", f"at most {MAX_STOPS} ids between 0 and {MAX_TOKEN_ID}")
     if body.min_tokens and not body.ignore_eos:
         invalid("min_tokens", "is supported only together with ignore_eos")
     sampling_of(body, 0)

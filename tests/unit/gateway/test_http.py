@@ -274,6 +274,7 @@ async def test_a_client_that_leaves_before_the_first_token(
         ({"top_p": 0}, 400, "top_p"),
         ({"stop": [1]}, 400, "stop[0]"),
         ({"stop": ""}, 400, "stop"),
+        ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids"),
         ({"n": 0}, 400, "n"),
         ({"n": 1000}, 400, "n"),
         ({"logprobs": 1}, 400, "logprobs"),
