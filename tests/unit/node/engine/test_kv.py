@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.node.engine import kv as kv_module
 from services.node.engine.kv import GRANULE, KvCache, Reservation, Sequence, round_up
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
@@ -10,9 +11,12 @@ from shared.ids import ModelId
 MODEL, STAGE = ModelId("m"), (0, 3)
 
 
-def cache(capacity: int = 64, layers: int = 2) -> KvCache:
-    kv = KvCache(capacity, torch.device("cpu"))
-    kv.open_model(MODEL, layers, n_kv_heads=1, head_dim=2, dtype=torch.float32)
+def cache(capacity: int = 64, sequences: int = 256) -> KvCache:
+    """With slots to round up the limits of so many sequences; fewer fragment sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_module, "ROUNDING_SLOTS", sequences * GRANULE)
+        kv = KvCache(capacity, torch.device("cpu"))
+        kv.open_model(MODEL, 2, n_kv_heads=1, head_dim=2, dtype=torch.float32)
     return kv
 
 
@@ -75,15 +79,13 @@ def test_stages_without_layers_cost_nothing() -> None:
 
 def test_fragments_are_joined() -> None:
     """The free positions suffice, but not in one piece."""
-    kv = cache(capacity=4096)
-    size = 512
-    reserve(kv, *((f"s{i}", size) for i in range(8)))
-    reserve_free = ("s0", "s2", "s4", "s6")
+    kv = cache(capacity=512, sequences=0)
+    reserve(kv, *((f"s{i}", 64) for i in range(8)))
     for i in range(8):
         write(kv, f"s{i}", 20 + i, float(i))
-    kv.free(reserve_free)
-    reserve(kv, ("long", 2048))
-    assert kv.used == 4096
+    kv.free(("s0", "s2", "s4", "s6"))
+    reserve(kv, ("long", 256))
+    assert kv.used == 512
     for i in (1, 3, 5, 7):
         assert (read(kv, f"s{i}")[:, : 20 + i] == i).all()
 
@@ -121,7 +123,7 @@ Steps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 200)), max_size=60)
 @given(Steps)
 def test_sequences_never_overlap_nor_leak(steps: list[tuple[int, int]]) -> None:
     """Each step ends the sequence of that name, or starts it with that limit."""
-    kv = cache(capacity=600)
+    kv = cache(capacity=600, sequences=10)
     live: dict[str, int] = {}
     for number, limit in steps:
         key = f"s{number}"
