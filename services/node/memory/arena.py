@@ -11,6 +11,9 @@ from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_TOUCH = 64 << 20
+"""Bytes faulted in at a time: other threads run in between."""
 
 
 class Span:
@@ -41,18 +44,15 @@ class Arena:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
         try:
-            self._memory = memoryview(
-                mmap.mmap(
-                    -1,
-                    self.nbytes,
-                    flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE,
-                )
-            )
+            self._memory = memoryview(mmap.mmap(-1, self.nbytes, flags=_PRIVATE))
         except OSError as error:
             raise CapacityExceeded(
                 f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
                 "lower node.arena_bytes"
             ) from error
+        for start in range(0, self.nbytes, _TOUCH):
+            pages = self._memory[start : start + _TOUCH : PAGE]
+            pages[:] = bytes(len(pages))
         self._holes: list[tuple[int, int]] = [(0, self.nbytes)]
         """Free (start, stop), ascending, never touching each other."""
         self._spans: dict[int, Span] = {}

@@ -23,10 +23,13 @@ from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Work
 from services.node.transport.regions import Regions
 from services.node.transport.wire import MAX_BODY, Hello, Kind, Purpose, encode_prefix
 from shared import telemetry
-from shared.errors import BadInput, PeerLost, ProtocolViolation, TransportError
+from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
 
-SOCKET_BUFFER = 64 * 1024
-"""Send and receive buffer of a connection for reads (the kernel doubles it)."""
+SHALLOW = 64 * 1024
+"""Send buffer of a connection for reads: what lies in it can't be overtaken. On a paced link the
+receive buffer too, so that a receiver that has enough to do holds its senders back."""
+DEEP = 1 << 20
+"""Receive buffer of one that is not paced: emptied at once, unless the processor is busy."""
 BEATS_PER_SILENCE = 4
 ACCEPT_PAUSE_S = 0.05
 """After a failed accept (no file descriptors left, for example)."""
@@ -57,6 +60,7 @@ class TcpTransport:
         self._regions = Regions()
         self._egress = Port(link_bytes_per_s, exclusive=True)
         self._ingress = Port(link_bytes_per_s)
+        self._receive_buffer = SHALLOW if link_bytes_per_s else DEEP
         self._instance = secrets.randbits(64)
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
@@ -78,11 +82,17 @@ class TcpTransport:
         return f"tcp://{host}:{self._port}"
 
     async def __aenter__(self) -> Self:
-        self._listener = socket.create_server(
-            (self._host, self._port),
-            family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
-            backlog=1024,
-        )
+        try:
+            self._listener = socket.create_server(
+                (self._host, self._port),
+                family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
+                backlog=1024,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {self.address}: {error.strerror}; "
+                "set node.host to an address of this machine and node.port to a free port"
+            ) from error
         self._listener.setblocking(False)
         self._port = self._listener.getsockname()[1]
         await self._group.__aenter__()
@@ -171,7 +181,7 @@ class TcpTransport:
             async with asyncio.timeout(self._silence_s):
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 sock = socket.socket(*found[0][:3])
-                _tune(sock, purpose)
+                self._tune(sock, purpose)
                 connection = Connection(sock, address, max_payload=self._max_payload)
                 try:
                     await loop.sock_connect(sock, found[0][4])
@@ -184,6 +194,13 @@ class TcpTransport:
             raise PeerLost(f"{address}: no connection within {self._silence_s} s") from None
         except OSError as error:
             raise PeerLost(f"{address}: cannot connect: {error.strerror}") from error
+
+    def _tune(self, sock: socket.socket, purpose: Purpose) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if purpose is Purpose.READS:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SHALLOW)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
 
     # --- accepting -------------------------------------------------------------
 
@@ -210,7 +227,7 @@ class TcpTransport:
             raise
         except TimeoutError:
             raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
-        _tune(sock, peer.purpose)
+        self._tune(sock, peer.purpose)
         connection.address = peer.address
         self._stand(connection, (peer.address, peer.instance), lambda _: None)
         if peer.purpose is Purpose.READS:
@@ -288,14 +305,6 @@ async def _guard(connection: Connection, work: Work) -> None:
 async def _receive_nothing(connection: Connection) -> None:
     prefix = await connection.receive_prefix()
     raise ProtocolViolation(f"{prefix.kind.name} from the receiver of messages")
-
-
-def _tune(sock: socket.socket, purpose: Purpose) -> None:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if purpose is Purpose.READS:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from services.node.transport.wire import (
 )
 from shared.errors import (
     BadInput,
+    ConfigError,
     PeerLost,
     ProtocolViolation,
     RegionUnknown,
@@ -199,6 +200,19 @@ async def test_messages_too_large(node: Node) -> None:
 async def test_bad_addresses(node: Node, address: str) -> None:
     with pytest.raises(BadInput, match="address"):
         await node.transport.connect(address)
+
+
+async def test_an_address_that_is_taken(node: Node) -> None:
+    port = int(node.transport.address.rpartition(":")[2])
+    other = TcpTransport(
+        "127.0.0.1",
+        port,
+        link_bytes_per_s=0,
+        on_message=lambda *_: None,
+        on_peer_lost=lambda *_: None,
+    )
+    with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+        await other.__aenter__()
 
 
 # --- the answering end misbehaves ------------------------------------------------
