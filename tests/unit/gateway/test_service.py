@@ -1,29 +1,23 @@
 """The gateway among nodes that come, refuse, move and vanish: streams go on as if nothing was."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.gateway.service import GatewayService
-from shared import subjects, telemetry
+from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import GatewayConfig
 from shared.errors import CapacityExceeded, ConfigError, PeerLost
 from shared.ids import ModelName, RequestId
 from shared.messages.instances import InstanceState
 from shared.messages.pool import ModelRemoved
-from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, Token, Tokens
+from tests.unit.gateway.reader import TEXT, Reader, nodes_of
 from tests.unit.gateway.support import (
-    NAME,
     Cluster,
-    ScriptedNode,
     ids_of,
     path,
     replica,
@@ -31,62 +25,7 @@ from tests.unit.gateway.support import (
     text_files,
 )
 
-TEXT = "the quick brown fox jumps over the lazy dog, twice"
-ASK = {"model": NAME, "prompt": "go on", "max_tokens": 200}
 MOVING = InstanceState.MOVING
-
-
-def scripted(submit: Submit) -> Sequence[int]:
-    return ids_of(TEXT)
-
-
-class Reader:
-    """A streaming client that can be waited for."""
-
-    def __init__(self, cluster: Cluster, body: dict[str, Any] | None = None) -> None:
-        self._url = f"{cluster.service.url}/v1/completions"
-        self._body = {**ASK, **(body or {}), "stream": True}
-        self._changed = asyncio.Condition()
-        self.text = ""
-        self.raw = b""
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.error: dict[str, Any] | None = None
-        self.finish: str | None = None
-
-    async def read(self) -> str:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(self._url, json=self._body) as response,
-        ):
-            self.status, self.headers = response.status, dict(response.headers)
-            async for line in response.content:
-                self.raw += line
-                if line.startswith(b"data: {"):
-                    await self._take(json.loads(line[6:]))
-        if self.status != 200:
-            self.error = json.loads(self.raw)["error"]
-        return self.text
-
-    async def _take(self, event: dict[str, Any]) -> None:
-        async with self._changed:
-            if "error" in event:
-                self.error = event["error"]
-            else:
-                self.text += event["choices"][0]["text"]
-                self.finish = event["choices"][0]["finish_reason"]
-            self._changed.notify_all()
-
-    async def until(self, length: int) -> None:
-        async with asyncio.timeout(10), self._changed:
-            await self._changed.wait_for(lambda: len(self.text) >= length)
-
-
-async def nodes_of(cluster: Cluster, *numbers: int, pause_at: int | None) -> list[ScriptedNode]:
-    nodes = [await cluster.node(number) for number in numbers]
-    for node in nodes:
-        node.script, node.pause_at = scripted, pause_at
-    return nodes
 
 
 async def test_a_request_for_no_instances_waits_for_the_first() -> None:
@@ -405,58 +344,3 @@ async def test_tokens_of_unknown_requests_are_withdrawn() -> None:
         message = Tokens(node=node.id, tokens=(stray,))
         await cluster.bus.publish(subjects.gateway_tokens(cluster.service.id), message)
         await node.until(lambda: node.cancels == [Cancel(request=RequestId("old"), attempt=3)])
-
-
-# --- what is recorded ----------------------------------------------------------
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_provider", provider)
-    return exporter
-
-
-def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
-    return [span for span in spans.get_finished_spans() if span.name == name]
-
-
-async def test_the_first_token_of_a_path_is_reported_once(spans: InMemorySpanExporter) -> None:
-    async with running(path(1, 2)) as cluster:
-        await nodes_of(cluster, 1, pause_at=None)
-        assert await Reader(cluster).read() == TEXT
-        assert await Reader(cluster).read() == TEXT
-        await cluster.until(lambda: bool(cluster.arrivals))
-        (arrival,) = cluster.arrivals
-        assert (arrival.event, arrival.instance, arrival.stages) == ("event-1", "path-1-2", 2)
-        (span,) = named(spans, "first_token")
-        assert span.attributes
-        assert span.attributes["instance"] == "path-1-2"
-
-
-async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
-    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
-        _, second, third = await nodes_of(cluster, 1, 2, 3, pause_at=10)
-        readers = [Reader(cluster) for _ in range(3)]
-        reading = [group.create_task(reader.read()) for reader in readers]
-        for reader in readers:
-            await reader.until(10)
-        await cluster.publish(path(1, 2, state=MOVING), replica(2), replica(3))
-        await second.until(lambda: bool(second.submits))
-        await third.until(lambda: bool(third.submits))
-        assert not named(spans, "mode_switch")
-        for node in (second, third):
-            node.pause_at = 20
-            node.resume.set()
-        for reader in readers:
-            await reader.until(11)
-        (span,) = named(spans, "mode_switch")
-        assert span.attributes == {
-            "model": NAME,
-            "moved": 3,
-            "stayed": 0,
-            "from_instances": "path-1-2",
-        }
-        assert [await task for task in reading] == [TEXT] * 3

@@ -1,0 +1,67 @@
+"""What the gateway records of scaling: first tokens and mode switches."""
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from shared import telemetry
+from shared.messages.instances import InstanceState
+from tests.unit.gateway.reader import TEXT, Reader, nodes_of
+from tests.unit.gateway.support import NAME, path, replica, running
+
+MOVING = InstanceState.MOVING
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "_provider", provider)
+    return exporter
+
+
+def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in spans.get_finished_spans() if span.name == name]
+
+
+async def test_the_first_token_of_a_path_is_reported_once(spans: InMemorySpanExporter) -> None:
+    async with running(path(1, 2)) as cluster:
+        await nodes_of(cluster, 1, pause_at=None)
+        assert await Reader(cluster).read() == TEXT
+        assert await Reader(cluster).read() == TEXT
+        await cluster.until(lambda: bool(cluster.arrivals))
+        (arrival,) = cluster.arrivals
+        assert (arrival.event, arrival.instance, arrival.stages) == ("event-1", "path-1-2", 2)
+        (span,) = named(spans, "first_token")
+        assert span.attributes
+        assert span.attributes["instance"] == "path-1-2"
+
+
+async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
+    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
+        _, second, third = await nodes_of(cluster, 1, 2, 3, pause_at=10)
+        readers = [Reader(cluster) for _ in range(3)]
+        reading = [group.create_task(reader.read()) for reader in readers]
+        for reader in readers:
+            await reader.until(10)
+        await cluster.publish(path(1, 2, state=MOVING), replica(2), replica(3))
+        await second.until(lambda: bool(second.submits))
+        await third.until(lambda: bool(third.submits))
+        assert not named(spans, "mode_switch")
+        for node in (second, third):
+            node.pause_at = 20
+            node.resume.set()
+        for reader in readers:
+            await reader.until(11)
+        (span,) = named(spans, "mode_switch")
+        assert span.attributes == {
+            "model": NAME,
+            "moved": 3,
+            "stayed": 0,
+            "from_instances": "path-1-2",
+        }
+        assert [await task for task in reading] == [TEXT] * 3
