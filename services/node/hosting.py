@@ -113,7 +113,20 @@ class Hosting:
 
     async def apply(self, plan: ApplyPlan) -> None:
         """Takes up a plan: space, engine and regions stand and pulls run when this returns."""
-        hosted = await self._open(plan.model_id)
+        with telemetry.span(
+            "apply_plan",
+            parent=plan.trace,
+            attributes={"node": plan.node, "pulls": len(plan.pulls)},
+        ):
+            hosted = await self._open(plan.model_id)
+            held = await self._take_up(plan, hosted)
+        self._changed()
+        asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
+        for block in sorted(asked & held):
+            await self._report_held(plan, hosted, block)
+
+    async def _take_up(self, plan: ApplyPlan, hosted: Hosted) -> frozenset[int]:
+        """Returns the blocks that were held already."""
         async with hosted.plans:
             await self._stop_promotion(hosted)
             async with hosted.lock:
@@ -123,10 +136,7 @@ class Hosting:
                 hosted.promoting = True
                 work = self._promote(plan, hosted, missing)
                 hosted.promotion = self._spawn(work, f"promote {plan.model_id}")
-        self._changed()
-        asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
-        for block in sorted(asked & held):
-            await self._report_held(plan, hosted, block)
+        return held
 
     async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> frozenset[int]:
         """Runs what is held, pulls what is not; returns the blocks that are held."""
@@ -280,10 +290,10 @@ class Hosting:
 
     async def _publish_arrival(self, arrival: BlockArrived) -> None:
         await self._publish(arrival)
-        seconds = max(arrival.finished_ns - arrival.started_ns, 1) / 1e9
+        seconds = max(arrival.finished_ns - arrival.first_byte_ns, 1) / 1e9
         telemetry.record(
             "block_arrival",
-            start_ns=arrival.started_ns,
+            start_ns=arrival.first_byte_ns,
             end_ns=arrival.finished_ns,
             parent=arrival.trace,
             attributes={
@@ -293,6 +303,7 @@ class Hosting:
                 "source": arrival.source,
                 "transport": arrival.transport,
                 "mb_per_s": round(arrival.nbytes / seconds / 1e6, 2),
+                "asked_ms_before": round((arrival.first_byte_ns - arrival.started_ns) / 1e6, 1),
             },
         )
 
