@@ -19,8 +19,8 @@ NODE = (UNITS / "lambdascale-node@.service").read_text()
 NEWER = {"RestartSteps": 254, "RestartMaxDelaySec": 254}
 """Keys that an older systemd warns of and passes over."""
 STUBS = ("basic", "multi-user", "network-online", "shutdown", "sysinit")
-MOST_EXPOSED = {"lambdascale-node@": 3.5}
-"""Of 10, by `systemd-analyze security`; 2.0 for the others."""
+MOST_EXPOSED = 2.5
+"""Of 10, by `systemd-analyze security`; 252 says 1.8, and versions weigh a little differently."""
 
 
 def values(unit: str, key: str) -> list[str]:
@@ -68,14 +68,8 @@ def test_systemd_takes_the_unit(machine: Path, unit: str) -> None:
 
 @pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
 def test_exposure_stays_low(machine: Path, path: Path) -> None:
-    most = MOST_EXPOSED.get(path.stem, 2.0)
-    systemd_analyze(
-        "security",
-        "--offline=true",
-        f"--root={machine}",
-        f"--threshold={int(most * 10)}",
-        instance(path),
-    )
+    threshold = f"--threshold={int(MOST_EXPOSED * 10)}"
+    systemd_analyze("security", "--offline=true", f"--root={machine}", threshold, instance(path))
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
