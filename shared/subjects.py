@@ -46,6 +46,8 @@ KV_RESERVATIONS = "ls_reservations"
 KV_NODES = "ls_nodes"
 """Nodes that joined and were not yet told to be gone: what a registry that restarts must settle."""
 KV_EVENTS = "ls_events"
+KV_SCALE = "ls_scale"
+"""Numbers of replicas that operators asked for, by model id."""
 OBJECTS = "ls_assets"
 
 

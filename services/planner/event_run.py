@@ -1,15 +1,14 @@
 """Carries one scaling event from its decision to its end: the shell around `core/events`."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
 from opentelemetry.trace import Span
-from structlog.stdlib import BoundLogger
 
+from services.planner.context import Context
 from services.planner.core import events
-from services.planner.core.cluster import Cluster
 from services.planner.core.forecast import forecast
 from services.planner.core.placement import (
     Roles,
@@ -17,39 +16,34 @@ from services.planner.core.placement import (
     plan_transfers,
     repair_transfers,
 )
+from services.planner.orders import Orders
+from services.planner.registry import Registry
+from services.planner.store import fitting
 from shared import subjects, telemetry
-from shared.bus.base import Bus, M
-from shared.clock import wall_ns
-from shared.config import PlannerConfig
-from shared.errors import BusError, LambdaScaleError, PlanError
+from shared.clock import now, wall_ns
+from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
-from shared.messages import Message, Ok, Ping
-from shared.messages.pool import (
-    ModelRecord,
-    NodeGone,
-    Reserve,
-    Reserved,
-    Sources,
-    SourcesQuery,
-    Tier,
-    Unreserve,
-)
+from shared.messages import Message
+from shared.messages.pool import ModelRecord, NodeGone, NodeInfo, Tier
 from shared.messages.scaling import (
-    ApplyPlan,
     BlockArrived,
+    EventChanged,
     EventRecord,
     EventState,
     FirstPartialToken,
-    Pull,
     PullFailed,
     Transfer,
 )
 
-REQUEST_TIMEOUT_S = 2.0
-PING_TIMEOUT_S = 0.3
+CHECK_S = 1.0
+"""After so long without news the nodes' own reports are looked at: news can get lost."""
 STALL_S = 5.0
-"""No arrival for this long: plan again from what is held."""
+STALL_BYTES_PER_S = 20_000_000
+"""No block for STALL_S and the time of one block at this rate: plan again from what is held."""
 MAX_STALLS = 3
+MAX_REVISIONS = 32
+MAX_FAILURES = 4
+"""Failed pulls, from senders that are well, after which it is the target that is not."""
 IN_MEMORY = (Tier.GPU, Tier.HOST)
 
 
@@ -57,173 +51,144 @@ IN_MEMORY = (Tier.GPU, Tier.HOST)
 class Hooks:
     """How a run tells its model's controller what happened."""
 
-    changed: Callable[[EventRecord], None]
-    joined: Callable[[NodeId], None]
-    """A node is a target now."""
+    joined: Callable[[NodeInfo, frozenset[int]], None]
+    """A node is a target now, and holds these blocks."""
     arrived: Callable[[NodeId, int], None]
     dropped: Callable[[NodeId], None]
     """A node is no target any more; whatever it holds may be freed."""
+    leaving: Callable[[NodeId], bool]
+    """What the node holds is about to go."""
 
 
 class EventRun:
     def __init__(
-        self,
-        bus: Bus,
-        cluster: Cluster,
-        config: PlannerConfig,
-        model: ModelRecord,
-        record: EventRecord,
-        root: Span,
-        log: BoundLogger,
-        hooks: Hooks,
+        self, context: Context, model: ModelRecord, record: EventRecord, root: Span, hooks: Hooks
     ) -> None:
         self.record = record
-        self._bus = bus
-        self._cluster = cluster
-        self._config = config
+        self._context = context
+        self._cluster = context.cluster
         self._model = model
+        self._every = frozenset(range(model.n_blocks))
         self._root = root
-        self._log = log.bind(event_id=record.id, model=record.name)
+        self._log = context.log.bind(event_id=record.id, model=record.name)
         self._hooks = hooks
-        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._registry = Registry(context)
+        self._orders = Orders(context)
         self._held: dict[NodeId, set[int]] = {}
-        """Blocks of every source, and those that each target can execute so far."""
+        """Blocks that each target can execute so far."""
+        self._pulled: set[tuple[NodeId, int]] = set()
         self._promoting: set[NodeId] = set()
         self._distrusted: set[NodeId] = set()
         """Senders that failed to deliver; used again only if nobody else has a block."""
+        self._out: set[NodeId] = set()
+        """Nodes that the event goes on without: gone, silent, or unable."""
+        self._failures: dict[NodeId, int] = {}
+        self._troubles: list[PullFailed | NodeGone] = []
+        self._news = asyncio.Event()
+        self._news_at = 0.0
+        self._announce()
 
-    def tell(self, message: Message) -> None:
-        """A BlockArrived, PullFailed, NodeGone or FirstPartialToken that may concern this event."""
-        self._inbox.put_nowait(message)
+    # --- what the controller says ---
 
     @property
     def over(self) -> bool:
         return self.record.state in events.TERMINAL
+
+    def loads(self, node: NodeId) -> bool:
+        """Whether the event, not over yet, has the node for a target."""
+        return not self.over and node in self.record.targets
+
+    def tell(self, message: Message) -> None:
+        """Anything that may concern this event."""
+        if isinstance(message, BlockArrived):
+            self._on_arrived(message)
+        elif isinstance(message, FirstPartialToken):
+            if message.stages > 1:
+                self._note(message.at_ns, "first_partial_token_s")
+        elif isinstance(message, PullFailed | NodeGone):
+            self._troubles.append(message)
+            self._news.set()
+
+    def on_path(self) -> None:
+        """The first path over nodes that are still loading is open."""
+        if self.over:
+            return
+        self._note(wall_ns(), "first_path_s")
+        if self.record.state is EventState.TRANSFERRING:
+            self._set(events.advance(self.record, EventState.SERVING, wall_ns()))
+
+    def cancel(self, reason: str) -> None:
+        """Ends the event as it is. The task of `run` is the caller's to cancel."""
+        if not self.over:
+            self._finish(EventState.CANCELLED, reason)
+
+    # --- from the decision to the first bytes ---
 
     async def run(self, count: int, exclude: Iterable[NodeId]) -> None:
         """Reserves up to `count` targets, moves the model to them, ends in a terminal state."""
         try:
             await self._begin(count, tuple(exclude))
             await self._watch()
-            self._advance(EventState.COMPLETE, "all_complete_s")
-            self._log.info("event complete", seconds=self.record.actual.all_complete_s)
+            self._finish(EventState.COMPLETE)
         except LambdaScaleError as error:
-            self._log.warning("event failed", code=error.code, error=str(error))
-            self._fail(str(error))
+            self._finish(EventState.FAILED, str(error))
         finally:
-            if not self.over:  # cancelled with the service
-                self._set(events.advance(self.record, EventState.CANCELLED, wall_ns()))
-            self._root.set_attributes(self._summary())
-            self._root.end(end_time=wall_ns())
-            await self._unreserve()
-
-    # --- from the decision to the first bytes ---
+            self.cancel("the planner stopped")
+            await self._registry.unreserve(self.record.id)
 
     async def _begin(self, count: int, exclude: tuple[NodeId, ...]) -> None:
         with telemetry.span("plan", parent=self.record.trace) as span:
-            reserve = Reserve(
-                event=self.record.id,
-                model_id=self._model.model_id,
-                nbytes=self._model.nbytes,
-                count=count,
-                exclude=exclude,
-            )
-            reserved, sources = await asyncio.gather(
-                self._ask(subjects.REGISTRY_RESERVE, reserve, Reserved),
-                self._ask(
-                    subjects.REGISTRY_SOURCES,
-                    SourcesQuery(model_id=self._model.model_id),
-                    Sources,
-                ),
-            )
-            if not reserved.targets:
+            infos = await self._registry.reserve(self.record.id, self._model, count, exclude)
+            if not infos:
                 raise PlanError("no node has room for another replica")
-            targets = tuple(info.node for info in reserved.targets)
-            roles = assign_roles(sources.sources, targets)
+            sources = await self._registry.sources(self._model)
+            staying = [s for s in sources if not self._hooks.leaving(s.info.node)]
+            roles = assign_roles(staying, [info.node for info in infos])
             self._plan(roles)
             span.set_attributes(
                 {
                     "sources": ",".join(roles.sources),
-                    "targets": ",".join(targets),
+                    "targets": ",".join(self.record.targets),
                     "strategy": self.record.strategy,
                     "transfers": len(self.record.transfers),
                 }
             )
-        for node in targets:
-            self._hooks.joined(node)
-        await self._send(targets)
         self._set(events.advance(self.record, EventState.TRANSFERRING, wall_ns()))
+        for info in infos:
+            self._hooks.joined(info, frozenset(self._held[info.node]))
+        await self._send(self.record.targets)
 
     def _plan(self, roles: Roles) -> None:
-        blocks = self._model.n_blocks
-        transfers = plan_transfers(roles, blocks, self.record.strategy)
-        every = frozenset(range(blocks))
-        for node in roles.sources:
-            self._held[node] = set(every)
-        for node in (*roles.promoting, *roles.receiving):
-            self._held[node] = set(self._cluster.held(node, self._model.model_id, [Tier.GPU]))
+        targets = (*roles.promoting, *roles.receiving)
+        held = {node: self._executable(node) for node in targets}
+        self._held = {node: set(blocks) for node, blocks in held.items()}
         self._promoting = set(roles.promoting)
-        links = {
-            node: info.link_bytes_per_s or self._config.link_bytes_per_s
-            for node in (*roles.sources, *roles.receiving)
-            if (info := self._cluster.nodes.get(node))
-        }
+        transfers = plan_transfers(roles, held, self._model.n_blocks, self.record.strategy)
+        config = self._context.config
         outlook = forecast(
-            transfers,
-            roles,
-            links,
+            () if roles.from_disk else transfers,
+            held | dict.fromkeys(roles.sources, self._every),
+            {*targets, *(n for n in roles.sources if self._executable(n))},
+            {
+                node: info.link_bytes_per_s or config.link_bytes_per_s
+                for node, info in self._cluster.nodes.items()
+            },
             self._model.block_bytes,
-            overhead_s=self._config.step_overhead_s,
-            max_stages=self._config.max_stages,
+            overhead_s=config.step_overhead_s,
+            max_stages=config.max_stages,
         )
         record = msgspec.structs.replace(
             self.record,
             sources=roles.sources,
-            targets=(*roles.promoting, *roles.receiving),
+            targets=targets,
             transfers=transfers,
             predicted=outlook.predicted,
             physical_limit_s=outlook.physical_limit_s,
         )
         self._set(events.advance(record, EventState.PLANNED, wall_ns()))
 
-    async def _send(self, targets: Iterable[NodeId]) -> None:
-        """Gives every target its part; one that does not take it is dropped and planned around."""
-        targets = tuple(targets)
-        results = await asyncio.gather(
-            *(self._send_one(node) for node in targets), return_exceptions=True
-        )
-        failed: list[NodeId] = []
-        for node, result in zip(targets, results, strict=True):
-            if isinstance(result, LambdaScaleError):
-                self._log.warning("target refused its plan", node=node, error=str(result))
-                failed.append(node)
-            elif isinstance(result, BaseException):
-                raise result
-        if failed:
-            self._drop(failed)
-            await self._replan(f"targets dropped: {', '.join(failed)}")
-
-    async def _send_one(self, node: NodeId) -> None:
-        info = self._cluster.nodes.get(node)
-        if info is None:
-            raise PlanError(f"node {node} is gone")
-        pulls = tuple(Pull(t.step, t.block, t.src) for t in self.record.transfers if t.dst == node)
-        promote: tuple[int, ...] = ()
-        if node in self._promoting:
-            promote = tuple(b for b in range(self._model.n_blocks) if b not in self._held[node])
-        peers = {pull.source for pull in pulls}
-        apply = ApplyPlan(
-            event=self.record.id,
-            revision=self.record.revision,
-            node=node,
-            generation=info.generation,
-            model_id=self._model.model_id,
-            pulls=pulls,
-            promote=promote,
-            peers=tuple(self._cluster.nodes[peer] for peer in sorted(peers)),
-            trace=self.record.trace,
-        )
-        await self._ask(subjects.node_plan(node), apply, Ok)
+    def _executable(self, node: NodeId) -> frozenset[int]:
+        return self._cluster.held(node, self._model.model_id, [Tier.GPU]) & self._every
 
     # --- until everything has arrived ---
 
@@ -232,166 +197,203 @@ class EventRun:
 
     async def _watch(self) -> None:
         stalls = 0
+        self._news_at = now()
+        patience = STALL_S + max(self._model.block_bytes) / STALL_BYTES_PER_S
         while self._incomplete():
-            try:
-                async with asyncio.timeout(STALL_S):
-                    message = await self._inbox.get()
-            except TimeoutError as error:
-                stalls += 1
-                if stalls > MAX_STALLS:
-                    waiting = ", ".join(self._incomplete())
-                    raise PlanError(
-                        f"no block arrived for {stalls * STALL_S:.0f} s; waiting: {waiting}"
-                    ) from error
-                await self._replan(f"no block arrived for {STALL_S:.0f} s")
+            if self._troubles:
+                await self._mend()
                 continue
-            if isinstance(message, BlockArrived):
+            if await self._something_came() or self._take_reports():
                 stalls = 0
-                self._on_arrived(message)
-            elif isinstance(message, PullFailed):
-                await self._on_pull_failed(message)
-            elif isinstance(message, NodeGone):
-                await self._on_gone(message.node)
-            elif isinstance(message, FirstPartialToken) and message.stages > 1:
-                self.on_partial_token(message)
+            elif self._cluster.blind(now()):
+                self._news_at = now()  # cut off from the bus: silence says nothing
+            elif now() - self._news_at >= patience:
+                stalls += 1
+                waiting = ", ".join(self._incomplete())
+                if stalls > MAX_STALLS:
+                    raise PlanError(f"no block arrived for {stalls} x {patience:.0f} s: {waiting}")
+                self._drop(await self._not_answering(self._participants()))
+                await self._replan(f"no block arrived for {patience:.0f} s: {waiting}")
+                self._news_at = now()
 
-    def _on_arrived(self, message: BlockArrived) -> None:
-        if message.node not in self.record.targets:
-            return
-        self._held[message.node].add(message.block)
-        moved = message.nbytes if message.source != message.node else 0
-        self._set(
-            events.note(
-                msgspec.structs.replace(self.record, bytes_moved=self.record.bytes_moved + moved),
-                message.first_byte_ns,
-                "first_byte_s",
-            )
-        )
-        if len(self._held[message.node]) == self._model.n_blocks:
-            self._set(events.note(self.record, message.finished_ns, "first_complete_s"))
-        self._hooks.arrived(message.node, message.block)
-
-    def on_path(self) -> None:
-        """The controller opened the first path over nodes that are still loading."""
-        if self.record.state is EventState.TRANSFERRING:
-            self._advance(EventState.SERVING, "first_path_s")
-
-    def on_partial_token(self, message: FirstPartialToken) -> None:
-        self._set(events.note(self.record, message.at_ns, "first_partial_token_s"))
-
-    async def _on_pull_failed(self, message: PullFailed) -> None:
-        if message.revision != self.record.revision or message.node not in self.record.targets:
-            return  # answered by a newer revision already
-        self._log.warning(
-            "pull failed",
-            node=message.node, source=message.source, block=message.block, code=message.code,
-        )  # fmt: skip
-        self._distrusted.add(message.source)
-        if not await self._answers(message.source):
-            self._drop([message.source])
-        await self._replan(f"{message.source} did not deliver block {message.block}")
-
-    async def _on_gone(self, node: NodeId) -> None:
-        if node in self._held:
-            self._drop([node])
-            await self._replan(f"node {node} is gone")
-
-    async def _answers(self, node: NodeId) -> bool:
+    async def _something_came(self) -> bool:
+        self._news.clear()
         try:
-            await self._bus.request(subjects.node_ping(node), Ping(), Ok, timeout=PING_TIMEOUT_S)
-        except BusError:
+            async with asyncio.timeout(CHECK_S):
+                await self._news.wait()
+        except TimeoutError:
             return False
         return True
 
+    def _take_reports(self) -> bool:
+        """Blocks whose arrival was not heard of; whether there are any."""
+        found = False
+        for node in self._incomplete():
+            for block in self._executable(node) - self._held[node]:
+                found = True
+                self._take(node, block, wall_ns())
+        return found
+
+    def _on_arrived(self, message: BlockArrived) -> None:
+        info = self._cluster.nodes.get(message.node)
+        if not self.loads(message.node) or (info and info.generation != message.generation):
+            return
+        arrival = (message.node, message.block)
+        if message.source != message.node and arrival not in self._pulled:
+            self._pulled.add(arrival)
+            moved = self.record.bytes_moved + message.nbytes
+            self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
+        self._note(message.first_byte_ns, "first_byte_s")
+        self._take(message.node, message.block, message.finished_ns)
+
+    def _take(self, node: NodeId, block: int, at_ns: int) -> None:
+        if block in self._every and block not in self._held[node]:
+            self._held[node].add(block)
+            if len(self._held[node]) == self._model.n_blocks:
+                self._note(at_ns, "first_complete_s")
+            self._hooks.arrived(node, block)
+            self._news_at = now()
+            self._news.set()
+
+    # --- when something goes wrong ---
+
+    async def _mend(self) -> None:
+        """Takes in all the troubles that have come, and answers them with one new revision."""
+        troubles, self._troubles = self._troubles, []
+        gone = {t.node for t in troubles if isinstance(t, NodeGone)}
+        failures = [
+            t
+            for t in troubles
+            if isinstance(t, PullFailed)
+            and self.loads(t.node)
+            and t.revision
+            == self._orders.sent.get(t.node)  # others were answered by a newer revision
+        ]
+        for failure in failures:
+            self._log.warning(
+                "pull failed",
+                node=failure.node,
+                source=failure.source,
+                block=failure.block,
+                code=failure.code,
+            )
+        whys = [f"node {node} is gone" for node in gone & self._participants()]
+        whys += [f"{f.node} did not get block {f.block} from {f.source}" for f in failures]
+        if not whys:
+            self._out |= gone
+            return
+        unable = await self._blame(failures)
+        self._drop(gone | unable)
+        await self._replan("; ".join(dict.fromkeys(whys)))
+
+    async def _blame(self, failures: list[PullFailed]) -> set[NodeId]:
+        """Nodes that the event goes on without: senders that are not there any more, and targets
+        that fail with senders that are."""
+        self._promoting -= {f.node for f in failures if f.source == f.node}
+        senders = {f.source for f in failures}
+        unable = await self._not_answering(senders)
+        for sender in senders - unable:
+            self._distrusted.add(sender)
+        for target in {f.node for f in failures if f.source not in unable}:
+            self._failures[target] = self._failures.get(target, 0) + 1
+            if self._failures[target] > MAX_FAILURES:
+                unable.add(target)
+        return unable
+
+    async def _not_answering(self, nodes: Collection[NodeId]) -> set[NodeId]:
+        nodes = sorted(nodes)
+        answers = await asyncio.gather(*(self._context.answers(node) for node in nodes))
+        return {node for node, answer in zip(nodes, answers, strict=True) if not answer}
+
+    def _participants(self) -> set[NodeId]:
+        """Targets, and the senders of what is still to come."""
+        done, transfers = self._every, self.record.transfers
+        senders = {t.src for t in transfers if t.block not in self._held.get(t.dst, done)}
+        return {*self.record.targets, *senders}
+
     def _drop(self, nodes: Iterable[NodeId]) -> None:
         for node in nodes:
-            self._held.pop(node, None)
+            self._out.add(node)
             self._promoting.discard(node)
-            if node in self.record.targets:
+            if self._held.pop(node, None) is not None:
                 targets = tuple(n for n in self.record.targets if n != node)
-                self._set(msgspec.structs.replace(self.record, targets=targets))
+                self.record = msgspec.structs.replace(self.record, targets=targets)
                 self._hooks.dropped(node)
+
+    async def _send(self, targets: Collection[NodeId]) -> None:
+        """Gives targets their parts; goes on without those that do not take them."""
+        refused = await self._orders.send(self.record, targets, self._to_promote)
+        for node, error in refused.items():
+            self._log.warning("target refused its plan", node=node, error=str(error))
+        if refused:
+            self._drop(refused)
+            whys = "; ".join(f"{node}: {error}" for node, error in refused.items())
+            await self._replan(f"targets refused: {whys}")
+
+    def _to_promote(self, node: NodeId) -> tuple[int, ...]:
+        return tuple(sorted(self._every - self._held[node])) if node in self._promoting else ()
 
     async def _replan(self, why: str) -> None:
         """The next revision, from what every participant holds now."""
         if not self.record.targets:
-            raise PlanError(f"no target is left ({why})")
-        loading = self._incomplete()
-        receiving = [node for node in loading if node not in self._promoting]
+            raise PlanError(f"no target is left: {why}")
+        receiving = [n for n in self._incomplete() if n not in self._promoting]
+        if not receiving:
+            return
+        if self.record.revision >= MAX_REVISIONS:
+            raise PlanError(f"given up after {MAX_REVISIONS} plans: {why}")
         self._log.info("re-planning", why=why, revision=self.record.revision + 1)
         with telemetry.span("replan", parent=self.record.trace, attributes={"why": why}):
-            transfers = self._repaired(receiving)
+            transfers = self._repaired(receiving, why)
         self._set(events.replan(self.record, self.record.targets, transfers))
-        await self._send(loading)
+        await self._send(receiving)
 
-    def _repaired(self, receiving: list[NodeId]) -> tuple[Transfer, ...]:
-        blocks = self._model.n_blocks
-        every = frozenset(range(blocks))
+    def _repaired(self, receiving: list[NodeId], why: str) -> tuple[Transfer, ...]:
         held = {
-            node: every if node in self._promoting else frozenset(blocks_held)
-            for node, blocks_held in self._held.items()
+            node: self._every if node in self._promoting else frozenset(blocks)
+            for node, blocks in self._held.items()
         }
-        for node, now_held in self._cluster.holders(self._model.model_id, IN_MEMORY).items():
-            if node not in held:
-                held[node] = now_held
-        senders = {n for n in held if n not in self._distrusted}
-        try:
-            return repair_transfers(held, receiving, blocks, senders)
-        except PlanError:
-            return repair_transfers(held, receiving, blocks, set(held))
+        for node, blocks in self._cluster.holders(self._model.model_id, IN_MEMORY).items():
+            if node not in held and node not in self._out and not self._hooks.leaving(node):
+                held[node] = blocks & self._every
+        trusted = held.keys() - self._distrusted
+        for senders in (trusted, held.keys()):
+            try:
+                return repair_transfers(held, receiving, self._model.n_blocks, senders)
+            except PlanError as error:
+                lost = error
+        raise PlanError(f"{why}, and {lost}") from lost
 
     # --- the record ---
 
+    def _note(self, at_ns: int, timing: str) -> None:
+        before = self.record
+        self.record = events.note(before, at_ns, timing)
+        if self.over and self.record.actual != before.actual:
+            self._context.store.put(self.record)
+
     def _set(self, record: EventRecord) -> None:
-        changed = record.state is not self.record.state or record.revision != self.record.revision
+        """A change that observers and the store are told of."""
         self.record = record
-        if changed:
-            self._hooks.changed(record)
+        self._announce()
 
-    def _advance(self, state: EventState, timing: str) -> None:
+    def _announce(self) -> None:
+        self._context.store.put(self.record)
+        (record,) = fitting([self.record])
+        self._context.publish(subjects.EVENTS, EventChanged(record=record, trace=record.trace))
+
+    def _finish(self, state: EventState, error: str = "") -> None:
         at = wall_ns()
-        self._set(events.advance(events.note(self.record, at, timing), state, at))
-
-    def _fail(self, error: str) -> None:
-        lost = self._incomplete_or_all()
-        self._set(events.advance(self.record, EventState.FAILED, wall_ns(), error=error))
-        for node in lost:
-            self._hooks.dropped(node)
-
-    def _incomplete_or_all(self) -> list[NodeId]:
-        return [
-            node
-            for node in self.record.targets
-            if len(self._held.get(node, ())) < self._model.n_blocks
-        ]
-
-    def _summary(self) -> dict[str, telemetry.Attribute]:
-        actual = {
-            f"actual.{name}": value
-            for name, value in msgspec.structs.asdict(self.record.actual).items()
-            if value is not None
-        }
-        predicted = {
-            f"predicted.{name}": value
-            for name, value in msgspec.structs.asdict(self.record.predicted).items()
-            if value is not None
-        }
-        return {
-            "event": self.record.id,
-            "model": self.record.name,
-            "state": self.record.state.value,
-            "cause": self.record.cause,
-            "revision": self.record.revision,
-            "bytes_moved": self.record.bytes_moved,
-            **actual,
-            **predicted,
-        }
-
-    async def _ask(self, subject: str, message: Message, reply: type[M]) -> M:
-        return await self._bus.request(subject, message, reply, timeout=REQUEST_TIMEOUT_S)
-
-    async def _unreserve(self) -> None:
-        try:
-            await self._ask(subjects.REGISTRY_UNRESERVE, Unreserve(event=self.record.id), Ok)
-        except BusError as error:
-            self._log.warning("unreserve failed; the registry will drop it", error=str(error))
+        lost = self._incomplete()
+        if state is EventState.COMPLETE:
+            self._note(at, "all_complete_s")
+        self._set(events.advance(self.record, state, at, error=error))
+        self._root.set_attributes(events.summary(self.record))
+        self._root.end(end_time=at)
+        if error:
+            self._log.warning("event ended early", state=state.value, error=error)
+        else:
+            self._log.info("event complete", seconds=self.record.actual.all_complete_s)
+        if state is EventState.FAILED:
+            for node in lost:
+                self._hooks.dropped(node)

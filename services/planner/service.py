@@ -1,20 +1,24 @@
 """The planner's shell: from the bus to one controller a model, ten times a second."""
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
+from services.planner.context import Context
 from services.planner.core.cluster import Cluster
 from services.planner.core.multicast.strategies import STRATEGIES
-from services.planner.model import Context, ModelController
-from services.planner.store import EventStore
+from services.planner.core.strays import Strays
+from services.planner.model import ModelController
+from services.planner.registry import Registry
+from services.planner.store import Store, fitting
 from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
 from shared.config import PlannerConfig
-from shared.errors import BadInput, BusError, ConfigError, NotFound
-from shared.ids import ModelName, NodeId
-from shared.messages import Message, Ok, Ping
+from shared.errors import BadInput, BusError, ConfigError, LambdaScaleError, NotFound
+from shared.ids import Generation, ModelId, ModelName, NodeId
+from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
@@ -22,27 +26,30 @@ from shared.messages.pool import (
     ModelRecord,
     ModelRemoved,
     NodeGone,
+    NodeInfo,
     NodeJoined,
     NodeStatus,
+    NodeView,
     PoolQuery,
     PoolState,
+    Tier,
 )
 from shared.messages.scaling import (
     BlockArrived,
-    EventChanged,
-    EventRecord,
     FirstPartialToken,
     PeerSuspect,
     PlannerQuery,
     PlannerState,
     PullFailed,
+    ReleaseModel,
     ScaleAccepted,
     SetInstances,
 )
 from shared.service import Service
 
-PING_TIMEOUT_S = 0.3
-POOL_TIMEOUT_S = 2.0
+REGISTRY_TIMEOUT_S = 2.0
+REFRESH_S = 5.0
+"""Broadcasts can be lost: this often the planner compares what it knows with the registry."""
 
 
 class PlannerService(Service):
@@ -57,17 +64,24 @@ class PlannerService(Service):
         self._bus = bus
         self._config = config
         self._cluster = Cluster()
-        self._store = EventStore(bus, self.log)
+        self._store = Store(bus, self.log)
+        self._strays = Strays(config.stray_s)
         self._models: dict[ModelName, ModelController] = {}
+        self._examined: set[NodeId] = set()
+        self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
         self._context = Context(
             bus=bus,
             cluster=self._cluster,
             config=config,
+            store=self._store,
             log=self.log,
             epoch=wall_ns(),
+            revisions=itertools.count(1),
             spawn=self._spawn,
-            changed=self._on_event_changed,
+            publish=lambda subject, message: self._outbox.put_nowait((subject, message)),
         )
+
+        self._registry = Registry(self._context)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.spawn(work, name=name)
@@ -75,6 +89,7 @@ class PlannerService(Service):
     async def open(self) -> None:
         await self._store.load()
         self.spawn(self._store.run(), name="store")
+        self.spawn(self._send_outbox(), name="outbox")
         for subject, handler in (
             (subjects.POOL_NODES, self._on_pool),
             (subjects.POOL_MODELS, self._on_pool),
@@ -85,7 +100,7 @@ class PlannerService(Service):
         ):
             subscription = await self._bus.subscribe(subject, handler)
             self.resources.push_async_callback(subscription.close)
-        await self._learn_pool()
+        await self._await_registry()
         for subject, server in (
             (subjects.PLANNER_STATE, self._state),
             (subjects.PLANNER_INSTANCES, self._instances),
@@ -94,64 +109,173 @@ class PlannerService(Service):
             served = await self._bus.serve(subject, server)
             self.resources.push_async_callback(served.close)
         self.spawn(self._tick(), name="tick")
+        self.spawn(self._keep_fresh(), name="refresh")
 
-    async def _learn_pool(self) -> None:
-        """What the registry knows already; waits for it as long as it takes."""
+    async def _await_registry(self) -> None:
+        """As long as it takes."""
         while True:
-            try:
-                pool = await self._bus.request(
-                    subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=POOL_TIMEOUT_S
-                )
-                break
-            except BusError as error:
-                self.log.info("waiting for the registry", error=str(error))
-                await asyncio.sleep(self._config.tick_s)
-        for view in pool.nodes:
-            self._cluster.on_joined(view.info)
-            self._cluster.on_status(
-                NodeStatus(
-                    node=view.info.node,
-                    generation=view.info.generation,
-                    seq=0,
-                    arena_free=view.arena_free,
-                    holdings=view.holdings,
-                )
-            )
-        for record in pool.models:
-            self._add(record)
+            if await self._refresh():
+                return
+            await asyncio.sleep(self._config.tick_s)
+
+    async def drain(self) -> None:
+        await self._store.settled()
+
+    # --- time ---
 
     async def _tick(self) -> None:
         while True:
             for controller in list(self._models.values()):
                 controller.tick()
+            self._free_strays()
             await asyncio.sleep(self._config.tick_s)
+
+    def _free_strays(self) -> None:
+        """Finds what lies in arenas without use, in part or of models that are gone."""
+        if self._cluster.blind(now()):
+            return
+        controllers = {c.record.model_id: c for c in self._models.values()}
+        strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
+        for node, holding in self._cluster.in_memory():
+            controller = controllers.get(holding.model_id)
+            if controller is None or (holding.tier is Tier.GPU and not controller.uses(node)):
+                strays[node, holding.model_id] = frozenset(holding.blocks)
+        for node, model in self._strays.look(strays, now()):
+            if controller := controllers.get(model):
+                controller.free_stray(node)
+            else:
+                self.spawn(self._free_unknown(node, model), name=f"release {node}")
+
+    async def _free_unknown(self, node: NodeId, model: ModelId) -> None:
+        """Once: if it fails, the stray is found again."""
+        self.log.info("memory of a model that is gone is given back", node=node, model_id=model)
+        info = self._cluster.nodes.get(node)
+        generation = info.generation if info else Generation(0)
+        release = ReleaseModel(node=node, generation=generation, model_id=model, keep=None)
+        try:
+            await self._bus.request(
+                subjects.node_release(node), release, Ok, timeout=REGISTRY_TIMEOUT_S
+            )
+        except LambdaScaleError as error:
+            self.log.warning("release failed", node=node, error=str(error))
+
+    async def _send_outbox(self) -> None:
+        """In order. What the bus does not take is dropped: instance sets come again anyhow."""
+        while True:
+            subject, message = await self._outbox.get()
+            try:
+                await self._bus.publish(subject, message)
+            except BusError as error:
+                self.log.warning("not published", subject=subject, error=str(error))
+
+    # --- the registry's view ---
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self._refresh()
+
+    async def _refresh(self) -> bool:
+        """Learns all that the registry knows and the planner has missed; False if it is away."""
+        nodes = dict(self._cluster.nodes)
+        models = {c.record.model_id for c in self._models.values()}
+        try:
+            pool = await self._bus.request(
+                subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=REGISTRY_TIMEOUT_S
+            )
+        except BusError as error:
+            self.log.info("registry does not answer", error=str(error))
+            return False
+        # Only what was so before the question can be proved wrong by the answer.
+        there = {(view.info.node, view.info.generation) for view in pool.nodes}
+        for info in nodes.values():
+            if (info.node, info.generation) not in there:
+                self._gone(info, "the registry does not know it")
+        for view in pool.nodes:
+            self._learn_node(view)
+        published = {record.model_id for record in pool.models}
+        for controller in list(self._models.values()):
+            if controller.record.model_id in models - published:
+                self._remove(controller.record.name)
+        now_known = {c.record.model_id for c in self._models.values()}
+        for record in pool.models:
+            if record.model_id not in models - now_known:  # not removed meanwhile
+                self._add(record)
+        await self._unreserve_for_nobody(pool)
+        return True
+
+    def _learn_node(self, view: NodeView) -> None:
+        self._join(view.info)
+        self._on_status(
+            NodeStatus(
+                node=view.info.node,
+                generation=view.info.generation,
+                seq=0,
+                arena_free=view.arena_free,
+                holdings=view.holdings,
+            )
+        )
+
+    async def _unreserve_for_nobody(self, pool: PoolState) -> None:
+        """Ends reservations of events that are over: of an earlier planner, or of an answer that
+        came too late."""
+        running = {c.event.record.id for c in self._models.values() if c.event and not c.event.over}
+        held = {view.reserved_by for view in pool.nodes if view.reserved_by}
+        for event in sorted(held - running):
+            await self._registry.unreserve(event)
 
     # --- what comes in ---
 
     async def _on_pool(self, message: Message) -> None:
         if isinstance(message, NodeStatus):
-            self._cluster.on_status(message)
-            for controller in self._models.values():
-                controller.on_status(message.node)
+            self._on_status(message)
         elif isinstance(message, NodeJoined):
-            self._cluster.on_joined(message.info)
+            self._join(message.info)
         elif isinstance(message, NodeGone):
             if self._cluster.on_gone(message.node, message.generation):
-                for controller in self._models.values():
-                    controller.on_gone(message)
+                self._tell_gone(message)
         elif isinstance(message, ModelAdded):
             self._add(message.record)
         elif isinstance(message, ModelRemoved):
-            controller_ = self._models.pop(message.name, None)
-            if controller_ is not None:
-                controller_.remove()
+            self._remove(message.name)
+
+    def _on_status(self, status: NodeStatus) -> None:
+        self._cluster.on_status(status, now())
+        for controller in self._models.values():
+            controller.on_status(status.node)
+
+    def _join(self, info: NodeInfo) -> None:
+        known = self._cluster.nodes.get(info.node)
+        before = self._cluster.on_joined(info)
+        if before is not None:
+            reason = "a new process runs under its name"
+            self._tell_gone(NodeGone(node=before.node, generation=before.generation, reason=reason))
+        if known is None or before is not None:
+            for controller in self._models.values():
+                controller.on_joined()
+
+    def _gone(self, info: NodeInfo, reason: str) -> None:
+        if self._cluster.on_gone(info.node, info.generation):
+            self._tell_gone(NodeGone(node=info.node, generation=info.generation, reason=reason))
+
+    def _tell_gone(self, message: NodeGone) -> None:
+        for controller in self._models.values():
+            controller.on_gone(message)
 
     def _add(self, record: ModelRecord) -> None:
         known = self._models.get(record.name)
+        if known is not None and known.record.model_id != record.model_id:
+            self._remove(record.name)
+            known = None
         if known is None:
             self._models[record.name] = ModelController(self._context, record)
         else:
             known.record = record
+
+    def _remove(self, name: ModelName) -> None:
+        controller = self._models.pop(name, None)
+        if controller is not None:
+            controller.remove()
 
     async def _on_load(self, message: Message) -> None:
         if isinstance(message, GatewayLoad):
@@ -163,39 +287,33 @@ class PlannerService(Service):
                 controller.tell_event(message)
 
     async def _on_suspect(self, message: Message) -> None:
-        if isinstance(message, PeerSuspect) and message.node in self._cluster.nodes:
-            self.spawn(self._examine(message.node), name=f"ping {message.node}")
+        if not isinstance(message, PeerSuspect) or message.node not in self._cluster.nodes:
+            return
+        if message.node not in self._examined:
+            self._examined.add(message.node)
+            self.spawn(self._examine(message.node), name=f"examine {message.node}")
 
     async def _examine(self, node: NodeId) -> None:
         try:
-            await self._bus.request(subjects.node_ping(node), Ping(), Ok, timeout=PING_TIMEOUT_S)
-        except BusError:
-            self.log.warning("node does not answer", node=node)
-            for controller in self._models.values():
-                controller.on_suspect(node)
-
-    def _on_event_changed(self, record: EventRecord) -> None:
-        self._store.put(record)
-        self.spawn(self._publish_event(record), name="event")
-
-    async def _publish_event(self, record: EventRecord) -> None:
-        try:
-            await self._bus.publish(
-                subjects.EVENTS, EventChanged(record=record, trace=record.trace)
-            )
-        except BusError as error:
-            self.log.warning("event not published", event_id=record.id, error=str(error))
+            if await self._context.answers(node):
+                return
+        finally:
+            self._examined.discard(node)
+        self.log.warning("node does not answer", node=node)
+        for controller in self._models.values():
+            controller.on_suspect(node)
 
     # --- what it answers ---
 
     async def _state(self, message: Message) -> Message:
-        limit = message.events if isinstance(message, PlannerQuery) else 0
-        records = {**self._store.records}
+        if not isinstance(message, PlannerQuery):
+            raise BadInput("a PlannerQuery belongs here")
+        records = dict(self._store.events)
         for controller in self._models.values():
             if controller.event is not None:
                 records[controller.event.record.id] = controller.event.record
         newest = sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
-        return PlannerState(sets=self._sets(), events=tuple(newest[:limit]))
+        return PlannerState(sets=self._sets(), events=fitting(newest[: message.events]))
 
     async def _instances(self, message: Message) -> Message:
         if not isinstance(message, InstancesQuery):
@@ -203,7 +321,7 @@ class PlannerService(Service):
         return InstanceSets(sets=self._sets())
 
     def _sets(self) -> tuple[InstanceSet, ...]:
-        return tuple(controller.instance_set() for controller in self._models.values())
+        return tuple(controller.serving.set() for controller in self._models.values())
 
     async def _scale(self, message: Message) -> Message:
         if not isinstance(message, SetInstances):

@@ -1,14 +1,15 @@
 """What the planner knows of the cluster: nodes, what they hold, and the load that gateways see."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import NodeInfo, NodeStatus, Tier
+from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 
-LOAD_FRESH_S = 2.0
-"""A gateway that is silent for longer no longer counts."""
+FRESH_S = 2.0
+"""A gateway that is silent for longer no longer counts. When everybody is, it is the planner who
+is cut off from the bus: then nothing is known to have ended."""
 
 
 class Cluster:
@@ -18,39 +19,58 @@ class Cluster:
         self.nodes: dict[NodeId, NodeInfo] = {}
         self._status: dict[NodeId, NodeStatus] = {}
         self._loads: dict[GatewayId, tuple[float, GatewayLoad]] = {}
+        self._over: dict[NodeId, Generation] = {}
+        """The generation of each node that ended last: news of it that comes late is none."""
+        self._heard_at = float("-inf")
 
-    def on_joined(self, info: NodeInfo) -> None:
+    # --- what happens ---
+
+    def on_joined(self, info: NodeInfo) -> NodeInfo | None:
+        """The node of that name as it was, if this is another generation of it."""
+        if self._over.get(info.node) == info.generation:
+            return None
+        before = self.nodes.get(info.node)
         self.nodes[info.node] = info
-        status = self._status.get(info.node)
-        if status is not None and status.generation != info.generation:
-            del self._status[info.node]
+        return before if before and before.generation != info.generation else None
 
     def on_gone(self, node: NodeId, generation: Generation) -> bool:
         """Whether that very generation was known."""
+        self._over[node] = generation
         info = self.nodes.get(node)
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
-        self._status.pop(node, None)
         return True
 
-    def on_status(self, status: NodeStatus) -> None:
+    def on_status(self, status: NodeStatus, now: float) -> None:
+        self.on_sign_of_life(now)
         known = self._status.get(status.node)
         if known is None or (status.generation, status.seq) > (known.generation, known.seq):
             self._status[status.node] = status
 
     def on_load(self, load: GatewayLoad, now: float) -> None:
+        self.on_sign_of_life(now)
+        self._loads = {g: old for g, old in self._loads.items() if now - old[0] <= FRESH_S}
         self._loads[load.gateway] = (now, load)
+
+    def on_sign_of_life(self, now: float) -> None:
+        """Something came over the bus."""
+        if self.blind(now):
+            self._loads = {gateway: (now, load) for gateway, (_, load) in self._loads.items()}
+        self._heard_at = now
+
+    # --- what is known ---
+
+    def blind(self, now: float) -> bool:
+        """Nothing was heard from anybody: what is known may be long over."""
+        return now - self._heard_at > FRESH_S
 
     def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> frozenset[int]:
         """Blocks that a live node says it holds in any of the tiers."""
-        info, status = self.nodes.get(node), self._status.get(node)
-        if info is None or status is None or status.generation != info.generation:
-            return frozenset()
         wanted = set(tiers)
         return frozenset(
             block
-            for holding in status.holdings
+            for holding in self._holdings(node)
             if holding.model_id == model and holding.tier in wanted
             for block in holding.blocks
         )
@@ -59,6 +79,17 @@ class Cluster:
         tiers = tuple(tiers)
         found = {node: self.held(node, model, tiers) for node in self.nodes}
         return {node: blocks for node, blocks in found.items() if blocks}
+
+    def hosts(self, node: NodeId, model: ModelId) -> bool:
+        """Whether the node has device memory set aside for the model, filled or not."""
+        return any(h.model_id == model and h.tier is Tier.GPU for h in self._holdings(node))
+
+    def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
+        """All that lies in the arenas of live nodes."""
+        for node in self.nodes:
+            for holding in self._holdings(node):
+                if holding.tier is not Tier.DISK:
+                    yield node, holding
 
     def demand(self, model: ModelName, now: float) -> Demand:
         loads = self._fresh(model, now)
@@ -73,11 +104,17 @@ class Cluster:
         """Requests in flight on an instance, as the gateways last said."""
         return sum(load.instance_requests.get(instance, 0) for load in self._fresh(model, now))
 
+    def _holdings(self, node: NodeId) -> tuple[Holding, ...]:
+        info, status = self.nodes.get(node), self._status.get(node)
+        if info is None or status is None or status.generation != info.generation:
+            return ()
+        return status.holdings
+
     def _fresh(self, model: ModelName, now: float) -> list[ModelLoad]:
         return [
             load
             for at, report in self._loads.values()
-            if now - at <= LOAD_FRESH_S
+            if now - at <= FRESH_S
             for load in report.models
             if load.model == model
         ]

@@ -48,7 +48,29 @@ def note(record: EventRecord, at_ns: int, *timings: str) -> EventRecord:
 def replan(
     record: EventRecord, targets: tuple[NodeId, ...], transfers: tuple[Transfer, ...]
 ) -> EventRecord:
-    """The next revision: who is still loading and by what schedule."""
+    """The next revision: who is still part of it, by what schedule, and whoever sends now."""
+    senders = (t.src for t in transfers if t.src not in targets)
     return msgspec.structs.replace(
-        record, revision=record.revision + 1, targets=targets, transfers=transfers
+        record,
+        revision=record.revision + 1,
+        targets=targets,
+        transfers=transfers,
+        sources=tuple(dict.fromkeys((*record.sources, *senders))),
     )
+
+
+def summary(record: EventRecord) -> dict[str, str | int | float]:
+    """The event in a few names and numbers."""
+    found: dict[str, str | int | float] = {
+        "event": record.id,
+        "model": record.name,
+        "state": record.state.value,
+        "cause": record.cause,
+        "revision": record.revision,
+        "bytes_moved": record.bytes_moved,
+    }
+    for kind, timings in (("predicted", record.predicted), ("actual", record.actual)):
+        for name, value in msgspec.structs.asdict(timings).items():
+            if value is not None:
+                found[f"{kind}.{name}"] = round(value, 6)
+    return found

@@ -7,7 +7,7 @@ replica at a time: scaling back up is cheap here (BlitzScale, section 5.4).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +66,46 @@ def wanted(demand: Demand, policy: Policy) -> int:
         (demand.queued_requests + demand.running_requests) / policy.slots,
         (demand.queued_tokens + demand.running_tokens) / policy.kv_tokens,
     )
-    return max(policy.min_instances, min(math.ceil(fulls), policy.max_instances))
+    return min(max(policy.min_instances, math.ceil(fulls)), policy.max_instances)
 
 
 def decide(
-    scaler: Scaler, demand: Demand, policy: Policy, *, have: int, coming: int, now: float
+    scaler: Scaler,
+    demand: Demand,
+    policy: Policy,
+    *,
+    have: int,
+    coming: int,
+    leaving: int,
+    now: float,
 ) -> tuple[Scaler, Decision]:
-    """`have` replicas serve and `coming` are being loaded; times in seconds of any one clock."""
+    """`have` replicas serve, `coming` are being loaded, `leaving` drain or are being released (and
+    count as nothing). Times in seconds of any one clock.
+    """
     want = wanted(demand, policy)
     total = have + coming
-    waits = demand.queued_requests > policy.queue_per_instance * policy.slots * max(have, 0)
-    forced = policy.fixed is not None or total < policy.min_instances
-    if want > total and (waits or forced):
+    if want > total and _is_short(demand, policy, have, total):
         since = scaler.short_since if scaler.short_since is not None else now
-        if forced or total == 0 or now - since >= policy.scale_up_hold_s:
+        urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
+        if urgent or now - since >= policy.scale_up_hold_s:
             cause = _cause_up(demand, policy, have, coming, want)
-            return Scaler(), Decision(want, cause, since)
+            return Scaler(short_since=since), Decision(want, cause, since)
         return Scaler(short_since=since), Decision(total, "", now)
     if want < have and coming == 0:
         since = scaler.surplus_since if scaler.surplus_since is not None else now
-        if policy.fixed is not None or now - since >= policy.idle_s:
-            cause = f"{have} replicas, load fills {want} since {now - since:.1f} s"
-            return replace(scaler, surplus_since=since), Decision(have - 1, cause, since)
+        long_enough = policy.fixed is not None or now - since >= policy.idle_s
+        if long_enough and leaving == 0:
+            cause = f"{have} replicas, {want} wanted for {now - since:.1f} s"
+            return Scaler(surplus_since=since), Decision(have - 1, cause, since)
         return Scaler(surplus_since=since), Decision(total, "", now)
     return Scaler(), Decision(total, "", now)
+
+
+def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:
+    """Whether more replicas would be of use now: work waits, or a rule asks for them."""
+    if policy.fixed is not None or total < policy.min_instances:
+        return True
+    return demand.queued_requests > policy.queue_per_instance * policy.slots * have
 
 
 def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:

@@ -1,0 +1,223 @@
+"""What serves a model: its members, the instances over them, and telling the gateways."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from services.planner.context import Context
+from services.planner.core import instances
+from services.planner.core.instances import Limits, Member
+from shared import subjects, telemetry
+from shared.clock import now, wall_ns
+from shared.ids import EventId, InstanceId, NodeId, new_id
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.pool import ModelRecord, NodeInfo
+
+REPUBLISH_S = 1.0
+SETTLE_S = 0.35
+"""Load reports older than this may not yet know of a change that was published."""
+MOVE_LIMIT_S = 10.0
+"""How long an instance may stay for requests that better end on it than move."""
+HOP_COST = 0.02
+"""What a path pays for one more stage, as a share of a pass through the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The scaling event that changes are due to."""
+
+    event: EventId | None = None
+    trace: str = ""
+
+
+class Serving:
+    def __init__(
+        self, context: Context, record: ModelRecord, on_path: Callable[[Instance], None]
+    ) -> None:
+        """`on_path`: a path over nodes that are still loading has been opened."""
+        self.members: Mapping[NodeId, Member] = {}
+        self.instances: tuple[Instance, ...] = ()
+        self.cause = Cause()
+        self._context = context
+        self._record = record
+        self._limits = Limits(record.n_blocks, context.config.max_stages, HOP_COST)
+        self._on_path = on_path
+        self._planned: dict[instances.Stages, float] = {}
+        self._outdated = asyncio.Event()
+        """The members are no longer those of the plan that is being made."""
+        self._planning = False
+        self._grown_at: dict[NodeId, float] = {}
+        self._retired: dict[InstanceId, tuple[InstanceState, float]] = {}
+        self._revision = 0
+        self._published_at = float("-inf")
+        self._closed = False
+
+    # --- the members ---
+
+    @property
+    def replicas(self) -> list[Member]:
+        """Complete members that take requests, in the order in which they joined."""
+        blocks = self._record.n_blocks
+        return [m for m in self.members.values() if len(m.held) == blocks and not m.draining]
+
+    def join(self, info: NodeInfo, held: frozenset[int], cause: Cause) -> None:
+        self._put(
+            Member(
+                node=info.node,
+                address=info.address,
+                slots=info.slots,
+                held=held,
+                event=cause.event,
+                trace=cause.trace,
+            )
+        )
+
+    def grow(self, node: NodeId, held: frozenset[int]) -> None:
+        """The member holds these blocks too."""
+        member = self.members.get(node)
+        if member is not None and not held <= member.held:
+            self._put(replace(member, held=member.held | held))
+
+    def stable(self, node: NodeId) -> bool:
+        """The member holds what it holds for long enough that older reports cannot be on their
+        way."""
+        return now() - self._grown_at.get(node, 0.0) >= REPUBLISH_S
+
+    def drain(self, node: NodeId, draining: bool = True) -> None:
+        self._put(replace(self.members[node], draining=draining))
+
+    def leave(self, node: NodeId) -> Member | None:
+        member = self.members.get(node)
+        if member is not None:
+            self._change({n: m for n, m in self.members.items() if n != node})
+            self._grown_at.pop(node, None)
+        return member
+
+    def _put(self, member: Member) -> None:
+        before = self.members.get(member.node)
+        if before is None or before.held != member.held:
+            self._grown_at[member.node] = now()
+        self._change({**self.members, member.node: member})
+
+    def _change(self, members: Mapping[NodeId, Member]) -> None:
+        """Members are replaced, never changed: a plan may be looking at them in its thread."""
+        if self._closed:
+            return
+        self.members = members
+        if not instances.loading(members, self._record.n_blocks):
+            self._planned = instances.plan(self.instances, members, self._limits)
+        elif not self._planning:
+            self._planning = True
+            self._context.spawn(self._plan(), f"paths of {self._record.name}")
+        self._outdated.set()
+        self.refresh()
+
+    async def _plan(self) -> None:
+        """Plans paths, in a thread as it may take long, until a plan is of the members that are."""
+        try:
+            while self._outdated.is_set() and instances.loading(
+                self.members, self._record.n_blocks
+            ):
+                self._outdated.clear()
+                members = self.members
+                planned = await asyncio.to_thread(
+                    instances.plan, self.instances, members, self._limits
+                )
+                if instances.loading(self.members, self._record.n_blocks):
+                    self._planned = planned
+                    self.refresh()
+        finally:
+            self._planning = False
+
+    # --- the instances ---
+
+    def busy(self, instance: InstanceId) -> bool:
+        """Whether requests run on the instance, for all that is known."""
+        at = now()
+        cluster = self._context.cluster
+        _, retired_at = self._retired.get(instance, (None, at))
+        recent = at - retired_at < SETTLE_S
+        return recent or cluster.blind(at) or self.requests_on(instance) > 0
+
+    def requests_on(self, instance: InstanceId) -> int:
+        return self._context.cluster.requests_on(self._record.name, instance, now())
+
+    def refresh(self) -> None:
+        """Lets go of instances that are no longer used; publishes what changed, or is due."""
+        if self._closed:
+            return
+        before = self.instances
+        self.instances = self._within_limit(
+            instances.revise(
+                before,
+                self.members,
+                self._planned,
+                self._record.n_blocks,
+                busy=self.busy,
+                new_id=new_id,
+                event=self.cause.event,
+            )
+        )
+        if self.instances != before:
+            self._revision = next(self._context.revisions)
+            self._publish()
+            self._tell_of_paths({instance.id for instance in before})
+        elif now() - self._published_at >= REPUBLISH_S:
+            self._publish()
+
+    def _within_limit(self, candidates: tuple[Instance, ...]) -> tuple[Instance, ...]:
+        at = now()
+        retired: dict[InstanceId, tuple[InstanceState, float]] = {}
+        for instance in candidates:
+            if instance.state is not InstanceState.SERVING:
+                state, since = self._retired.get(instance.id, (instance.state, at))
+                retired[instance.id] = (instance.state, since if state is instance.state else at)
+        self._retired = retired
+        return tuple(
+            instance
+            for instance in candidates
+            if instance.state is not InstanceState.MOVING
+            or at - retired[instance.id][1] < MOVE_LIMIT_S
+        )
+
+    def _tell_of_paths(self, known: set[InstanceId]) -> None:
+        for instance in self.instances:
+            if not instance.is_replica and instance.id not in known:
+                at = wall_ns()
+                telemetry.record(
+                    "path_formed",
+                    start_ns=at,
+                    end_ns=at,
+                    parent=self.cause.trace,
+                    attributes={
+                        "instance": instance.id,
+                        "stages": " ".join(
+                            f"{s.node}[{s.start}:{s.stop}]" for s in instance.stages
+                        ),
+                        "capacity": round(instance.capacity, 3),
+                    },
+                )
+                self._on_path(instance)
+
+    # --- the gateways ---
+
+    def set(self) -> InstanceSet:
+        return InstanceSet(
+            name=self._record.name,
+            model_id=self._record.model_id,
+            epoch=self._context.epoch,
+            revision=self._revision,
+            instances=self.instances,
+            trace=self.cause.trace,
+        )
+
+    def _publish(self) -> None:
+        self._published_at = now()
+        self._context.publish(subjects.INSTANCES, self.set())
+
+    def close(self) -> None:
+        """Nothing serves the model from now on."""
+        self.instances = ()
+        self._revision = next(self._context.revisions)
+        self._publish()
+        self._closed = True
