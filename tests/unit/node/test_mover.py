@@ -3,13 +3,15 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import digest
 from services.node.mover import Arrival, Failure, Mover
+from services.node.transport.base import ReadResult
+from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
 from shared.errors import (
     BadInput,
@@ -244,7 +246,11 @@ async def test_a_passing_corruption_is_read_again(
     assert target.content()[0] == CONTENT[0]
 
 
-async def test_a_source_that_dies_and_another_that_goes_on(nodes: Nodes) -> None:
+async def test_a_source_that_dies_and_another_that_goes_on(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Block 0 fills the window: nothing of block 1 has been asked for when the source dies.
+    monkeypatch.setattr("services.node.mover.SOURCE_WINDOW", 3)
     first, second, target, last = [await nodes.start(name) for name in "abtl"]
     second.hold(ALL)
     target.hold([])
@@ -332,3 +338,70 @@ async def test_dropping_in_the_middle_leaves_the_space_alone(nodes: Nodes) -> No
     await target.mover.drop(MODEL)
     target.arena.allocate(len(space))
     target.hold([])
+
+
+class Lingering(MemoryTransport):
+    """Its reads, once cancelled, have the buffer until they are let go: as with RDMA."""
+
+    asked: asyncio.Queue[str]
+    let_go: asyncio.Event
+
+    async def read(
+        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+    ) -> ReadResult:
+        self.asked.put_nowait(address)
+        try:
+            return await super().read(address, region, offset, into, priority=priority)
+        except asyncio.CancelledError:
+            await self.let_go.wait()
+            raise
+
+
+@asynccontextmanager
+async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace]]:
+    """Block 1 was being read from one source (the node itself, which never has it); a second
+    revision names another, and the first one's reads linger."""
+    transport = Lingering(
+        MemoryNetwork(),
+        "memory://t",
+        link_bytes_per_s=0,
+        on_message=lambda *_: None,
+        on_peer_lost=lambda *_: None,
+    )
+    transport.asked, transport.let_go = asyncio.Queue(), asyncio.Event()
+    nbytes = ModelSpace.size(MANIFEST)
+    space = ModelSpace(MANIFEST, Arena(nbytes).allocate(nbytes))
+    mover = Mover(transport, on_arrived=lambda _: None, on_failed=lambda _: None)
+    one, other = NodeId("one"), NodeId("other")
+    addresses = {one: "memory://t", other: "memory://u"}
+    async with transport, asyncio.timeout(10):
+        mover.host(MODEL, MANIFEST, space, [])
+        mover.apply(MODEL, EVENT, 1, [Pull(1, 1, one)], addresses)
+        for _ in MANIFEST.blocks[1].digests:
+            assert await transport.asked.get() == "memory://t"
+        mover.apply(MODEL, EVENT, 2, [Pull(1, 1, other)], addresses)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert transport.asked.empty()
+        yield transport, mover, space
+        await mover.close()
+
+
+async def test_another_source_waits_for_the_reads_of_the_first() -> None:
+    async with changing_sources() as (transport, _, _):
+        transport.let_go.set()
+        assert await transport.asked.get() == "memory://u"
+
+
+async def test_a_drop_waits_for_cancelled_reads() -> None:
+    async with changing_sources() as (transport, mover, space):
+        dropping = asyncio.ensure_future(mover.drop(MODEL))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not dropping.done()
+        with pytest.raises(NotFound):
+            mover.mark_held(MODEL, 0)
+        transport.let_go.set()
+        await dropping
+        assert transport.asked.empty()
+        assert not space.span.users

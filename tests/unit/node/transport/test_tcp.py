@@ -17,6 +17,7 @@ from services.node.transport.wire import (
     Prefix,
     Purpose,
     ReadRequest,
+    encode_fault,
     encode_hello,
     encode_prefix,
     encode_read,
@@ -369,6 +370,87 @@ async def test_a_cancelled_read_stops_the_source() -> None:
         assert parse_fault(body)[0] == "cancelled"
         assert received < len(data) // 2
         streams[1].close()
+
+
+async def stuck_within_a_frame(node: Node) -> Streams:
+    """A read of region `w` by a peer that does not take its bytes in."""
+    data = memoryview(bytearray(64 << 20))
+    node.transport.register("w", data, ready=len(data))
+    streams = await dial(node, Purpose.READS)
+    transport = streams[1].transport
+    assert isinstance(transport, asyncio.ReadTransport)
+    transport.pause_reading()
+    streams[1].write(encode_read(1, ReadRequest(1, 0, len(data), "w")))
+    await streams[1].drain()
+    await node.read(node.transport.address)  # by another connection: the port moved on
+    return streams
+
+
+async def resumed(streams: Streams) -> tuple[Prefix, bytes]:
+    """What comes after the frames of DATA, all of which are whole."""
+    transport = streams[1].transport
+    assert isinstance(transport, asyncio.ReadTransport)
+    transport.resume_reading()
+    async with asyncio.timeout(5):
+        while True:
+            prefix, body = await next_frame(streams[0])
+            if prefix.kind is not Kind.DATA:
+                return prefix, body
+
+
+async def test_a_frame_is_finished_though_its_read_is_cancelled(node: Node) -> None:
+    streams = await stuck_within_a_frame(node)
+    streams[1].write(encode_prefix(Kind.CANCEL, id=1))
+    await streams[1].drain()
+    await node.read(node.transport.address)
+    prefix, body = await resumed(streams)
+    assert (prefix.kind, parse_fault(body)[0]) == (Kind.FAULT, "cancelled")
+    streams[1].write(encode_read(2, ReadRequest(1, 0, 10, "w")))
+    assert (await next_frame(streams[0]))[0] == Prefix(Kind.DATA, 2, 0, 10)
+    streams[1].close()
+
+
+async def test_unregister_waits_for_the_frame_that_is_on_its_way(node: Node) -> None:
+    streams = await stuck_within_a_frame(node)
+    unregister = asyncio.ensure_future(node.transport.unregister("w"))
+    with pytest.raises(RegionUnknown):
+        await node.read(node.transport.address)
+    assert not unregister.done()
+    prefix, body = await resumed(streams)
+    assert (prefix.kind, parse_fault(body)[0]) == (Kind.FAULT, RegionUnknown.code)
+    await unregister
+    streams[1].close()
+
+
+async def test_a_read_cancelled_within_a_frame_is_drained(node: Node) -> None:
+    """Not a byte more goes to its buffer, and the connection goes on."""
+    half, rest = asyncio.Event(), asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first, _ = await next_frame(reader)
+        writer.write(encode_prefix(Kind.DATA, id=first.id, payload=1000) + b"a" * 500)
+        half.set()
+        await rest.wait()
+        writer.write(b"a" * 500 + encode_fault(first.id, "cancelled", ""))
+        cancel, _ = await next_frame(reader)
+        assert (cancel.kind, cancel.id) == (Kind.CANCEL, first.id)
+        second, _ = await next_frame(reader)
+        writer.write(encode_prefix(Kind.DATA, id=second.id, payload=1000) + b"b" * 1000)
+        await asyncio.Event().wait()
+
+    async with impostor(slow) as address, asyncio.timeout(10):
+        into = bytearray(2000)
+        read = asyncio.ensure_future(
+            node.transport.read(address, "w", 0, memoryview(into), priority=1)
+        )
+        await half.wait()
+        read.cancel()
+        await asyncio.wait([read])
+        into[:] = bytes(2000)
+        rest.set()
+        assert await node.read(address) == b"b" * 1000
+        assert not any(into)
+        assert node.lost.empty()
 
 
 async def test_closing_with_everything_in_flight() -> None:
