@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from services.cli import (
+    demo,
     events,
     keys,
     models,
@@ -16,7 +17,6 @@ from services.cli import (
     status,
     up,
 )
-from services.cli.demo import command as demo
 from shared.errors import BadInput, ConfigError, LambdaScaleError
 
 

@@ -1,1 +1,43 @@
 """`lambdascale demo`: one load spike, served while the weights move, from start to end."""
+
+import argparse
+import sys
+from typing import Any
+
+from services.cli.client import absolute, add_json_option, print_json
+from services.cli.demo.scenario import COPY_S, NODES, REQUESTS, STEP_FLOOR_S
+from shared.errors import BadInput
+
+OUT = "for the figure, the report, logs and traces (default: %(default)s)"
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="watch one load spike being served while the weights move",
+        description=f"Starts a cluster of {NODES} nodes on this machine, one of which holds a "
+        "small model made on the spot, sends it a burst of streaming requests, shows how the "
+        "planner spreads the model and how requests run over nodes that are still loading, and "
+        "checks every token against those of a single complete node. Links are paced so that one "
+        f"copy takes {COPY_S:.0f} s, and every node's engine to {STEP_FLOOR_S * 1e3:.0f} ms a "
+        "step, so that five nodes share one machine as if each were its own.",
+    )
+    parser.add_argument("--out", type=absolute, default="demo-out", metavar="DIR", help=OUT)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="default: %(default)s")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 1 <= args.requests <= 10_000:
+        raise BadInput(f"--requests {args.requests}: use 1 to 10000")
+    # Here, since they import torch and matplotlib: two seconds that other commands don't need.
+    from services.cli.demo.command import play
+    from services.cli.demo.report import as_text, good
+
+    report = play(args.out, args.requests)
+    if args.json:
+        print_json(report)
+    else:
+        sys.stdout.write(as_text(report, str(args.out)) + "\n")
+    return 0 if good(report) else 1

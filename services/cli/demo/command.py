@@ -1,11 +1,9 @@
 """The demo's course: cluster, model, reference answers, burst, scale-in, report."""
 
-import argparse
 import asyncio
 import math
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,66 +15,28 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from services.cli.client import absolute, add_json_option, print_json
 from services.cli.cluster import Cluster, ClusterSpec, bus_config, node_id
+from services.cli.demo import scenario
 from services.cli.demo.burst import Ask, Outcome, asks, reference, run_burst
 from services.cli.demo.figure import draw
-from services.cli.demo.report import as_text, good, make_report
+from services.cli.demo.report import make_report
 from services.cli.demo.view import render
 from services.cli.demo.watch import Watch
 from services.cli.demo_model import make_demo_model
 from services.cli.models import import_model
 from shared.bus.nats import NatsBus
-from shared.errors import BadInput, LambdaScaleError
-from shared.ids import ModelName
+from shared.errors import LambdaScaleError
 
-NODES = 5
-MODEL = ModelName("demo")
-COPY_S = 5.0
-"""How long one full copy takes over one link."""
-SLOTS = 8
-STEP_FLOOR_S = 0.040
-ARENA_SPARE = 1.25
-FIRST_WAVE = 64
-"""Requests that come at once; the others follow at RATE."""
-RATE = 16.0
-REQUESTS = 160
-TOKENS = 48
-PARALLEL_REFERENCE = SLOTS
+PARALLEL_REFERENCE = scenario.SLOTS
 READY_S = 30.0
 SCALE_IN_S = 30.0
-OUT = "for the figure, the report, logs and traces (default: %(default)s)"
 REFRESH_S = 0.1
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "demo",
-        help="watch one load spike being served while the weights move",
-        description=f"Starts a cluster of {NODES} nodes on this machine, one of which holds a "
-        "small model made on the spot, sends it a burst of streaming requests, shows how the "
-        "planner spreads the model and how requests run over nodes that are still loading, and "
-        "checks every token against those of a single complete node. Links are paced so that one "
-        f"copy takes {COPY_S:.0f} s, and every node's engine to {STEP_FLOOR_S * 1e3:.0f} ms a "
-        "step, so that five nodes share one machine as if each were its own.",
-    )
-    parser.add_argument("--out", type=absolute, default="demo-out", metavar="DIR", help=OUT)
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="default: %(default)s")
-    add_json_option(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    if not 1 <= args.requests <= 10_000:
-        raise BadInput(f"--requests {args.requests}: use 1 to 10000")
-    args.out.mkdir(parents=True, exist_ok=True)
-    demo = Demo(args.out, args.requests)
-    report = asyncio.run(demo.run())
-    if args.json:
-        print_json(report)
-    else:
-        sys.stdout.write(as_text(report, str(demo.figure)) + "\n")
-    return 0 if good(report) else 1
+def play(out: Path, count: int) -> dict[str, Any]:
+    """Runs the demo with `count` requests; figure, report and logs go to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(Demo(out, count).run())
 
 
 class Demo:
@@ -86,10 +46,10 @@ class Demo:
         self.phase = ""
         self.console = Console(stderr=True)
         self.figure = self.out / "event.png"
-        self.nodes = [node_id(number) for number in range(NODES)]
+        self.nodes = [node_id(number) for number in range(scenario.NODES)]
         self.watch = Watch()
         self.outcomes: list[Outcome] = []
-        self.requests = asks(self.count, TOKENS)
+        self.requests = asks(self.count, scenario.TOKENS)
 
     async def run(self) -> dict[str, Any]:
         model = self.out / "model"
@@ -98,7 +58,7 @@ class Demo:
             await asyncio.to_thread(make_demo_model, model)
         with tempfile.TemporaryDirectory(prefix="lambdascale-demo-") as directory:
             cluster = Cluster(self._spec(Path(directory), model))
-            self._say(f"starting a cluster of {NODES} nodes")
+            self._say(f"starting a cluster of {scenario.NODES} nodes")
             await cluster.start()
             try:
                 report = await self._on(cluster, model)
@@ -112,27 +72,29 @@ class Demo:
     def _spec(self, directory: Path, model: Path) -> ClusterSpec:
         nbytes = (model / "model.safetensors").stat().st_size
         settings = {
-            "LAMBDASCALE_NODE_LINK_BYTES_PER_S": str(int(nbytes / COPY_S)),
-            "LAMBDASCALE_NODE_ARENA_BYTES": str(int(nbytes * ARENA_SPARE)),
-            "LAMBDASCALE_NODE_STEP_FLOOR_S": str(STEP_FLOOR_S),
-            "LAMBDASCALE_NODE_SLOTS": str(SLOTS),
+            "LAMBDASCALE_NODE_LINK_BYTES_PER_S": str(int(nbytes / scenario.COPY_S)),
+            "LAMBDASCALE_NODE_ARENA_BYTES": str(int(nbytes * scenario.ARENA_SPARE)),
+            "LAMBDASCALE_NODE_STEP_FLOOR_S": str(scenario.STEP_FLOOR_S),
+            "LAMBDASCALE_NODE_SLOTS": str(scenario.SLOTS),
             "LAMBDASCALE_NODE_THREADS": "1",
         }
-        return ClusterSpec(directory=directory, nodes=NODES, gateway_port=0, settings=settings)
+        return ClusterSpec(
+            directory=directory, nodes=scenario.NODES, gateway_port=0, settings=settings
+        )
 
     async def _on(self, cluster: Cluster, model: Path) -> dict[str, Any]:
         url = cluster.state.gateway_url
         async with NatsBus(bus_config(cluster.state), "demo") as bus, self._live():
             await self.watch.follow(bus)
             self._say("publishing the model on node-0")
-            record = await import_model(bus, model, MODEL, say=lambda _: None)
+            record = await import_model(bus, model, scenario.MODEL, say=lambda _: None)
             self.watch.n_blocks = record.n_blocks
             await self._until(lambda: len(self.watch.replicas) == 1, READY_S, "the first replica")
             self._say("one complete node answers the reference requests")
-            expected = await reference(url, MODEL, self.requests, PARALLEL_REFERENCE)
+            expected = await reference(url, scenario.MODEL, self.requests, PARALLEL_REFERENCE)
             self._say(f"a burst of {self.count} requests")
             start = time.monotonic()
-            await run_burst(url, MODEL, self.requests, gaps(self.count), self.outcomes)
+            await run_burst(url, scenario.MODEL, self.requests, gaps(self.count), self.outcomes)
             self._say("the burst is over: the cluster shrinks")
             await self._until(self._small_again, SCALE_IN_S, "the scale-in")
         return self._report(expected, start)
@@ -188,10 +150,10 @@ class Demo:
 
 
 def gaps(count: int) -> list[float]:
-    """A wave at once, then arrivals at RATE with exponential gaps (the quantiles, shuffled)."""
-    first = min(FIRST_WAVE, count)
+    """A wave at once, then exponential gaps (their quantiles, shuffled)."""
+    first = min(scenario.FIRST_WAVE, count)
     rest = count - first
-    quantiles = [-math.log(1 - (i + 0.5) / max(rest, 1)) / RATE for i in range(rest)]
+    quantiles = [-math.log(1 - (i + 0.5) / max(rest, 1)) / scenario.RATE for i in range(rest)]
     random.Random(0).shuffle(quantiles)
     return [0.0] * first + quantiles
 

@@ -103,7 +103,7 @@ def good(report: Mapping[str, Any]) -> bool:
     return bool(requests["completed"]) and not requests["lost"] and not requests["wrong"]
 
 
-def as_text(report: Mapping[str, Any], figure: str) -> str:
+def as_text(report: Mapping[str, Any], directory: str) -> str:
     requests, event = report["requests"], report["event"]
     scale_in = report["scale_in"]
     lines = [
@@ -136,5 +136,5 @@ def as_text(report: Mapping[str, Any], figure: str) -> str:
         f"scale-in   {scale_in['instances_before']} instances -> {scale_in['instances_after']}"
     )
     lines += [f"error      {error}" for error in report["errors"]]
-    lines.append(f"figure     {figure}")
+    lines.append(f"figure     {directory}/event.png")
     return "\n".join(lines)

@@ -1,0 +1,16 @@
+"""What the demo plays: the cluster, its paces, and the burst."""
+
+from shared.ids import ModelName
+
+NODES = 5
+MODEL = ModelName("demo")
+COPY_S = 5.0
+"""How long one full copy takes over one link."""
+SLOTS = 8
+STEP_FLOOR_S = 0.040
+ARENA_SPARE = 1.25
+FIRST_WAVE = 64
+"""Requests that come at once; the others follow at RATE."""
+RATE = 16.0
+REQUESTS = 160
+TOKENS = 48
