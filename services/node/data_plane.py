@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import uvloop
 from structlog.stdlib import BoundLogger
 
 from services.node.memory.arena import ModelSpace
@@ -54,7 +55,7 @@ class DataPlane:
         self._on_failed = on_failed
         self._on_peer_lost = on_peer_lost
         self._log = log
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop = asyncio.Event()

@@ -37,11 +37,13 @@ def advance(record: EventRecord, state: EventState, at_ns: int, *, error: str = 
     return msgspec.structs.replace(record, state=state, history=history, error=error)
 
 
-def note(record: EventRecord, at_ns: int, *timings: str) -> EventRecord:
-    """Sets the named fields of `actual` that have not happened before, seconds after decision."""
-    fresh = {name: None for name in timings if getattr(record.actual, name) is None}
+def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
+    """Sets a field of `actual`, seconds after the decision; of several reports the earliest one
+    counts, since they come in any order."""
     seconds = (at_ns - record.decided_ns) / 1e9
-    actual = msgspec.structs.replace(record.actual, **dict.fromkeys(fresh, seconds))
+    known = getattr(record.actual, timing)
+    earliest = seconds if known is None else min(known, seconds)
+    actual = msgspec.structs.replace(record.actual, **{timing: earliest})
     return msgspec.structs.replace(record, actual=actual)
 
 
