@@ -85,7 +85,7 @@ class TcpTransport:
         try:
             self._listener = socket.create_server(
                 (self._host, self._port),
-                family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
+                family=_family(self._host),
                 backlog=1024,
             )
         except OSError as error:
@@ -179,7 +179,9 @@ class TcpTransport:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._silence_s):
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = await loop.getaddrinfo(
+                    host, port, family=_family(host), type=socket.SOCK_STREAM
+                )
                 sock = socket.socket(*found[0][:3])
                 self._tune(sock, purpose)
                 connection = Connection(sock, address, max_payload=self._max_payload)
@@ -305,6 +307,11 @@ async def _guard(connection: Connection, work: Work) -> None:
 async def _receive_nothing(connection: Connection) -> None:
     prefix = await connection.receive_prefix()
     raise ProtocolViolation(f"{prefix.kind.name} from the receiver of messages")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """Names are IPv4, for those who listen and those who dial alike."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _parse(address: str) -> tuple[str, int]:
