@@ -1,18 +1,19 @@
-"""What the engine thread does: the scheduler's commands, one engine run after the other.
+"""What the engine thread does: the scheduler's commands, and sweeps over blocks, step by step.
 
 Not thread-safe; `services.node.worker` calls everything here on its one thread.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from services.node import activations
 from services.node.core.batching import Batcher
-from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release, Work
-from services.node.engine.base import Engine, StageBatch, StageResult
+from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release
+from services.node.engine.base import Engine, StagePart, Sweep
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -54,6 +55,18 @@ class _Outbox:
     failed: list[AttemptFailed] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Run:
+    """The sweep that is under way."""
+
+    model_id: ModelId
+    sweep: Sweep
+    until: float
+    """Not before this time (`time.monotonic`) may what has been run be over."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Those that wait for their first block or are aboard, by their number in the sweep."""
+
+
 class Steps:
     def __init__(
         self,
@@ -76,6 +89,7 @@ class Steps:
         self._emit = emit
         self._models: dict[ModelId, Manifest] = {}
         self._out: dict[GatewayId, _Outbox] = {}
+        self._run: _Run | None = None
         self._violations = 0
         self._log = telemetry.logger("engine", node=node)
 
@@ -130,16 +144,25 @@ class Steps:
     # --- steps --------------------------------------------------------------
 
     def step(self, hold: Hold) -> bool:
-        """Runs the engine once; False if there is nothing to run."""
-        work = self._batcher.take()
-        if work is None:
-            return False
-        until = time.monotonic() + self._floor(work)
-        ran = self._run(work)
-        if ran is not None:
-            work, result = ran
-            hold(until)
-            self._do(self._batcher.ran(work, result.sampled, _split(work, result.hidden)))
+        """Runs one block, for all that waits for it; False if there is nothing to run.
+
+        What comes between two steps may join the sweep at a block ahead.
+        """
+        run = self._run
+        if run is None:
+            parts = self._batcher.take()
+            if not parts:
+                return False
+            model_id = parts[0].model_id
+            run = self._run = _Run(model_id, self._engine.begin(model_id), time.monotonic())
+        else:
+            parts = self._batcher.join(run.model_id, run.sweep.at, run.parts.values())
+        for part in parts:
+            self._join(run, part)
+        if run.parts:
+            self._advance(run, hold)
+        if not run.parts:
+            self._run = None
         return True
 
     def flush(self) -> None:
@@ -160,23 +183,50 @@ class Steps:
             violations=self._violations,
         )
 
-    def _run(self, work: Work) -> tuple[Work, StageResult] | None:
-        """What could be run and its result. What could not has failed."""
-        while work.parts:
+    def _join(self, run: _Run, part: Part) -> None:
+        """Takes aboard what there is room for. What can't be run has failed."""
+        while part.rows:
             try:
-                return work, self._engine.run(_batch(work))
+                with self._blamed():
+                    run.parts[run.sweep.join(_stage_part(part))] = part
+                return
             except CapacityExceeded as error:
-                work, commands = self._batcher.no_room(work, _failure(error))
-                self._do(commands)
+                part, commands = self._batcher.no_room(part, _failure(error))
             except LambdaScaleError as error:
-                self._do(self._batcher.failed(work, _failure(error)))
-                return None
-            except Exception as error:  # the engine's boundary: a bad batch must not end the node
-                self._log.exception("engine failed", blocks=str(work.blocks), rows=len(work.rows))
-                why = Failure(LambdaScaleError.code, f"node {self._node}'s engine failed: {error}")
-                self._do(self._batcher.failed(work, why))
-                return None
-        return None
+                part, commands = (
+                    part.without(part.keys),
+                    self._batcher.failed(part, _failure(error)),
+                )
+            self._do(commands)
+
+    def _advance(self, run: _Run, hold: Hold) -> None:
+        try:
+            with self._blamed():
+                left = run.sweep.advance()
+        except LambdaScaleError as error:
+            for part in run.parts.values():
+                self._do(self._batcher.failed(part, _failure(error)))
+            run.parts = {}
+            return
+        manifest = self._models.get(run.model_id)
+        run.until += self._step_floor_s / manifest.n_blocks if manifest else 0.0
+        hold(run.until)
+        for number, result in left.items():
+            part = run.parts.pop(number)
+            part = part.without(set(part.keys) - {row.sequence for row in result.rows})
+            if part.rows:
+                self._do(self._batcher.ran(part, result.sampled, result.hidden))
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """The engine's boundary: a bad batch must not end the node."""
+        try:
+            yield
+        except LambdaScaleError:
+            raise
+        except Exception as error:
+            self._log.exception("engine failed")
+            raise LambdaScaleError(f"node {self._node}'s engine failed: {error}") from error
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -190,13 +240,6 @@ class Steps:
                     box.failed.append(command.what)
             else:
                 self._send(command.address, *activations.encode(command.message, command.hidden))
-
-    def _floor(self, work: Work) -> float:
-        """Least time of this work: its share of a step through the whole model."""
-        manifest = self._models.get(work.blocks.model_id)
-        if manifest is None:
-            return 0.0
-        return self._step_floor_s * (work.blocks.stop - work.blocks.start) / manifest.n_blocks
 
     def _check_width(self, message: Forward, hidden: torch.Tensor) -> None:
         manifest = self._models.get(message.path.model_id)
@@ -222,23 +265,10 @@ def _failure(error: LambdaScaleError) -> Failure:
     return Failure(error.code, str(error))
 
 
-def _batch(work: Work) -> StageBatch:
-    inputs = [_input(part) for part in work.parts if part.hidden is not None]
-    hidden = torch.cat(inputs) if len(inputs) > 1 else inputs[0] if inputs else None
-    blocks = work.blocks
-    return StageBatch(blocks.model_id, blocks.start, blocks.stop, work.rows, hidden)
-
-
-def _input(part: Part) -> torch.Tensor:
-    """The rows' hidden states, less those of rows that were taken out."""
-    hidden: torch.Tensor = part.hidden
-    if part.positions == hidden.shape[0]:
-        return hidden
-    pairs = zip(part.rows, part.offsets, strict=True)
-    return torch.cat([hidden[start : start + row.count] for row, start in pairs])
-
-
-def _split(work: Work, hidden: torch.Tensor | None) -> list[torch.Tensor | None]:
-    if hidden is None:
-        return [None] * len(work.parts)
-    return list(torch.split(hidden, [part.positions for part in work.parts]))
+def _stage_part(part: Part) -> StagePart:
+    """With the hidden states of its rows, less those of rows that were taken out."""
+    hidden: torch.Tensor | None = part.hidden
+    if hidden is not None and part.positions < hidden.shape[0]:
+        pairs = zip(part.rows, part.offsets, strict=True)
+        hidden = torch.cat([hidden[start : start + row.count] for row, start in pairs])
+    return StagePart(part.start, part.stop, part.rows, hidden)

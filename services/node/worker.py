@@ -1,8 +1,8 @@
 """The engine thread: one a node. It runs the scheduler and the engine, and nothing else does.
 
 Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
-engine runs it takes in all that has come, so that new sequences join at the next step; with nothing
-to run it sleeps.
+blocks it takes in all that has come, so that new rows join the sweep at a block ahead, or the next
+one; with nothing to run it sleeps.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A network of schedulers under random submits, cancels, losses, refusals and interleavings.
 
-Each node is a Batcher with an engine that only checks what it is told to do. Messages wait in a
-queue for each pair of nodes; hypothesis chooses what happens next.
+Each node is a Batcher with an engine that only checks what it is told to do, block by block.
+Messages wait in a queue for each pair of nodes; hypothesis chooses what happens next.
 """
 
 from collections import deque
@@ -15,10 +15,10 @@ from services.node.core.microbatches import (
     Command,
     Emit,
     Failure,
+    Part,
     Release,
     Send,
     StageMessage,
-    Work,
 )
 from services.node.core.sequences import sequence_key
 from shared.errors import CapacityExceeded, StaleEpoch
@@ -27,6 +27,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Submit, Token
 
 NODES = ("a", "b", "c")
+MODEL = ModelId("m")
 BLOCKS = 6
 SLOTS = 3
 STEP_TOKENS = 4
@@ -60,16 +61,12 @@ class CheckedEngine:
     """key -> (positions run, limit)"""
     made: set[str] = field(default_factory=set)
 
-    def run(self, work: Work) -> list[int | None]:
-        rows = work.rows
-        assert len({row.sequence for row in rows}) == len(rows)
-        fresh = [row for row in rows if row.position == 0]
-        if (
-            sum(limit for _, limit in self.kv.values()) + sum(r.limit for r in fresh)
-            > self.capacity
-        ):
+    def join(self, part: Part) -> None:
+        fresh = [row for row in part.rows if row.position == 0]
+        used = sum(limit for _, limit in self.kv.values())
+        if used + sum(row.limit for row in fresh) > self.capacity:
             raise CapacityExceeded("full")
-        for row in rows:
+        for row in part.rows:
             if row.position == 0:
                 assert row.sequence not in self.made, "KV made twice"
                 self.made.add(row.sequence)
@@ -77,17 +74,27 @@ class CheckedEngine:
             reached, limit = self.kv[row.sequence]
             assert reached == row.position
             assert limit == row.limit >= row.position + row.count
-            assert len(row.tokens) == (row.count if work.blocks.start == 0 else 0)
+            assert len(row.tokens) == (row.count if part.start == 0 else 0)
             self.kv[row.sequence] = (row.position + row.count, limit)
-        drawn = [(row.position * 5 + row.count) % 11 if row.draw else None for row in rows]
-        return drawn if work.blocks.stop == BLOCKS else [None] * len(rows)
+
+    def finish(self, part: Part) -> tuple[Part, list[int | None]]:
+        """What is left of the part, and what it drew."""
+        part = part.without(set(part.keys) - set(self.kv))
+        drawn = [(row.position * 5 + row.count) % 11 if row.draw else None for row in part.rows]
+        return part, drawn if part.stop == BLOCKS else [None] * len(part.rows)
+
+
+@dataclass
+class Sweep:
+    parts: list[Part] = field(default_factory=list)
+    at: int = 0
 
 
 @dataclass
 class Node:
     batcher: Batcher
     engine: CheckedEngine
-    running: tuple[Work, list[int | None]] | None = None
+    sweep: Sweep | None = None
     released: set[str] = field(default_factory=set)
 
 
@@ -148,28 +155,43 @@ class Network:
             self.do(target, batcher.received(message))
 
     def begin(self, name: str) -> bool:
-        """Takes work and runs it; whether there was any."""
+        """Begins a sweep; whether there was anything for it."""
         node = self.nodes[name]
-        work = node.batcher.take()
-        if work is None:
-            return False
-        self.check_work(node, work)
-        while work.parts:
-            try:
-                sampled = node.engine.run(work)
-            except CapacityExceeded:
-                work, commands = node.batcher.no_room(work, Failure("capacity", "full"))
-                self.do(name, commands)
-            else:
-                node.running = (work, sampled)
-                break
-        return True
+        parts = node.batcher.take()
+        if parts:
+            node.sweep = Sweep()
+            self.join(name, node.sweep, parts)
+        return bool(parts)
 
-    def finish(self, name: str) -> None:
+    def advance(self, name: str) -> None:
+        """Runs one block."""
         node = self.nodes[name]
-        assert node.running is not None
-        (work, sampled), node.running = node.running, None
-        self.do(name, node.batcher.ran(work, sampled, [None] * len(work.parts)))
+        assert node.sweep is not None
+        sweep = node.sweep
+        self.join(name, sweep, node.batcher.join(MODEL, sweep.at, sweep.parts))
+        sweep.at = max(sweep.at, min((part.start for part in sweep.parts), default=sweep.at)) + 1
+        left = [part for part in sweep.parts if part.stop == sweep.at]
+        sweep.parts = [part for part in sweep.parts if part.stop > sweep.at]
+        for part in left:
+            part, drawn = node.engine.finish(part)
+            if part.rows:
+                self.do(name, node.batcher.ran(part, drawn, None))
+        if not sweep.parts:
+            node.sweep = None
+
+    def join(self, name: str, sweep: Sweep, parts: tuple[Part, ...]) -> None:
+        node = self.nodes[name]
+        self.check_parts(node, sweep, parts)
+        for part in parts:
+            while part.rows:
+                try:
+                    node.engine.join(part)
+                except CapacityExceeded:
+                    part, commands = node.batcher.no_room(part, Failure("capacity", "full"))
+                    self.do(name, commands)
+                else:
+                    sweep.parts.append(part)
+                    break
 
     def break_link(self, one: str, other: str) -> None:
         for link in ((one, other), (other, one)):
@@ -223,16 +245,20 @@ class Network:
         if what.finish:
             del self.open[key]
 
-    def check_work(self, node: Node, work: Work) -> None:
-        assert work.parts
+    def check_parts(self, node: Node, sweep: Sweep, parts: tuple[Part, ...]) -> None:
+        keys = [key for part in (*sweep.parts, *parts) for key in part.keys]
+        assert len(set(keys)) == len(keys)
         prompts = 0
-        for part in work.parts:
+        for part in parts:
             assert part.rows
+            assert part.start >= sweep.at
             if part.stage > 0:
                 continue
             assert node.batcher.flights(part.path) <= len(part.path.stages)
             prompts += sum(row.count for row in part.rows if row.count > 1)
         assert prompts <= STEP_TOKENS
+        if sweep.parts and parts:
+            assert sum(part.positions for part in (*sweep.parts, *parts)) <= STEP_TOKENS
 
     def live_links(self) -> list[tuple[str, str]]:
         return [link for link, queue in self.links.items() if queue and link[1] not in self.dead]
@@ -248,8 +274,8 @@ class Network:
                 self.deliver(link)
             moved = bool(links)
             for name in self.live_nodes():
-                if self.nodes[name].running is not None:
-                    self.finish(name)
+                while self.nodes[name].sweep is not None:
+                    self.advance(name)
                     moved = True
                 moved = self.begin(name) or moved
             if not moved:
@@ -269,7 +295,7 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         request=RequestId(request),
         attempt=last[request].attempt + 1 if request in last else 1,
         gateway=GatewayId("g"),
-        model_id=ModelId("m"),
+        model_id=MODEL,
         instance=InstanceId("i"),
         stages=draw.draw(st.sampled_from(network.paths)),
         tokens=tuple(range(prompt + so_far)),
@@ -286,8 +312,8 @@ def happen(network: Network, draw: st.DataObject) -> None:
     live = network.live_nodes()
     choices: list[tuple[str, str | tuple[str, str]]] = [("submit", "")] * 2
     choices += [("deliver", link) for link in network.live_links()] * 2
-    choices += [("begin", name) for name in live if network.nodes[name].running is None]
-    choices += [("finish", name) for name in live if network.nodes[name].running is not None]
+    choices += [("begin", name) for name in live if network.nodes[name].sweep is None]
+    choices += [("advance", name) for name in live if network.nodes[name].sweep is not None] * 2
     choices += [("cancel", key) for key in network.open]
     if len(live) > 1 and draw.draw(st.integers(0, 12)) == 0:
         choices += [("break", (live[0], live[-1])), ("kill", live[-1])] * 5
@@ -298,8 +324,8 @@ def happen(network: Network, draw: st.DataObject) -> None:
             network.deliver((sender, target))
         case ("begin", str(name)):
             network.begin(name)
-        case ("finish", str(name)):
-            network.finish(name)
+        case ("advance", str(name)):
+            network.advance(name)
         case ("cancel", str(key)):
             network.cancel(key)
         case ("break", (str(one), str(other))):
@@ -338,10 +364,10 @@ def test_without_losses_every_attempt_ends_with_its_last_token(data: st.DataObje
             for link in network.live_links():
                 network.deliver(link)
             for name in NODES:
-                if network.nodes[name].running is None:
+                if network.nodes[name].sweep is None:
                     network.begin(name)
                 else:
-                    network.finish(name)
+                    network.advance(name)
     network.settle()
     assert not network.open
     assert not network.failed

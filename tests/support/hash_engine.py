@@ -8,11 +8,12 @@ stay below 2**16: float32 carries them exactly between stages.
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from services.node.engine.base import SequenceKey, StageBatch, StageResult
-from shared.errors import CapacityExceeded, NotFound
+from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 
@@ -45,95 +46,170 @@ def _mix(kv: int, value: int, salt: int) -> int:
     return (kv * 31 + value * 7 + salt + 1) % _PRIME
 
 
+@dataclass(slots=True)
+class _Sequence:
+    model_id: ModelId
+    limit: int
+    blocks: tuple[int, int]
+    position: int = 0
+    kv: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """The running hash of each block."""
+
+
+@dataclass(slots=True)
+class _Rider:
+    part: StagePart
+    values: dict[SequenceKey, list[int]]
+    """What each row's positions have become so far."""
+    result: PartResult | None = None
+
+
+class HashSweep:
+    def __init__(self, engine: "HashEngine", model_id: ModelId) -> None:
+        self._engine = engine
+        self._model_id = model_id
+        self._riders: dict[int, _Rider] = {}
+        self.at = 0
+        self.parts: list[StagePart] = []
+        self.ran: list[int] = []
+        """Blocks, in the order in which they were run."""
+
+    def join(self, part: StagePart) -> int:
+        engine = self._engine
+        if part.start < self.at:
+            raise BadInput(f"the sweep is past block {part.start}")
+        if not set(range(part.start, part.stop)) <= engine.attached.get(self._model_id, set()):
+            raise NotFound(f"blocks {part.start}..{part.stop} are not all here")
+        rider = _Rider(part, _values(part))
+        new = sum(row.limit for row in part.rows if row.position == 0)
+        if engine.kv_used + new > engine.kv_capacity:
+            raise CapacityExceeded("no KV left")
+        for row in part.rows:
+            self._reserve(row, part)
+        self.parts.append(part)
+        number = len(self.parts)
+        self._riders[number] = rider
+        return number
+
+    def _reserve(self, row: Row, part: StagePart) -> None:
+        sequences, blocks = self._engine.sequences, (part.start, part.stop)
+        if row.position == 0:
+            sequences[row.sequence] = _Sequence(self._model_id, row.limit, blocks)
+        if row.sequence not in sequences:
+            raise NotFound(f"sequence {row.sequence} is not known")
+        sequence = sequences[row.sequence]
+        if sequence.blocks != blocks or sequence.position != row.position:
+            raise Conflict(f"{row} does not go on where {sequence} ended")
+        sequence.position += row.count
+        if sequence.position > sequence.limit:
+            raise Conflict(f"sequence {row.sequence} goes past its limit")
+
+    def advance(self) -> dict[int, PartResult]:
+        self._take_out_freed()
+        needed = [rider for rider in self._riders.values() if rider.values]
+        if needed:
+            self.at = max(self.at, min(rider.part.start for rider in needed))
+            aboard = [rider for rider in needed if rider.part.start <= self.at]
+            for rider in aboard:
+                self._engine.before_run(self.at, rider.part)
+            self._engine.note(self)
+            for rider in aboard:
+                self._run(rider)
+            self.ran.append(self.at)
+            self.at += 1
+        return self._left()
+
+    def _take_out_freed(self) -> None:
+        for rider in self._riders.values():
+            rider.values = {
+                key: values for key, values in rider.values.items() if key in self._engine.sequences
+            }
+
+    def _run(self, rider: _Rider) -> None:
+        for key, values in rider.values.items():
+            kv = self._engine.sequences[key].kv
+            for i, value in enumerate(values):
+                kv[self.at] = values[i] = _mix(kv[self.at], value, self.at)
+
+    def _left(self) -> dict[int, PartResult]:
+        left = {
+            number: self._result(rider)
+            for number, rider in self._riders.items()
+            if rider.part.stop == self.at or not rider.values
+        }
+        for number in left:
+            del self._riders[number]
+        return left
+
+    def _result(self, rider: _Rider) -> PartResult:
+        part = rider.part
+        rows = tuple(row for row in part.rows if row.sequence in rider.values)
+        if part.stop < self._engine.n_blocks[self._model_id]:
+            passed = [value for row in rows for value in rider.values[row.sequence]]
+            column = torch.tensor(passed, dtype=torch.float32).unsqueeze(1)
+            return PartResult(rows, column.repeat(1, HIDDEN), (None,) * len(rows))
+        sampled = tuple(
+            _mix(rider.values[row.sequence][-1], row.draw.index, row.draw.sampling.seed) % VOCAB
+            if row.draw
+            else None
+            for row in rows
+        )
+        return PartResult(rows, None, sampled)
+
+
+def _values(part: StagePart) -> dict[SequenceKey, list[int]]:
+    if part.start == 0:
+        return {row.sequence: list(row.tokens) for row in part.rows}
+    if part.hidden is None or part.hidden.shape[1] != HIDDEN:
+        raise BadInput("hidden states expected")
+    numbers = iter(part.hidden[:, 0].tolist())
+    return {row.sequence: [int(next(numbers)) for _ in range(row.count)] for row in part.rows}
+
+
 class HashEngine:
     def __init__(self, kv_capacity: int = 10_000) -> None:
         self._kv_capacity = kv_capacity
-        self._held: dict[ModelId, set[int]] = {}
-        self._kv: dict[SequenceKey, tuple[ModelId, int, int, dict[int, int]]] = {}
-        """key -> (model, limit, positions run, hash by block)"""
-        self.batches: list[StageBatch] = []
-        self.before_run: Callable[[StageBatch], None] = lambda batch: None
-        self._n_blocks: dict[ModelId, int] = {}
+        self.attached: dict[ModelId, set[int]] = {}
+        self.n_blocks: dict[ModelId, int] = {}
+        self.sequences: dict[SequenceKey, _Sequence] = {}
+        self.sweeps: list[HashSweep] = []
+        """Those that ran at least one block."""
+        self.before_run: Callable[[int, StagePart], None] = lambda block, part: None
+        """Called before a block is run, for each part that needs it."""
         self._changed = threading.Condition()
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        self._held[model_id] = set()
-        self._n_blocks[model_id] = manifest.n_blocks
+        self.attached[model_id] = set()
+        self.n_blocks[model_id] = manifest.n_blocks
 
     def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        self._held[model_id].add(block)
+        self.attached[model_id].add(block)
 
     def held(self, model_id: ModelId) -> frozenset[int]:
-        return frozenset(self._held[model_id])
+        return frozenset(self.attached[model_id])
 
     def close_model(self, model_id: ModelId) -> None:
-        del self._held[model_id]
-        self.free(tuple(key for key, state in self._kv.items() if state[0] == model_id))
+        del self.attached[model_id]
+        self.free(tuple(key for key, s in self.sequences.items() if s.model_id == model_id))
 
-    def run(self, batch: StageBatch) -> StageResult:
-        self.before_run(batch)
-        if not set(range(batch.start, batch.stop)) <= self._held.get(batch.model_id, set()):
-            raise NotFound(f"blocks {batch.start}..{batch.stop} are not all here")
-        new = sum(row.limit for row in batch.rows if row.position == 0)
-        if self.kv_used + new > self._kv_capacity:
-            raise CapacityExceeded("no KV left")
+    def begin(self, model_id: ModelId) -> HashSweep:
+        return HashSweep(self, model_id)
+
+    def note(self, sweep: HashSweep) -> None:
         with self._changed:
-            self.batches.append(batch)
+            if sweep not in self.sweeps:
+                self.sweeps.append(sweep)
             self._changed.notify_all()
-        values = self._values(batch)
-        starts = [sum(row.count for row in batch.rows[:i]) for i in range(len(batch.rows))]
-        for row, start in zip(batch.rows, starts, strict=True):
-            self._run_row(batch, row.sequence, row.position, row.limit, values, start, row.count)
-        if batch.stop < self._n_blocks[batch.model_id]:
-            column = torch.tensor(values, dtype=torch.float32).unsqueeze(1)
-            return StageResult(column.repeat(1, HIDDEN), (None,) * len(batch.rows))
-        sampled = tuple(
-            _mix(values[start + row.count - 1], row.draw.index, row.draw.sampling.seed) % VOCAB
-            if row.draw
-            else None
-            for row, start in zip(batch.rows, starts, strict=True)
-        )
-        return StageResult(None, sampled)
-
-    def _values(self, batch: StageBatch) -> list[int]:
-        if batch.start == 0:
-            return [token for row in batch.rows for token in row.tokens]
-        if batch.hidden is None or batch.hidden.shape[1] != HIDDEN:
-            raise ValueError("hidden states expected")
-        return [int(value) for value in batch.hidden[:, 0].tolist()]
-
-    def _run_row(
-        self,
-        batch: StageBatch,
-        key: SequenceKey,
-        position: int,
-        limit: int,
-        values: list[int],
-        start: int,
-        count: int,
-    ) -> None:
-        """Replaces values[start : start + count] by what the blocks make of them."""
-        if position == 0:
-            self._kv[key] = (batch.model_id, limit, 0, defaultdict(int))
-        if key not in self._kv:
-            raise NotFound(f"sequence {key} is not known")
-        model, limit, reached, kv = self._kv[key]
-        if reached != position or position + count > limit:
-            raise ValueError(f"sequence {key} is at {reached} of {limit}, the row at {position}")
-        for block in range(batch.start, batch.stop):
-            for i in range(start, start + count):
-                kv[block] = values[i] = _mix(kv[block], values[i], block)
-        self._kv[key] = (model, limit, position + count, kv)
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         with self._changed:
             for key in sequences:
-                self._kv.pop(key, None)
+                self.sequences.pop(key, None)
             self._changed.notify_all()
 
     @property
     def kv_used(self) -> int:
-        return sum(limit for _, limit, _, _ in self._kv.values())
+        return sum(sequence.limit for sequence in self.sequences.values())
 
     @property
     def kv_capacity(self) -> int:
@@ -142,4 +218,4 @@ class HashEngine:
     def wait_until_free(self, timeout: float = 10) -> bool:
         """Any thread: until no sequence has KV here."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._kv, timeout)
+            return self._changed.wait_for(lambda: not self.sequences, timeout)

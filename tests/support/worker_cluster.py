@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from services.node.engine.base import Engine, StageBatch
+from services.node.engine.base import Engine, StagePart
 from services.node.transport.base import Buffer
 from services.node.worker import Worker
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
@@ -91,16 +91,20 @@ class Attempt:
 
 
 class Gate:
-    """Holds an engine before it runs the row that draws token `index` of a request."""
+    """Holds an engine before it runs a block of the row that draws token `index` of a request."""
 
-    def __init__(self, request: str, index: int) -> None:
+    def __init__(self, request: str, index: int, block: int | None) -> None:
+        """`block`: the first of the row's stage if None."""
         self._request = request
         self._index = index
+        self._block = block
         self.reached = threading.Event()
         self._open = threading.Event()
 
-    def __call__(self, batch: StageBatch) -> None:
-        for row in batch.rows:
+    def __call__(self, block: int, part: StagePart) -> None:
+        if block != (part.start if self._block is None else self._block):
+            return
+        for row in part.rows:
             of_request = row.sequence.startswith(f"{self._request}#")
             if of_request and row.draw is not None and row.draw.index == self._index:
                 self.reached.set()
@@ -166,8 +170,8 @@ class Cluster:
             await worker.attach(MODEL, block, memoryview(buffer))
         return worker
 
-    def gate(self, node: str, request: str, index: int) -> Gate:
-        gate = self.engines[node].before_run = Gate(request, index)
+    def gate(self, node: str, request: str, index: int, block: int | None = None) -> Gate:
+        gate = self.engines[node].before_run = Gate(request, index, block)
         return gate
 
     async def submit(self, message: Submit) -> Attempt:

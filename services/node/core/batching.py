@@ -3,12 +3,14 @@
 Every node leads paths (a complete replica is a path of one stage) and is a later stage of others',
 all at once. Whatever can run stands in one order, by the tick at which it became runnable: new
 micro-batches of led lanes and micro-batches that came from other nodes. The engine takes the
-oldest, together with all others for the same blocks that fit in a step; so local and remote work
-alternate, and no decode waits for more than the step before it.
+oldest, together with all others of the same model that fit in a step, in one sweep over the blocks
+(`services.node.engine.base`): a pass over the weights serves every path at once, and no decode
+waits for more than the sweep before it. What arrives during a sweep may still join it, if it begins
+at a block ahead.
 
-Events are the methods; commands are what they return. `take` hands out one `Work` at a time, which
-comes back through `ran`, `failed` or `no_room`. Events may come in between: rows of sequences that
-end meanwhile are ignored.
+Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
+which comes back through `ran`, `failed` or `no_room`. Events may come in between: rows of sequences
+that end meanwhile are ignored.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +18,6 @@ from collections.abc import Collection, Iterable, Sequence
 from services.node.core.following import Follower
 from services.node.core.leading import Leader
 from services.node.core.microbatches import (
-    BlockRange,
     Command,
     Failed,
     Failure,
@@ -28,8 +29,6 @@ from services.node.core.microbatches import (
     Sampled,
     Send,
     StageMessage,
-    Work,
-    range_of,
 )
 from services.node.core.rows import Row, SequenceKey
 from services.node.core.sequences import Lane
@@ -82,59 +81,54 @@ class Batcher:
 
     # --- the engine ---------------------------------------------------------
 
-    def take(self) -> Work | None:
-        """What to run now; None: nothing can run."""
+    def take(self) -> tuple[Part, ...]:
+        """What to run in a new sweep, of one model, the oldest first. Empty: nothing can run."""
         self._leader.admit(self.kv_reserved, self._tick())
         oldest = sorted(self._runnable(), key=lambda found: found[0])
-        if not oldest:
-            return None
-        blocks = _blocks(oldest[0][1])
         parts: list[Part] = []
         room = self._step_tokens
         for _, source in oldest:
-            if _blocks(source) != blocks:
+            if source.path.model_id != oldest[0][1].path.model_id:
                 continue
             part = self._part(source, room, first=not parts)
             if part:
                 parts.append(part)
                 room = max(0, room - part.positions)
-        taken = {id(part) for part in parts}
-        self._follower.queue = [q for q in self._follower.queue if id(q[1]) not in taken]
-        return Work(blocks, tuple(parts))
+        self._follower.take(parts)
+        return tuple(parts)
 
-    def ran(
-        self, work: Work, sampled: Sequence[int | None], hidden: Sequence[Hidden]
-    ) -> list[Command]:
-        """The result: `sampled` a row; `hidden` a part, where the work did not end in the head."""
-        commands: list[Command] = []
-        drawn = iter(sampled)
-        for i, part in enumerate(work.parts):
-            tokens = tuple((row.sequence, next(drawn)) for row in part.rows)
-            if part.stage + 1 < len(part.path.stages):
-                commands += self._passed_on(part, hidden[i])
-                continue
-            self.tokens_out += sum(token is not None for _, token in tokens)
-            message = Sampled(part.batch, tokens)
-            if part.stage == 0:
-                commands += self._leader.sampled(message, self._tick())
-            else:
-                commands.append(Send(part.path.leader, message))
-        return commands
+    def join(self, model_id: ModelId, at: int, aboard: Iterable[Part]) -> tuple[Part, ...]:
+        """What may join a sweep, with these parts in it, that has come to block `at`."""
+        if not self._follower.queue:
+            return ()
+        room = self._step_tokens - sum(part.positions for part in aboard)
+        parts: list[Part] = []
+        for _, part in self._follower.queue:
+            if part.model_id == model_id and part.start >= at and part.positions <= room:
+                parts.append(part)
+                room -= part.positions
+        self._follower.take(parts)
+        return tuple(parts)
 
-    def failed(self, work: Work, why: Failure) -> list[Command]:
-        """None of the work's rows could be run."""
-        commands: list[Command] = []
-        for part in work.parts:
-            commands += self._fail(part, part.keys, why)
-        return commands
+    def ran(self, part: Part, sampled: Sequence[int | None], hidden: Hidden) -> list[Command]:
+        """The part's result: `sampled` a row; `hidden` where it did not end in the head."""
+        if part.stage + 1 < len(part.path.stages):
+            return self._passed_on(part, hidden)
+        self.tokens_out += sum(token is not None for token in sampled)
+        message = Sampled(part.batch, tuple(zip(part.keys, sampled, strict=True)))
+        if part.stage == 0:
+            return self._leader.sampled(message, self._tick())
+        return [Send(part.path.leader, message)]
 
-    def no_room(self, work: Work, why: Failure) -> tuple[Work, list[Command]]:
+    def failed(self, part: Part, why: Failure) -> list[Command]:
+        """None of the part's rows could be run."""
+        return self._fail(part, part.keys, why)
+
+    def no_room(self, part: Part, why: Failure) -> tuple[Part, list[Command]]:
         """The engine can't take all the new sequences: the last one ends, the rest may be run."""
-        fresh = [(part, row) for part in work.parts for row in part.rows if row.position == 0]
-        if not fresh:
-            return Work(work.blocks, ()), self.failed(work, why)
-        part, row = fresh[-1]
-        return work.without({row.sequence}), self._fail(part, [row.sequence], why)
+        fresh = [row.sequence for row in part.rows if row.position == 0]
+        gone = fresh[-1:] or part.keys
+        return part.without(gone), self._fail(part, gone, why)
 
     # --- state --------------------------------------------------------------
 
@@ -191,7 +185,3 @@ class Batcher:
         if part.stage == 0:
             return self._leader.failed(keys, why)
         return self._follower.failed(part.path, keys, why)
-
-
-def _blocks(source: Lane | Part) -> BlockRange:
-    return range_of(source.path, source.stage if isinstance(source, Part) else 0)

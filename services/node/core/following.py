@@ -74,6 +74,11 @@ class Follower:
         followed = self.sequences.get(key)
         return followed.path if followed else None
 
+    def take(self, parts: Collection[Part]) -> None:
+        """These are run: they leave the queue."""
+        taken = {id(part) for part in parts}
+        self.queue = [queued for queued in self.queue if id(queued[1]) not in taken]
+
     def free(self, message: Free) -> list[Command]:
         return self.end(message.sequences)
 

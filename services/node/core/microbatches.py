@@ -95,6 +95,18 @@ class Part:
         return cls(forward.path, forward.stage, forward.batch, forward.rows, hidden, offsets)
 
     @property
+    def model_id(self) -> ModelId:
+        return self.path.model_id
+
+    @property
+    def start(self) -> int:
+        return self.path.stages[self.stage].start
+
+    @property
+    def stop(self) -> int:
+        return self.path.stages[self.stage].stop
+
+    @property
     def positions(self) -> int:
         return sum(row.count for row in self.rows)
 
@@ -111,34 +123,6 @@ class Part:
             rows=tuple(self.rows[i] for i in kept),
             offsets=tuple(self.offsets[i] for i in kept) if self.offsets else (),
         )
-
-
-class BlockRange(msgspec.Struct, frozen=True):
-    """What is batched together: micro-batches for the same blocks, whichever path they are of."""
-
-    model_id: ModelId
-    start: int
-    stop: int
-
-
-def range_of(path: Path, stage: int) -> BlockRange:
-    return BlockRange(path.model_id, path.stages[stage].start, path.stages[stage].stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One run of the engine."""
-
-    blocks: BlockRange
-    parts: tuple[Part, ...]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return tuple(row for part in self.parts for row in part.rows)
-
-    def without(self, gone: Collection[SequenceKey]) -> "Work":
-        parts = tuple(part.without(gone) for part in self.parts)
-        return replace(self, parts=tuple(part for part in parts if part.rows))
 
 
 class Failure(msgspec.Struct, frozen=True):

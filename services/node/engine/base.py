@@ -9,14 +9,13 @@ from services.node.core.rows import Draw, Row, SequenceKey
 from shared.ids import ModelId
 from shared.layout import Manifest
 
-__all__ = ["Draw", "Engine", "Row", "SequenceKey", "StageBatch", "StageResult"]
+__all__ = ["Draw", "Engine", "PartResult", "Row", "SequenceKey", "StagePart", "Sweep"]
 
 
 @dataclass(frozen=True, slots=True)
-class StageBatch:
+class StagePart:
     """Work for blocks start <= block < stop, all rows packed one after the other."""
 
-    model_id: ModelId
     start: int
     stop: int
     rows: tuple[Row, ...]
@@ -25,11 +24,36 @@ class StageBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StageResult:
+class PartResult:
+    rows: tuple[Row, ...]
+    """The part's, in order, less those whose sequences were freed on the way."""
     hidden: torch.Tensor | None
-    """[sum(count), hidden_size]; None where the batch ended with the head."""
+    """[sum(count), hidden_size] of these rows; None where the part ended with the head."""
     sampled: tuple[int | None, ...]
     """One a row; None for rows without a draw, or where the head was not run."""
+
+
+class Sweep(Protocol):
+    """One pass over a model's blocks, from the lowest start of its parts to the highest stop.
+
+    Parts get on where they start and off where they stop. Each block is run at most once, over the
+    rows of all parts that need it: a decode step is bound by reading the weights, and reads them
+    once for all. Blocks that no part needs are skipped. Between two blocks parts may join, and any
+    other call to the engine is allowed: rows of sequences that were freed leave the sweep.
+    """
+
+    @property
+    def at(self) -> int:
+        """The blocks before this one are behind: parts that start here or later may join."""
+
+    def join(self, part: StagePart) -> int:
+        """The part's number in this sweep. NotFound if a block is not held or a sequence not known;
+        CapacityExceeded if the KV budget can't take a new sequence; BadInput or Conflict if rows or
+        hidden states do not fit. An error changes nothing, for this part or others."""
+
+    def advance(self) -> dict[int, PartResult]:
+        """Runs the next block that is needed; the parts that got off after it, by number. After an
+        error the sweep is over, and sequences with rows in it can only be freed."""
 
 
 class Engine(Protocol):
@@ -47,9 +71,8 @@ class Engine(Protocol):
     def close_model(self, model_id: ModelId) -> None:
         """Drops the model's tensors and its sequences' KV; the buffers may be reused after."""
 
-    def run(self, batch: StageBatch) -> StageResult:
-        """NotFound if a block is not held or a sequence not known; CapacityExceeded if the KV
-        budget can't take a new sequence (no row has then been run)."""
+    def begin(self, model_id: ModelId) -> Sweep:
+        """A sweep without parts. One that is given up is just dropped."""
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         """Forgets sequences and their KV; unknown ones are ignored."""

@@ -41,6 +41,8 @@ class Sequence:
     """First slot."""
     length: int = 0
     """Positions in the cache."""
+    live: bool = True
+    """False once it was freed."""
 
     @property
     def slots(self) -> int:
@@ -62,6 +64,8 @@ class KvCache:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.used = 0
+        self.changes = 0
+        """Grows when sequences end or are moved: what was planned over their slots is outdated."""
         self._device = device
         self._n_slots = round_up(capacity) + ROUNDING_SLOTS
         self._tensors: dict[ModelId, torch.Tensor] = {}
@@ -136,6 +140,8 @@ class KvCache:
         for key in keys:
             sequence = self._sequences.pop(key, None)
             if sequence is not None:
+                sequence.live = False
+                self.changes += 1
                 self.used -= sequence.cost
                 if sequence.slots:
                     self._by_slot.remove(sequence)
@@ -167,6 +173,7 @@ class KvCache:
 
     def _compact(self) -> int:
         """Moves all sequences to the front, in order; the first free slot after them."""
+        self.changes += 1
         end = 0
         for sequence in self._by_slot:
             if sequence.first != end:

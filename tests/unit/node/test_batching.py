@@ -10,15 +10,16 @@ from services.node.core.microbatches import (
     Failure,
     Forward,
     Free,
+    Part,
     Path,
     Release,
     Sampled,
     Send,
-    Work,
 )
 from services.node.core.rows import Row
 from services.node.core.sequences import sequence_key
 from shared.errors import CapacityExceeded, ProtocolViolation
+from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Submit
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
@@ -39,19 +40,25 @@ def queue(core: Batcher, *messages: Submit) -> None:
         core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
 
 
+Work = tuple[Part, ...]
+
+
 def take(core: Batcher) -> Work:
     work = core.take()
-    assert work is not None
+    assert work
     return work
 
 
 def run(core: Batcher, work: Work, token: int = 1) -> list[Command]:
-    sampled = [token if row.draw else None for row in work.rows]
-    return core.ran(work, sampled, [f"hidden {i}" for i in range(len(work.parts))])
+    commands: list[Command] = []
+    for part in work:
+        sampled = [token if row.draw else None for row in part.rows]
+        commands += core.ran(part, sampled, f"hidden {part.batch}")
+    return commands
 
 
 def rows(work: Work) -> list[tuple[str, int, int]]:
-    return [(row.sequence, row.position, row.count) for row in work.rows]
+    return [(row.sequence, row.position, row.count) for part in work for row in part.rows]
 
 
 def one(name: str, path: tuple[Stage, ...], size: int = 1) -> Submit:
@@ -86,23 +93,28 @@ def test_a_long_prompt_is_run_in_chunks_beside_decodes() -> None:
 def test_a_prompt_that_waits_for_another_holds_up_no_other_path() -> None:
     core = batcher(step_tokens=4)
     queue(core, one("decode", TWO), one("long", WHOLE, 40), one("next", WHOLE, 40))
-    order = []
-    for _ in range(8):
+    steps = []
+    for _ in range(4):
         work = take(core)
-        order.append(rows(work)[0][0])
+        steps.append(rows(work))
         for command in run(core, work):
             if isinstance(command, Send) and isinstance(command.message, Forward):
                 core.received(Sampled(command.message.batch, (("decode#1", 1),)))
-    assert order == ["decode#1", "long#1"] * 4
+    assert steps == [
+        [("decode#1", 0, 1), ("long#1", 0, 3)],
+        [("long#1", 3, 4), ("decode#1", 1, 1)],
+        [("long#1", 7, 4), ("decode#1", 2, 1)],
+        [("long#1", 11, 4), ("decode#1", 3, 1)],
+    ]
 
 
 def test_only_the_row_that_completes_the_known_tokens_draws() -> None:
     core = batcher(step_tokens=4)
     queue(core, submit("r", WHOLE, prompt=(5, 6, 7), so_far=(8, 9)))
-    first = take(core)
+    (first,) = take(core)
     assert [(row.tokens, row.draw) for row in first.rows] == [((5, 6, 7, 8), None)]
-    run(core, first)
-    (second,) = take(core).rows
+    run(core, (first,))
+    (second,) = take(core)[0].rows
     assert second.tokens == (9,)
     assert second.draw is not None
     assert second.draw.index == 2
@@ -111,14 +123,13 @@ def test_only_the_row_that_completes_the_known_tokens_draws() -> None:
 def test_a_path_of_two_stages_has_two_even_micro_batches_in_flight() -> None:
     core = batcher(step_tokens=100)
     queue(core, *(one(f"r{i}", TWO) for i in range(5)))
-    first, second = take(core), take(core)
+    (first,), (second,) = take(core), take(core)
     assert [len(first.rows), len(second.rows)] == [3, 2]
-    run(core, first)
-    run(core, second)
-    assert core.take() is None
-    core.received(Sampled(first.parts[0].batch, tuple((k, 1) for k in first.parts[0].keys)))
-    assert {row.sequence for row in take(core).rows} == set(first.parts[0].keys)
-    assert core.take() is None
+    run(core, (first, second))
+    assert not core.take()
+    core.received(Sampled(first.batch, tuple((k, 1) for k in first.keys)))
+    assert {row[0] for row in rows(take(core))} == set(first.keys)
+    assert not core.take()
 
 
 def test_a_sequence_that_joins_fills_a_micro_batch_that_is_free_but_no_further_one() -> None:
@@ -127,7 +138,7 @@ def test_a_sequence_that_joins_fills_a_micro_batch_that_is_free_but_no_further_o
         queue(core, one(name, TWO))
         assert rows(take(core)) == [(f"{name}#1", 0, 1)]
     queue(core, one("z", TWO))
-    assert core.take() is None
+    assert not core.take()
 
 
 def test_an_answer_to_another_micro_batch_is_ignored() -> None:
@@ -135,7 +146,7 @@ def test_an_answer_to_another_micro_batch_is_ignored() -> None:
     queue(core, one("r", TWO))
     work = take(core)
     run(core, work)
-    batch = work.parts[0].batch
+    batch = work[0].batch
     assert core.received(Sampled(batch + 1, (("r#1", 5),))) == []
     (out,) = core.received(Sampled(batch, (("r#1", 5),)))
     assert isinstance(out, Emit)
@@ -147,7 +158,7 @@ def test_a_missing_token_fails_the_attempt() -> None:
     queue(core, one("r", TWO))
     work = take(core)
     run(core, work)
-    commands = core.received(Sampled(work.parts[0].batch, (("r#1", None),)))
+    commands = core.received(Sampled(work[0].batch, (("r#1", None),)))
     assert [
         c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
     ] == ["protocol"]
@@ -196,13 +207,45 @@ def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None
     core.received(forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), "from c")
     core.received(forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), "from d")
     work = take(core)
-    assert [part.hidden for part in work.parts] == ["from c", "from d"]
-    assert core.take() is None
-    assert core.ran(work, [5, None], []) == [
-        Send("mem://c", Sampled(4, (("x#1", 5),))),
-        Send("mem://d", Sampled(7, (("y#1", None),))),
-    ]
+    assert [part.hidden for part in work] == ["from c", "from d"]
+    assert not core.take()
+    assert core.ran(work[0], [5], None) == [Send("mem://c", Sampled(4, (("x#1", 5),)))]
+    assert core.ran(work[1], [None], None) == [Send("mem://d", Sampled(7, (("y#1", None),)))]
     assert core.tokens_out == 1
+
+
+def test_one_sweep_takes_every_range_of_the_model() -> None:
+    core = batcher("b", step_tokens=8)
+    queue(
+        core, one("led", stages(("b", 0, BLOCKS))), one("leads", stages(("b", 0, 1), ("c", 1, 6)))
+    )
+    core.received(forward(Path(MODEL, TWO), Row("x#1", 0, 2, 9)))
+    core.received(forward(Path(MODEL, THREE), Row("y#1", 0, 2, 9)))
+    assert [(part.start, part.stop) for part in take(core)] == [(2, 6), (1, 4), (0, 6), (0, 1)]
+
+
+def test_a_sweep_is_of_one_model() -> None:
+    core = batcher()
+    other = Path(ModelId("other"), FROM_C.stages)
+    for path, name in ((FROM_C, "x"), (other, "y"), (FROM_D, "z"), (other, "w")):
+        core.received(forward(path, Row(f"{name}#1", 0, 1, 9)))
+    assert [row[0] for row in rows(take(core))] == ["x#1", "z#1"]
+    core.received(forward(FROM_D, Row("v#1", 0, 1, 9)))
+    assert [part.keys for part in core.join(MODEL, 2, ())] == [("v#1",)]
+    assert [row[0] for row in rows(take(core))] == ["y#1", "w#1"]
+
+
+def test_what_comes_during_a_sweep_joins_it_ahead_and_while_there_is_room() -> None:
+    core = batcher("b", step_tokens=8)
+    core.received(forward(Path(MODEL, TWO), Row("aboard#1", 0, 3, 9)))
+    aboard = take(core)
+    late = Path(MODEL, stages(("d", 0, 3), ("b", 3, 6)))
+    core.received(forward(Path(MODEL, TWO), Row("behind#1", 0, 1, 9)))
+    core.received(forward(late, Row("large#1", 0, 6, 9), batch=1))
+    core.received(forward(late, Row("fits#1", 0, 5, 9), batch=2))
+    core.received(forward(late, Row("more#1", 0, 1, 9), batch=3))
+    assert [part.keys for part in core.join(MODEL, 3, aboard)] == [("fits#1",)]
+    assert [row[0] for row in rows(take(core))] == ["behind#1", "large#1", "more#1"]
 
 
 def test_a_merged_run_stays_within_a_step() -> None:
@@ -220,8 +263,8 @@ def test_the_oldest_runs_first_be_it_led_or_followed() -> None:
     core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
     run(core, first)
     core.received(forward(FROM_D, Row("y#1", 0, 4, 9)))
-    order = [rows(take(core))[0][0] for _ in range(3)]
-    assert order == ["x#1", "led#1", "y#1"]
+    order = [[row[0] for row in rows(take(core))] for _ in range(2)]
+    assert order == [["x#1", "led#1"], ["y#1"]]
 
 
 def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
@@ -229,7 +272,7 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
     path = Path(MODEL, THREE)
     row = Row("x#1", 0, 2, 9)
     core.received(forward(path, row, batch=3), "in")
-    assert core.ran(take(core), [None], ["out"]) == [
+    assert core.ran(take(core)[0], [None], "out") == [
         Send("mem://c", Forward(path, 2, 3, (row,)), "out")
     ]
 
@@ -241,7 +284,7 @@ def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
     assert isinstance(told, Send)
     assert isinstance(told.message, Failed)
     assert told.address == "mem://c"
-    assert core.take() is None
+    assert not core.take()
     assert core.kv_reserved == 0
 
 
@@ -249,7 +292,7 @@ def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_stat
     core = batcher(step_tokens=9)
     core.received(forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), "hidden")
     assert core.received(Free(("x#1",))) == [Release(("x#1",))]
-    (part,) = take(core).parts
+    (part,) = take(core)
     assert (part.keys, part.offsets, part.hidden) == (("y#1",), (3,), "hidden")
 
 
@@ -286,16 +329,17 @@ def test_without_room_the_newest_sequences_end_and_the_rest_runs() -> None:
     run(core, take(core))
     core.received(forward(FROM_C, Row("x#1", 1, 1, 9), Row("y#1", 0, 1, 9), batch=2))
     core.received(forward(FROM_D, Row("z#1", 0, 1, 9)))
-    work, commands = core.no_room(take(core), Failure("capacity", "full"))
-    assert rows(work) == [("x#1", 1, 1), ("y#1", 0, 1)]
+    older, newest = take(core)
+    left, commands = core.no_room(newest, Failure("capacity", "full"))
+    assert not left.rows
     assert commands == [
         Release(("z#1",)),
         Send("mem://d", Failed(("z#1",), "capacity", "full")),
     ]
-    work, _ = core.no_room(work, Failure("capacity", "full"))
-    assert rows(work) == [("x#1", 1, 1)]
-    work, commands = core.no_room(work, Failure("capacity", "full"))
-    assert not work.parts
+    left, _ = core.no_room(older, Failure("capacity", "full"))
+    assert left.keys == ("x#1",)
+    left, commands = core.no_room(left, Failure("capacity", "full"))
+    assert not left.rows
     assert commands[0] == Release(("x#1",))
 
 
@@ -313,7 +357,7 @@ def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     core.received(forward(path, Row("x#1", 0, 2, 9)))
     work = take(core)
     core.received(Free(("x#1",)))
-    assert core.ran(work, [None], ["out"]) == []
+    assert core.ran(work[0], [None], "out") == []
 
 
 def test_keys_name_an_attempt() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.node import activations
-from services.node.core.microbatches import Failed, Forward, Free, Path
+from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled
 from services.node.core.rows import Row
 from services.node.steps import Steps
 from services.node.transport.base import Buffer
@@ -16,6 +16,9 @@ from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stage
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 FROM_D = Path(MODEL, stages(("d", 0, 2), ("a", 2, BLOCKS)))
+FROM_E = Path(MODEL, stages(("e", 0, 3), ("a", 3, BLOCKS)))
+EARLY = Path(MODEL, stages(("d", 0, 2), ("a", 2, 4), ("f", 4, BLOCKS)))
+LATE = Path(MODEL, stages(("g", 0, 5), ("a", 5, BLOCKS)))
 
 
 class Rig:
@@ -42,7 +45,13 @@ class Rig:
             self.steps.attach(MODEL, block, memoryview(b""))
 
     def step(self) -> bool:
+        """One block."""
         return self.steps.step(self.held_until.append)
+
+    def run(self) -> None:
+        """Until there is nothing to do."""
+        while self.step():
+            pass
 
     def receive(self, path: Path, rows: tuple[Row, ...], hidden: torch.Tensor) -> None:
         header, payload = activations.encode(Forward(path, 1, 1, rows), hidden)
@@ -54,22 +63,33 @@ def hidden_states(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).unsqueeze(1).repeat(1, HIDDEN)
 
 
-@pytest.mark.parametrize(("path", "share"), [(WHOLE, 60.0), (TWO, 20.0), (THREE, 10.0)])
+@pytest.mark.parametrize(("path", "n_blocks"), [(WHOLE, BLOCKS), (TWO, 2), (THREE, 1)])
 def test_a_step_takes_its_share_of_the_floor(
-    path: tuple[Stage, ...], share: float, monkeypatch: pytest.MonkeyPatch
+    path: tuple[Stage, ...], n_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(step_floor_s=60.0)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    rig.steps.submit(submit("r", path))
-    assert rig.step()
-    assert rig.held_until == [1000.0 + share]
+    rig.steps.submit(submit("r", path, max_tokens=1))
+    rig.run()
+    assert rig.held_until == pytest.approx([1000.0 + 10.0 * i for i in range(1, n_blocks + 1)])
+
+
+def test_a_sweep_takes_the_share_of_all_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(step_floor_s=60.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    rig.receive(EARLY, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(FROM_E, (Row("y#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(LATE, (Row("z#1", 0, 1, 9),), hidden_states(1))
+    rig.run()
+    assert rig.held_until == pytest.approx([1010.0, 1020.0, 1030.0, 1040.0])
 
 
 def test_nothing_to_run_is_no_step() -> None:
     rig = Rig()
     assert not rig.step()
     rig.steps.submit(submit("r", TWO))
-    assert rig.step()
+    rig.run()
+    assert [sweep.ran for sweep in rig.engine.sweeps] == [[0, 1]]
     assert not rig.step()
 
 
@@ -77,11 +97,113 @@ def test_merged_micro_batches_reach_the_engine_as_one_and_leave_as_two() -> None
     rig = Rig()
     rig.receive(FROM_C, (Row("x#1", 0, 2, 9),), hidden_states(1, 2))
     rig.receive(FROM_D, (Row("y#1", 0, 1, 9),), hidden_states(3))
-    assert rig.step()
-    (batch,) = rig.engine.batches
-    assert batch.hidden is not None
-    assert batch.hidden[:, 0].tolist() == [1, 2, 3]
+    rig.run()
+    (sweep,) = rig.engine.sweeps
+    assert [part.hidden[:, 0].tolist() for part in sweep.parts if part.hidden is not None] == [
+        [1, 2],
+        [3],
+    ]
+    assert sweep.ran == [2, 3, 4, 5]
     assert [address for address, _, _ in rig.sent] == ["mem://c", "mem://d"]
+
+
+def test_a_sweep_runs_each_block_once_and_skips_those_that_none_needs() -> None:
+    rig = Rig()
+    rig.steps.submit(submit("led", stages(("a", 0, 1), ("b", 1, BLOCKS)), max_tokens=1))
+    rig.receive(FROM_E, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(LATE, (Row("y#1", 0, 1, 9),), hidden_states(2))
+    rig.run()
+    assert [sweep.ran for sweep in rig.engine.sweeps] == [[0, 3, 4, 5]]
+
+
+def test_a_part_is_passed_on_as_soon_as_it_leaves() -> None:
+    rig = Rig()
+    rig.receive(EARLY, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(FROM_C, (Row("y#1", 0, 1, 9),), hidden_states(2))
+    sent = []
+    while rig.step():
+        sent.append([address for address, _, _ in rig.sent])
+    assert sent == [[], ["mem://f"], ["mem://f"], ["mem://f", "mem://c"]]
+
+
+def test_what_comes_during_a_sweep_joins_at_a_block_ahead() -> None:
+    rig = Rig()
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.step()
+    rig.receive(FROM_E, (Row("y#1", 0, 1, 9),), hidden_states(2))
+    rig.receive(FROM_D, (Row("late#1", 0, 1, 9),), hidden_states(3))
+    rig.run()
+    assert [sweep.ran for sweep in rig.engine.sweeps] == [[2, 3, 4, 5]] * 2
+    assert [[part.rows[0].sequence for part in sweep.parts] for sweep in rig.engine.sweeps] == [
+        ["x#1", "y#1"],
+        ["late#1"],
+    ]
+
+
+def test_no_room_for_a_part_that_would_join() -> None:
+    rig = Rig()
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 60),), hidden_states(1))
+    rig.step()
+    rig.receive(FROM_E, (Row("fits#1", 0, 1, 40), Row("big#1", 0, 1, 9)), hidden_states(2, 3))
+    rig.run()
+    told = {
+        address: [
+            activations.decode(memoryview(h), memoryview(b""))[0]
+            for a, h, _ in rig.sent
+            if a == address
+        ]
+        for address in ("mem://c", "mem://e")
+    }
+    failed, sampled = told["mem://e"]
+    assert isinstance(failed, Failed)
+    assert (failed.sequences, failed.code) == (("big#1",), "capacity")
+    assert isinstance(sampled, Sampled)
+    assert [key for key, _ in sampled.tokens] == ["fits#1"]
+    assert len(told["mem://c"]) == 1
+    assert len(rig.engine.sweeps) == 1
+
+
+def test_a_part_that_cannot_be_run_fails_alone() -> None:
+    rig = Rig()
+    rig.engine.attached[MODEL] = {2, 3, 4, 5}
+    bad = Path(MODEL, stages(("c", 0, 1), ("a", 1, BLOCKS)))
+    rig.receive(bad, (Row("bad#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(FROM_D, (Row("x#1", 0, 1, 9),), hidden_states(2))
+    rig.run()
+    messages = [activations.decode(memoryview(h), memoryview(b""))[0] for _, h, _ in rig.sent]
+    assert [type(message) for message in messages] == [Failed, Sampled]
+
+
+def test_rows_freed_during_a_sweep_leave_it() -> None:
+    rig = Rig()
+    rig.receive(EARLY, (Row("x#1", 0, 2, 9), Row("y#1", 0, 1, 9)), hidden_states(1, 2, 3))
+    rig.receive(FROM_C, (Row("z#1", 0, 1, 9),), hidden_states(4))
+    rig.step()
+    for key in ("x#1", "z#1"):
+        header, _ = activations.encode(Free((key,)), None)
+        rig.steps.received("mem://c", memoryview(header), memoryview(b""))
+    rig.run()
+    ((address, sent, payload),) = rig.sent
+    forward, hidden = activations.decode(memoryview(sent), memoryview(bytearray(payload[0])))
+    assert address == "mem://f"
+    assert isinstance(forward, Forward)
+    assert [row.sequence for row in forward.rows] == ["y#1"]
+    assert hidden is not None
+    alone = Rig()
+    alone.receive(EARLY, (Row("y#1", 0, 1, 9),), hidden_states(3))
+    alone.run()
+    assert bytes(payload[0]) == bytes(alone.sent[0][2][0])
+    assert [sweep.ran for sweep in rig.engine.sweeps] == [[2, 3]]
+
+
+def test_a_model_closed_during_a_sweep_ends_it() -> None:
+    rig = Rig()
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.step()
+    rig.steps.close_model(MODEL)
+    rig.run()
+    assert [sweep.ran for sweep in rig.engine.sweeps] == [[2]]
+    assert rig.steps.load.running == 0
 
 
 def test_hidden_states_follow_their_rows_when_others_go() -> None:
@@ -91,10 +213,10 @@ def test_hidden_states_follow_their_rows_when_others_go() -> None:
     header, _ = activations.encode(Free(("big#1",)), None)
     rig.steps.received("mem://c", memoryview(header), memoryview(b""))
     assert rig.step()
-    (batch,) = rig.engine.batches
-    assert [row.sequence for row in batch.rows] == ["x#1"]
-    assert batch.hidden is not None
-    assert batch.hidden[:, 0].tolist() == [2, 3]
+    (part,) = rig.engine.sweeps[0].parts
+    assert [row.sequence for row in part.rows] == ["x#1"]
+    assert part.hidden is not None
+    assert part.hidden[:, 0].tolist() == [2, 3]
 
 
 def test_hidden_states_of_another_width_are_a_violation() -> None:
@@ -114,8 +236,8 @@ def test_a_micro_batch_for_another_node_is_a_violation() -> None:
 def test_tokens_of_a_step_go_out_together() -> None:
     rig = Rig()
     for name, gateway in (("x", "g"), ("y", "h"), ("z", "g")):
-        rig.steps.submit(submit(name, WHOLE, gateway=GatewayId(gateway)))
-    assert rig.step()
+        rig.steps.submit(submit(name, WHOLE, gateway=GatewayId(gateway), max_tokens=1))
+    rig.run()
     assert rig.emitted == []
     rig.steps.flush()
     rig.steps.flush()

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from services.node.engine.base import Engine, StageBatch
+from services.node.engine.base import Engine, StagePart
 from services.node.worker import Worker
 from shared.errors import (
     BadInput,
@@ -105,8 +105,7 @@ async def test_a_cancelled_request_is_freed_everywhere(path: tuple[Stage, ...]) 
         await nodes.all_free()
         other = await nodes.submit(submit("other", path))
         assert (await other.end()).ids == continuation(PROMPT, 8, BLOCKS)
-        # On a path of one stage the step that was running still counts.
-        assert len(long.ids) == (4 if path == WHOLE else 3)
+        assert len(long.ids) == 3
         assert long.failed is None
 
 
@@ -179,7 +178,7 @@ async def test_a_stage_without_the_model_fails_attempts() -> None:
 
 @pytest.mark.parametrize("broken", ["a", "b"])
 async def test_an_engine_that_breaks_fails_the_batch_and_goes_on(broken: str) -> None:
-    def explode(batch: StageBatch) -> None:
+    def explode(block: int, part: StagePart) -> None:
         raise RuntimeError("device side assert")
 
     async with cluster("a", "b") as nodes:
@@ -188,7 +187,7 @@ async def test_an_engine_that_breaks_fails_the_batch_and_goes_on(broken: str) ->
         assert (await attempt.end()).code == "error"
         assert attempt.failed is not None
         assert "device side assert" in attempt.failed.message
-        nodes.engines[broken].before_run = lambda batch: None
+        nodes.engines[broken].before_run = lambda block, part: None
         again = await nodes.submit(submit("r", TWO, attempt=2))
         assert (await again.end()).ids == continuation(PROMPT, 8, BLOCKS)
         await nodes.all_free()
@@ -294,7 +293,7 @@ async def test_a_step_is_one_message_a_gateway() -> None:
 async def test_a_step_floor_takes_calls_in_and_does_not_delay_the_stop() -> None:
     ran = threading.Event()
     async with cluster("a", step_floor_s=3600) as nodes:
-        nodes.engines["a"].before_run = lambda batch: ran.set()
+        nodes.engines["a"].before_run = lambda block, part: ran.set()
         held = await nodes.submit(submit("held", WHOLE))
         assert await asyncio.to_thread(ran.wait, 10)
         late = await asyncio.wait_for(nodes.submit(submit("late", WHOLE)), 10)

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.node.engine import engine
+from services.node.engine import sweep
 from services.node.engine.base import Draw
 from services.node.engine.sampling import sample
 from tests.unit.node.engine.models import Model, make_model
@@ -33,5 +33,5 @@ class Logits:
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     seen = Logits()
-    monkeypatch.setattr(engine, "sample", seen.watch)
+    monkeypatch.setattr(sweep, "sample", seen.watch)
     return seen

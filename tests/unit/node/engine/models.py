@@ -1,5 +1,6 @@
 """Random models of any Llama config: in memory as blocks, and as transformers runs them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.node.engine.base import Draw, Row, StageBatch
+from services.node.engine.base import Draw, PartResult, Row, StagePart
 from services.node.engine.engine import TorchEngine
 from services.node.model.config import ModelConfig
 from services.node.model.packing import UnitTensor, lay_out
@@ -111,8 +112,26 @@ def row(
     return Row(key, position, len(tokens), limit, tuple(tokens), what)
 
 
-def batch(rows: list[Row], start: int, stop: int, hidden: torch.Tensor | None = None) -> StageBatch:
-    return StageBatch(MODEL, start, stop, tuple(rows), hidden)
+def part(rows: list[Row], start: int, stop: int, hidden: torch.Tensor | None = None) -> StagePart:
+    return StagePart(start, stop, tuple(rows), hidden)
+
+
+def run(engine: TorchEngine, given: StagePart, model_id: ModelId = MODEL) -> PartResult:
+    """In a sweep of its own."""
+    (result,) = run_all(engine, [given], model_id)
+    return result
+
+
+def run_all(
+    engine: TorchEngine, parts: Sequence[StagePart], model_id: ModelId = MODEL
+) -> list[PartResult]:
+    """In one sweep."""
+    sweep = engine.begin(model_id)
+    numbers = [sweep.join(one) for one in parts]
+    left: dict[int, PartResult] = {}
+    while len(left) < len(parts):
+        left |= sweep.advance()
+    return [left[number] for number in numbers]
 
 
 class Path:
@@ -128,7 +147,7 @@ class Path:
         hidden: torch.Tensor | None = None
         for engine, start, stop in self.stages:
             stage_rows = rows if start == 0 else [replace(row, tokens=()) for row in rows]
-            result = engine.run(batch(stage_rows, start, stop, hidden))
+            result = run(engine, part(stage_rows, start, stop, hidden))
             hidden = result.hidden
         return result.sampled
 

@@ -27,7 +27,7 @@ from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 from shared.messages.serving import Sampling
 from tests.support.models import TINY
-from tests.unit.node.engine.models import MODEL, Model, Path, batch, make_model, row
+from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
 
 LAST = 6
 
@@ -37,7 +37,7 @@ def test_blocks_are_held_once_attached(model: Model) -> None:
     assert engine.held(MODEL) == {2, 3}
     assert engine.held(ModelId("other")) == frozenset()
     with pytest.raises(NotFound, match=r"\[0, 1, 4, 5\]"):
-        engine.run(batch([row("s", 0, [1])], 0, LAST))
+        run(engine, part([row("s", 0, [1])], 0, LAST))
     engine.attach(MODEL, 4, memoryview(model.buffers[4]))
     assert engine.held(MODEL) == {2, 3, 4}
 
@@ -54,20 +54,20 @@ def test_weights_are_views_of_the_buffer(model: Model) -> None:
                 buffer[tensor.offset : tensor.offset + tensor.nbytes] = bytes(tensor.nbytes)
     decoder = model.oracle.model
     logits = model.oracle.lm_head(decoder.norm(decoder.embed_tokens.weight[7]))
-    sampled = engine.run(batch([row("s", 0, [5, 6, 7], draw=0)], 0, LAST)).sampled
+    sampled = run(engine, part([row("s", 0, [5, 6, 7], draw=0)], 0, LAST)).sampled
     assert sampled == (int(logits.argmax()),)
     assert list(sampled) != model.expected_tokens([5, 6, 7], 1)
 
 
 def test_hidden_states_come_out_unless_the_head_ran(model: Model) -> None:
     rows = [row("a", 0, [1, 2, 3], draw=0), row("b", 0, [4])]
-    first = model.engine(0, 1).run(batch(rows, 0, 1))
+    first = run(model.engine(0, 1), part(rows, 0, 1))
     assert first.hidden is not None
     embedded = model.oracle.model.embed_tokens.weight[torch.tensor([1, 2, 3, 4])]
     assert torch.equal(first.hidden, embedded)
     assert first.sampled == (None, None)
     untokened = [replace(one, tokens=()) for one in rows]
-    last = model.engine(1).run(batch(untokened, 1, LAST, first.hidden))
+    last = run(model.engine(1), part(untokened, 1, LAST, first.hidden))
     assert last.hidden is None
     assert last.sampled == (model.expected_tokens([1, 2, 3], 1)[0], None)
 
@@ -80,12 +80,12 @@ def test_only_stages_with_layers_use_kv(model: Model) -> None:
 
 def test_no_room_runs_nothing(model: Model) -> None:
     engine = model.engine(kv_tokens=100)
-    engine.run(batch([row("a", 0, [1, 2], limit=40)], 0, LAST))
+    run(engine, part([row("a", 0, [1, 2], limit=40)], 0, LAST))
     rows = [row("a", 2, [3], limit=40), row("b", 0, [1], 30), row("c", 0, [1], 31)]
     with pytest.raises(CapacityExceeded):
-        engine.run(batch(rows, 0, LAST))
+        run(engine, part(rows, 0, LAST))
     assert (engine.kv_used, engine.kv_capacity) == (40, 100)
-    tokens = engine.run(batch([row("a", 2, [3], limit=40, draw=0), rows[1]], 0, LAST)).sampled
+    tokens = run(engine, part([row("a", 2, [3], limit=40, draw=0), rows[1]], 0, LAST)).sampled
     assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
     engine.free(("a", "b", "nobody"))
     assert engine.kv_used == 0
@@ -107,42 +107,42 @@ BAD_ROWS: list[tuple[Row, type[Exception]]] = [
 @pytest.mark.parametrize(("bad", "error"), BAD_ROWS)
 def test_rows_that_do_not_fit(model: Model, bad: Row, error: type[Exception]) -> None:
     engine = model.engine()
-    engine.run(batch([row("s", 0, [1, 2])], 0, LAST))
+    run(engine, part([row("s", 0, [1, 2])], 0, LAST))
     used = engine.kv_used
     with pytest.raises(error):
-        engine.run(batch([row("other", 0, [1]), bad], 0, LAST))
+        run(engine, part([row("other", 0, [1]), bad], 0, LAST))
     assert engine.kv_used == used
-    tokens = engine.run(batch([row("s", 2, [3], draw=0)], 0, LAST)).sampled
+    tokens = run(engine, part([row("s", 2, [3], draw=0)], 0, LAST)).sampled
     assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
 
 
 @pytest.mark.parametrize("hidden", [None, torch.zeros(2, 32), torch.zeros(1, 31)])
 def test_hidden_states_that_do_not_fit(model: Model, hidden: torch.Tensor | None) -> None:
     with pytest.raises(BadInput, match="hidden"):
-        model.engine(1).run(batch([Row("s", 0, 1, 8)], 1, LAST, hidden))
+        run(model.engine(1), part([Row("s", 0, 1, 8)], 1, LAST, hidden))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 3), (4, 7)])
 def test_blocks_that_do_not_exist(model: Model, start: int, stop: int) -> None:
     with pytest.raises(BadInput):
-        model.engine().run(batch([row("s", 0, [1])], start, stop))
+        run(model.engine(), part([row("s", 0, [1])], start, stop))
 
 
 def test_a_sequence_stays_at_its_stage(model: Model) -> None:
     engine = model.engine()
-    engine.run(batch([row("s", 0, [1])], 0, 3))
+    run(engine, part([row("s", 0, [1])], 0, 3))
     with pytest.raises(Conflict, match="another stage"):
-        engine.run(batch([row("s", 1, [1])], 0, 4))
+        run(engine, part([row("s", 1, [1])], 0, 4))
 
 
 def test_a_closed_model_is_gone(model: Model) -> None:
     engine = model.engine()
-    engine.run(batch([row("s", 0, [1])], 0, LAST))
+    run(engine, part([row("s", 0, [1])], 0, LAST))
     engine.close_model(MODEL)
     engine.close_model(MODEL)
     assert engine.kv_used == 0
     with pytest.raises(NotFound):
-        engine.run(batch([row("s", 1, [1])], 0, LAST))
+        run(engine, part([row("s", 1, [1])], 0, LAST))
     with pytest.raises(NotFound):
         engine.attach(MODEL, 0, memoryview(model.buffers[0]))
     engine.open_model(MODEL, model.manifest)
@@ -157,9 +157,9 @@ def test_two_models_share_the_budget(model: Model) -> None:
     for block, buffer in enumerate(other.buffers):
         engine.attach(second, block, memoryview(buffer))
     prompt = [row("s", 0, [1, 2, 3], limit=60, draw=0)]
-    engine.run(batch(prompt, 0, LAST))
+    run(engine, part(prompt, 0, LAST))
     mine = [replace(prompt[0], sequence="t", limit=40)]
-    sampled = engine.run(replace(batch(mine, 0, 4), model_id=second)).sampled
+    sampled = run(engine, part(mine, 0, 4), second).sampled
     assert sampled[0] == other.expected_tokens([1, 2, 3], 1)[0]
     assert engine.kv_used == 100
 
@@ -169,8 +169,8 @@ def test_draws_are_the_same_alone_and_in_a_batch(model: Model) -> None:
         sampling = Sampling(temperature=1.0, seed=seed, top_p=0.95)
         return replace(row(key, 0, [3, 1, 4], 64), draw=Draw(5, sampling))
 
-    together = model.engine().run(batch([drawing(f"s{i}", i) for i in range(9)], 0, LAST)).sampled
-    alone = [model.engine().run(batch([drawing("s", i)], 0, LAST)).sampled[0] for i in range(9)]
+    together = run(model.engine(), part([drawing(f"s{i}", i) for i in range(9)], 0, LAST)).sampled
+    alone = [run(model.engine(), part([drawing("s", i)], 0, LAST)).sampled[0] for i in range(9)]
     assert list(together) == alone
     assert len(set(alone)) > 1
 

@@ -1,0 +1,261 @@
+"""The torch engine's sweep: rows get on and off between blocks, and are packed anew when they do.
+
+A row's result depends neither on its place nor on the other rows (attention.py says how), so it
+does not matter who else rides.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from services.node.engine.attention import Span, pad_rows
+from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.kv import KvCache, Reservation, Sequence
+from services.node.engine.llama import LayerStep, Llama
+from services.node.engine.sampling import sample
+from services.node.engine.weights import EmbeddingUnit, HeadUnit, LayerUnit, Unit
+from shared.errors import BadInput, Conflict, NotFound
+from shared.ids import ModelId
+from shared.layout import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    manifest: Manifest
+    llama: Llama
+    blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
+
+    def layers(self, start: int, stop: int) -> range:
+        """Decoder layers of blocks start <= block < stop, from 0."""
+        blocks, n_layers = self.manifest.blocks, self.llama.config.n_layers
+        return range(
+            max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
+        )
+
+
+@dataclass(slots=True)
+class _Rider:
+    """A part that waits for its first block or is on its way."""
+
+    number: int
+    start: int
+    stop: int
+    rows: list[Row]
+    sequences: list[Sequence]
+    ends: bool
+    """With the head."""
+    hidden: torch.Tensor
+    """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
+    sampled: tuple[int | None, ...] = ()
+
+    @property
+    def result(self) -> PartResult:
+        hidden = None if self.ends else self.hidden
+        return PartResult(tuple(self.rows), hidden, self.sampled or (None,) * len(self.rows))
+
+    def drop_freed(self) -> None:
+        kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
+        if len(kept) == len(self.rows):
+            return
+        pieces = torch.split(self.hidden, [row.count for row in self.rows])
+        self.hidden = torch.cat([self.hidden[:0], *(pieces[i] for i in kept)])
+        self.rows = [self.rows[i] for i in kept]
+        self.sequences = [self.sequences[i] for i in kept]
+
+
+class TorchSweep:
+    """Implements services.node.engine.base.Sweep."""
+
+    def __init__(self, model_id: ModelId, kv: KvCache, find: Callable[[ModelId], Model]) -> None:
+        self._model_id = model_id
+        self._kv = kv
+        self._find = find
+        """The model as it is now: it may be closed between two blocks. NotFound if it is."""
+        self._at = 0
+        self._joined = 0
+        self._waiting: list[_Rider] = []
+        self._aboard: list[_Rider] = []
+        self._changes = kv.changes
+        # Of the rows aboard, packed one after the other:
+        self._hidden = torch.empty(0)
+        self._step: LayerStep | None = None
+
+    @property
+    def at(self) -> int:
+        return self._at
+
+    def join(self, part: StagePart) -> int:
+        model = self._find(self._model_id)
+        self._check(part, model)
+        with torch.inference_mode():
+            hidden = _embedded(part, model) if part.start == 0 else _checked_hidden(part, model)
+        sequences = self._admit(part, model)
+        self._joined += 1
+        ends = part.stop == model.manifest.n_blocks
+        self._waiting.append(
+            _Rider(self._joined, part.start, part.stop, list(part.rows), sequences, ends, hidden)
+        )
+        return self._joined
+
+    def advance(self) -> dict[int, PartResult]:
+        with torch.inference_mode():
+            if self._changes != self._kv.changes:
+                self._drop_freed()
+            left = self._let_off(lambda rider: not rider.rows)
+            if not self._aboard and self._waiting:
+                self._at = min(rider.start for rider in self._waiting)
+            boarding = [rider for rider in self._waiting if rider.start == self._at]
+            if boarding:
+                self._waiting = [r for r in self._waiting if r.start != self._at]
+                self._aboard += boarding
+                self._step = None
+            if self._aboard:
+                self._run(self._find(self._model_id))
+                self._at += 1
+                left |= self._let_off(lambda rider: rider.stop == self._at)
+            return left
+
+    # --- a block ------------------------------------------------------------
+
+    def _run(self, model: Model) -> None:
+        if self._step is None:
+            self._step = self._pack(model.llama)
+        kv = self._kv.tensor(self._model_id)
+        layer = model.layers(self._at, self._at + 1).start
+        for unit in model.blocks[self._at]:
+            if isinstance(unit, LayerUnit):
+                self._step.run(unit, self._hidden, kv[layer])
+                layer += 1
+            elif isinstance(unit, HeadUnit):
+                self._sample(model.llama, unit)
+
+    def _pack(self, llama: Llama) -> LayerStep:
+        """Always into new memory: those who got off keep theirs."""
+        counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
+        n = sum(counts)
+        n_padded = pad_rows(n)
+        hidden = self._aboard[0].hidden.new_empty(n_padded, llama.config.hidden_size)
+        torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
+        hidden[n:] = 0
+        for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
+            rider.hidden = own
+        self._hidden = hidden
+        spans: list[Span] = [
+            (sequence, row.position, row.count)
+            for rider in self._aboard
+            for sequence, row in zip(rider.sequences, rider.rows, strict=True)
+        ]
+        return LayerStep(llama, spans, n_padded)
+
+    def _sample(self, llama: Llama, unit: HeadUnit) -> None:
+        """All aboard get off after the head: it is the last unit."""
+        rows = [row for rider in self._aboard for row in rider.rows]
+        sampled = _drawn(llama, unit, self._hidden, rows)
+        for rider in self._aboard:
+            rider.sampled, sampled = sampled[: len(rider.rows)], sampled[len(rider.rows) :]
+
+    def _let_off(self, leaves: Callable[[_Rider], bool]) -> dict[int, PartResult]:
+        leaving = [rider for rider in (*self._waiting, *self._aboard) if leaves(rider)]
+        if leaving:
+            self._waiting = [rider for rider in self._waiting if not leaves(rider)]
+            self._aboard = [rider for rider in self._aboard if not leaves(rider)]
+            self._step = None
+        return {rider.number: rider.result for rider in leaving}
+
+    def _drop_freed(self) -> None:
+        for rider in (*self._waiting, *self._aboard):
+            rider.drop_freed()
+        self._changes = self._kv.changes
+        self._step = None
+
+    # --- joining ------------------------------------------------------------
+
+    def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
+        """Reserves KV for sequences that start here, and room in it for every row."""
+        new = [Reservation(row.sequence, row.limit) for row in part.rows if row.position == 0]
+        if new:
+            layers = model.layers(part.start, part.stop)
+            self._kv.reserve(self._model_id, (part.start, part.stop), layers, new)
+        sequences: list[Sequence] = []
+        for row in part.rows:
+            sequence = self._kv.find(row.sequence)
+            assert sequence is not None
+            self._kv.extend(sequence, row.count)
+            sequences.append(sequence)
+        return sequences
+
+    def _check(self, part: StagePart, model: Model) -> None:
+        n_blocks = model.manifest.n_blocks
+        if not part.rows or not self._at <= part.start < part.stop <= n_blocks:
+            raise BadInput(
+                f"{len(part.rows)} rows for blocks {part.start}-{part.stop - 1} of {n_blocks} in a "
+                f"sweep at block {self._at}: at least one row and one block ahead are needed"
+            )
+        missing = [block for block in range(part.start, part.stop) if block not in model.blocks]
+        if missing:
+            raise NotFound(f"blocks {missing} of model {self._model_id} are not held here")
+        ends: dict[SequenceKey, int] = {}
+        for row in part.rows:
+            self._check_row(row, part, ends)
+
+    def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
+        """`ends`: where sequences with earlier rows in the part will end after those."""
+        sequence = self._kv.find(row.sequence)
+        if sequence is None and row.position > 0 and row.sequence not in ends:
+            raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
+        stage = (self._model_id, part.start, part.stop)
+        if sequence and (sequence.model_id, *sequence.blocks) != stage:
+            raise Conflict(f"sequence {row.sequence} was begun by another stage here")
+        end = ends.get(row.sequence, sequence.length if sequence else 0)
+        if row.position != end or (row.position == 0 and sequence):
+            raise Conflict(
+                f"sequence {row.sequence} has {end} positions here; a row cannot start at "
+                f"{row.position}"
+            )
+        if row.count < 1 or row.position + row.count > row.limit:
+            raise BadInput(
+                f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
+                f"expected at least one and an end within its limit {row.limit}"
+            )
+        ends[row.sequence] = row.position + row.count
+
+
+def _embedded(part: StagePart, model: Model) -> torch.Tensor:
+    n, vocab_size = sum(row.count for row in part.rows), model.llama.config.vocab_size
+    tokens = [token for row in part.rows for token in row.tokens]
+    if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise BadInput(
+            f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
+            f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
+        )
+    embedding = model.blocks[0][0]
+    assert isinstance(embedding, EmbeddingUnit)
+    return embedding.table[torch.tensor(tokens, device=model.llama.device)]
+
+
+def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
+    expected = (sum(row.count for row in part.rows), model.llama.config.hidden_size)
+    if part.hidden is None or tuple(part.hidden.shape) != expected:
+        got = None if part.hidden is None else tuple(part.hidden.shape)
+        raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
+    return part.hidden.to(model.llama.device, model.llama.dtype)
+
+
+def _drawn(
+    llama: Llama, unit: HeadUnit, hidden: torch.Tensor, rows: Iterable[Row]
+) -> tuple[int | None, ...]:
+    """Draws after the last position of each row that has a draw."""
+    draws, last, drawing = [], -1, []
+    sampled: list[int | None] = []
+    for index, row in enumerate(rows):
+        last += row.count
+        sampled.append(None)
+        if row.draw is not None:
+            draws.append(row.draw)
+            drawing.append((index, last))
+    if draws:
+        logits = llama.head(unit, hidden, [position for _, position in drawing])
+        for (index, _), token in zip(drawing, sample(logits, draws), strict=True):
+            sampled[index] = token
+    return tuple(sampled)
