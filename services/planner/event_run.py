@@ -55,7 +55,9 @@ class Hooks:
     """A node is a target now, and holds these blocks."""
     arrived: Callable[[NodeId, int], None]
     dropped: Callable[[NodeId], None]
-    """A node is no target any more; whatever it holds may be freed."""
+    """A node is no target any more, which is its own fault."""
+    freed: Callable[[NodeId], None]
+    """The event ended before the node, a target, was complete: what it holds may be freed."""
     leaving: Callable[[NodeId], bool]
     """What the node holds is about to go."""
 
@@ -396,4 +398,4 @@ class EventRun:
             self._log.info("event complete", seconds=self.record.actual.all_complete_s)
         if state is EventState.FAILED:
             for node in lost:
-                self._hooks.dropped(node)
+                self._hooks.freed(node)

@@ -236,6 +236,7 @@ class ModelController:
             joined=self._on_target,
             arrived=lambda node, block: self.serving.grow(node, frozenset({block})),
             dropped=self._on_dropped,
+            freed=self._on_freed,
             leaving=lambda node: node in self._leaving,
         )
         return EventRun(self._context, self.record, record, root, hooks)
@@ -253,9 +254,12 @@ class ModelController:
         self.serving.join(info, held, self.serving.cause)
 
     def _on_dropped(self, node: NodeId) -> None:
+        self._avoid[node] = now() + AVOID_S
+        self._on_freed(node)
+
+    def _on_freed(self, node: NodeId) -> None:
         self.serving.leave(node)
         if node in self._context.cluster.nodes:
-            self._avoid[node] = now() + AVOID_S
             self._give_back(node)
 
     def _on_path(self, path: Instance) -> None:

@@ -1,17 +1,20 @@
 """A planner and a registry on a memory bus, among scripted nodes and gateways."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
+
+import msgspec
 
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
+from shared.bus.base import KvEntry
 from shared.bus.memory import MemoryBus
 from shared.config import PlannerConfig, RegistryConfig
-from shared.ids import EventId, ModelName
+from shared.ids import EventId, ModelName, NodeId
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.pool import ModelAdd, ModelRecord, ModelRemove, PoolQuery, PoolState
@@ -24,7 +27,16 @@ from shared.messages.scaling import (
     ScaleAccepted,
     SetInstances,
 )
-from tests.unit.planner.scripted import NAME, REPORT_S, WAIT_S, ScriptedGateway, ScriptedNode, World
+from tests.unit.planner.scripted import (
+    MODEL,
+    NAME,
+    REPORT_S,
+    WAIT_S,
+    ScriptedGateway,
+    ScriptedNode,
+    World,
+    record,
+)
 
 CONFIG = PlannerConfig(
     tick_s=0.01, idle_s=0.15, scale_up_hold_s=0.02, stray_s=0.3, link_bytes_per_s=10_000
@@ -80,9 +92,29 @@ class Cluster:
         return gateway
 
     async def start_planner(self, bus: MemoryBus | None = None) -> PlannerService:
-        bus = bus or MemoryBus(self.world.broker, "planner")
-        await self._planner.enter_async_context(bus)
-        return await self._planner.enter_async_context(PlannerService(bus, self.config))
+        self.planner_bus = bus or MemoryBus(self.world.broker, "planner")
+        await self._planner.enter_async_context(self.planner_bus)
+        service = PlannerService(self.planner_bus, self.config)
+        return await self._planner.enter_async_context(service)
+
+    async def serve(self, nodes: int, min_instances: int = 1) -> list[ScriptedNode]:
+        """`nodes` nodes, of which n0 has brought a model up; its event is forgotten."""
+        added = await self.add_nodes(nodes)
+        await self.start_planner()
+        await self.publish_model(record(min_instances))
+        await self.until_replicas("n0")
+        await self.until_event(EventState.COMPLETE)
+        await self.until_unreserved()
+        self.changes.clear()
+        return added
+
+    def node(self, number: int) -> ScriptedNode:
+        return self.nodes[NodeId(f"n{number}")]
+
+    async def crash_planner(self) -> None:
+        """It says and writes nothing more, from one moment to the next."""
+        await self.planner_bus.__aexit__(None, None, None)
+        await self.stop_planner()
 
     async def stop_planner(self) -> None:
         stack, self._planner = self._planner, AsyncExitStack()
@@ -115,6 +147,12 @@ class Cluster:
 
     async def until(self, true: Callable[[], object]) -> None:
         await self.world.until(true)
+
+    async def until_more_sets(self, count: int) -> int:
+        """Returns how many had come before."""
+        before = len(self.sets)
+        await self.until(lambda: len(self.sets) >= before + count)
+        return before
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -151,6 +189,25 @@ class Cluster:
     async def stored(self) -> tuple[EventRecord, ...]:
         """What the planner says of events, newest first."""
         return (await self.ask(subjects.PLANNER_STATE, PlannerQuery(), PlannerState)).events
+
+    async def ask_until_stored(self, record: EventRecord) -> None:
+        """Until the durable store has this state of the event."""
+        bucket = await self.bus.kv(subjects.KV_EVENTS)
+        watch = cast(AsyncGenerator[KvEntry | None, None], bucket.watch())
+        async with asyncio.timeout(WAIT_S), aclosing(watch):
+            async for entry in watch:
+                if entry is not None and entry.key == record.id and entry.value:
+                    stored = msgspec.msgpack.decode(entry.value, type=EventRecord)
+                    if stored.state is record.state:
+                        return
+
+    async def scale_in_store(self, count: int | None) -> None:
+        """The operator's number, as if it had been another when the planner crashed."""
+        bucket = await self.bus.kv(subjects.KV_SCALE)
+        if count is None:
+            await bucket.delete(MODEL)
+        else:
+            await bucket.put(MODEL, msgspec.msgpack.encode(count))
 
     async def pool(self) -> PoolState:
         return await self.ask(subjects.REGISTRY_POOL, PoolQuery(), PoolState)

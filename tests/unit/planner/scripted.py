@@ -14,7 +14,7 @@ import msgspec
 
 from shared import subjects
 from shared.bus.base import Subscription
-from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.bus.memory import MemoryBroker, MemoryBus, MemorySubscription
 from shared.clock import wall_ns
 from shared.errors import LambdaScaleError, StaleEpoch
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
@@ -119,7 +119,7 @@ class ScriptedNode:
         self.broken: set[NodeId] = set()
         """Sources that it cannot pull from."""
         self.mute = False
-        """Sends nothing and answers nothing."""
+        """Sends nothing, and delivers no block."""
         self.lossy = False
         """Its arrivals are not heard of; its reports are."""
         self.release_gate = asyncio.Event()
@@ -149,16 +149,19 @@ class ScriptedNode:
         self._bus = await self._world.stack.enter_async_context(
             MemoryBus(self._world.broker, self.id)
         )
+        await self._serve()
+        await self._bus.subscribe(subjects.POOL_REPORT, self._on_report)
+        leases = await self._bus.kv(subjects.KV_LEASES)
+        await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=60)
+        await self.report()
+
+    async def _serve(self) -> None:
         for subject, server in (
             (subjects.node_plan(self.id), self._apply),
             (subjects.node_release(self.id), self._release),
             (subjects.node_ping(self.id), self._pong),
         ):
             self._served.append(await self._bus.serve(subject, server))
-        await self._bus.subscribe(subjects.POOL_REPORT, self._on_report)
-        leases = await self._bus.kv(subjects.KV_LEASES)
-        await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=60)
-        await self.report()
 
     async def die(self) -> None:
         """As a killed process: its subscriptions end, its lease is deleted."""
@@ -172,6 +175,21 @@ class ScriptedNode:
         self._stop_pulling()
         for served in self._served:
             await served.close()
+
+    async def freeze(self) -> None:
+        """Its process stands still: what is asked of it is never answered."""
+        await self.vanish()
+        for subject in (subjects.node_ping(self.id), subjects.node_plan(self.id)):
+            frozen = MemorySubscription(self._world.broker, subject, lambda data, reply: None)
+            self._world.broker.serve(frozen)
+            self._served.append(frozen)
+
+    async def thaw(self) -> None:
+        for served in self._served:
+            await served.close()
+        self.mute = False
+        await self._serve()
+        await self.report()
 
     async def suspect(self, peer: "ScriptedNode") -> None:
         message = PeerSuspect(reporter=self.id, node=peer.id, reason="peer_lost: reset")
@@ -202,17 +220,11 @@ class ScriptedNode:
 
     # --- what it is asked ---
 
-    async def _answer(self) -> None:
-        if self.mute:
-            await asyncio.Event().wait()
-
     async def _pong(self, message: Message) -> Message:
-        await self._answer()
         return Ok()
 
     async def _apply(self, message: Message) -> Message:
         assert isinstance(message, ApplyPlan)
-        await self._answer()
         if message.generation != self.generation:
             raise StaleEpoch("another generation")
         if self.refuse is not None:
@@ -223,7 +235,7 @@ class ScriptedNode:
         self._pulling = self._world.spawn(self._pull(message))
         await self.report()
         for block in sorted(held & {*message.promote, *(p.block for p in message.pulls)}):
-            await self._arrived(message, block, self.id, "held")
+            await self.arrived(message, block, self.id, "held")
         self._world.stir()
         return Ok()
 
@@ -252,10 +264,10 @@ class ScriptedNode:
         self.gpu[plan.model_id].add(block)
         await self.report()
         if not self.lossy:
-            await self._arrived(plan, block, source, "disk" if source == self.id else "tcp")
+            await self.arrived(plan, block, source, "disk" if source == self.id else "tcp")
         self._world.stir()
 
-    async def _arrived(self, plan: ApplyPlan, block: int, source: NodeId, transport: str) -> None:
+    async def arrived(self, plan: ApplyPlan, block: int, source: NodeId, transport: str) -> None:
         at = wall_ns()
         arrival = BlockArrived(
             event=plan.event,
@@ -290,7 +302,6 @@ class ScriptedNode:
 
     async def _release(self, message: Message) -> Message:
         assert isinstance(message, ReleaseModel)
-        await self._answer()
         if message.generation != self.generation:
             raise StaleEpoch("another generation")
         self.releases.append(message)

@@ -1,11 +1,7 @@
 """The planner among a real registry, scripted nodes and gateways: the life of events."""
 
-import asyncio
-from collections.abc import AsyncIterator
-
 import pytest
 
-from services.planner import model as controller
 from services.planner import serving
 from shared.messages.instances import InstanceState
 from shared.messages.pool import Tier
@@ -14,29 +10,6 @@ from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, SLOTS, record
 
 SERVING, MOVING = InstanceState.SERVING, InstanceState.MOVING
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "SETTLE_S", 0.08)
-    monkeypatch.setattr(controller, "RETRY_S", 0.05)
-    monkeypatch.setattr(controller, "AVOID_S", 0.2)
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    async with Cluster() as cluster:
-        yield cluster
-
-
-async def serving_one(cluster: Cluster, nodes: int, min_instances: int = 1) -> None:
-    """A model that n0 has promoted from its disk, among `nodes`."""
-    await cluster.add_nodes(nodes)
-    await cluster.start_planner()
-    await cluster.publish_model(record(min_instances))
-    await cluster.until_replicas("n0")
-    await cluster.until_event(EventState.COMPLETE)
-    cluster.changes.clear()
 
 
 async def test_a_published_model_is_brought_up_on_the_node_that_has_it_on_disk(
@@ -65,7 +38,7 @@ async def test_a_published_model_is_brought_up_on_the_node_that_has_it_on_disk(
 
 
 async def test_load_makes_replicas_and_paths_serve_while_they_load(cluster: Cluster) -> None:
-    await serving_one(cluster, nodes=3)
+    await cluster.serve(nodes=3)
     cluster.world.open_to(0)
     gateway = await cluster.add_gateway()
     await gateway.offer(3 * SLOTS)
@@ -111,7 +84,7 @@ async def test_load_makes_replicas_and_paths_serve_while_they_load(cluster: Clus
 async def test_paths_move_once_replicas_are_complete_and_go_when_they_are_empty(
     cluster: Cluster,
 ) -> None:
-    await serving_one(cluster, nodes=2)
+    await cluster.serve(nodes=2)
     cluster.world.open_to(2)
     gateway = await cluster.add_gateway()
     await gateway.offer(3 * SLOTS)
@@ -129,7 +102,7 @@ async def test_a_path_whose_requests_stay_is_moving_no_longer_than_the_limit(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "MOVE_LIMIT_S", 0.3)
-    await serving_one(cluster, nodes=2)
+    await cluster.serve(nodes=2)
     cluster.world.open_to(2)
     gateway = await cluster.add_gateway()
     await gateway.offer(3 * SLOTS)
@@ -143,7 +116,7 @@ async def test_a_path_whose_requests_stay_is_moving_no_longer_than_the_limit(
 
 
 async def test_idle_replicas_drain_one_at_a_time_down_to_the_least(cluster: Cluster) -> None:
-    await serving_one(cluster, nodes=4)
+    await cluster.serve(nodes=4)
     gateway = await cluster.add_gateway()
     await gateway.offer(4 * SLOTS)
     await cluster.until_replicas("n0", "n1", "n2", "n3")
@@ -155,15 +128,15 @@ async def test_idle_replicas_drain_one_at_a_time_down_to_the_least(cluster: Clus
     gone = [node for node in cluster.nodes.values() if node.id != left]
     await cluster.until(lambda: all(not node.gpu for node in gone))
     assert [release.keep for node in gone for release in node.releases] == [None] * 3
-    assert cluster.nodes[gone[0].id].host == {}
+    assert not any(node.host for node in gone)
 
 
 async def test_the_last_copy_stays_in_host_memory_and_serves_again(cluster: Cluster) -> None:
-    await serving_one(cluster, nodes=2)
+    await cluster.serve(nodes=2)
     await cluster.publish_model(record(min_instances=0))
     gateway = await cluster.add_gateway()
     await cluster.until_replica_count(0)
-    n0 = cluster.nodes[next(iter(cluster.nodes))]
+    n0 = cluster.node(0)
     await cluster.until(lambda: n0.host)
     assert [release.keep for release in n0.releases] == [Tier.HOST]
     await gateway.offer(1)
@@ -175,14 +148,12 @@ async def test_the_last_copy_stays_in_host_memory_and_serves_again(cluster: Clus
 
 
 async def test_a_request_revives_a_draining_replica(cluster: Cluster) -> None:
-    await serving_one(cluster, nodes=2)
+    await cluster.serve(nodes=2)
     gateway = await cluster.add_gateway()
     await gateway.offer(1)
-    gateway.silent = False
     await cluster.scale(0)
     await cluster.until(lambda: cluster.replicas(InstanceState.DRAINING) == {"n0"})
     await cluster.scale(None)
     await cluster.until_replicas("n0")
-    assert not cluster.nodes[next(iter(cluster.nodes))].releases
+    assert not cluster.node(0).releases
     assert not cluster.changes, "no event was needed"
-    await asyncio.sleep(0)

@@ -1,0 +1,193 @@
+"""Events that meet trouble: every one ends well or says why not, and leaves nothing behind."""
+
+from services.planner.core.multicast.strategies import lower_bound
+from shared.errors import CapacityExceeded, NotFound
+from shared.messages.scaling import EventState
+from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, ScriptedNode, record
+
+
+async def loading(cluster: Cluster, targets: int, step: int) -> list[ScriptedNode]:
+    """An event from n0 to `targets` others, held up after `step`; returns all nodes."""
+    nodes = await cluster.serve(nodes=targets + 1)
+    cluster.world.open_to(step)
+    gateway = await cluster.add_gateway()
+    await gateway.offer((targets + 1) * SLOTS)
+    await cluster.until_event(EventState.TRANSFERRING)
+    await cluster.until(lambda: all(node.plans for node in nodes))
+    return nodes
+
+
+async def test_a_target_that_dies_is_planned_around(cluster: Cluster) -> None:
+    _, n1, n2, n3 = await loading(cluster, targets=3, step=2)
+    await cluster.until(lambda: n1.gpu[MODEL])
+    await n1.die()
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert set(done.targets) == {"n2", "n3"}
+    assert done.revision >= 1
+    assert all("n1" not in (t.src, t.dst) for t in done.transfers)
+    await cluster.until_replicas("n0", "n2", "n3")
+    for node in (n2, n3):
+        assert node.plans[-1].revision == done.revision
+        assert not node.releases
+
+
+async def test_the_source_may_die_once_its_blocks_are_out(cluster: Cluster) -> None:
+    n0, n1, n2 = await loading(cluster, targets=2, step=lower_bound(3, BLOCKS, 1) - 1)
+    await cluster.until(lambda: n1.gpu[MODEL] | n2.gpu[MODEL] == set(range(BLOCKS)))
+    assert min(len(n1.gpu[MODEL]), len(n2.gpu[MODEL])) < BLOCKS
+    await n0.die()
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert set(done.targets) == {"n1", "n2"}
+    await cluster.until_replicas("n1", "n2")
+
+
+async def test_without_any_holder_the_event_fails_and_is_tried_again_when_one_is_back(
+    cluster: Cluster,
+) -> None:
+    n0, n1, _ = await loading(cluster, targets=2, step=1)
+    await n0.die()
+    failed = await cluster.until_event(EventState.FAILED)
+    assert "node n0 is gone" in failed.error
+    assert "no node that may send holds blocks" in failed.error
+    await cluster.until(lambda: n1.releases and not n1.gpu)
+    assert not cluster.instances
+    again = await cluster.until_event(EventState.FAILED, count=2)
+    assert "no node that could send the model has all of its blocks" in again.error
+    await cluster.until_unreserved()
+    cluster.world.open_to(1000)
+    back = ScriptedNode(cluster.world, "n0", disk=True)
+    cluster.nodes[back.id] = back
+    await back.start()
+    await cluster.until_event(EventState.COMPLETE)
+    await cluster.until(lambda: "n0" in cluster.replicas())
+
+
+async def test_a_source_that_does_not_deliver_is_replaced_by_another(cluster: Cluster) -> None:
+    n0, _, n2 = await cluster.serve(nodes=3)
+    await cluster.scale(2)
+    await cluster.until_replicas("n0", "n1")
+    await cluster.until_event(EventState.COMPLETE)
+    n2.broken = {n0.id}
+    await cluster.scale(3)
+    done = await cluster.until_event(EventState.COMPLETE, count=2)
+    assert done.targets == ("n2",)
+    assert done.revision == 1
+    assert {t.src for t in done.transfers} == {"n1"}
+    assert {pull.source for pull in n2.plans[-1].pulls} == {"n1"}
+    await cluster.until_replicas("n0", "n1", "n2")
+
+
+async def test_failures_of_an_older_revision_are_ignored_and_several_make_one_new_one(
+    cluster: Cluster,
+) -> None:
+    _, n1, n2 = await loading(cluster, targets=2, step=0)
+    first = {node: node.plans[0] for node in (n1, n2)}
+    for node, plan in first.items():
+        for pull in plan.pulls:
+            await node.fail(plan, pull.block, pull.source)
+    await cluster.until(lambda: n1.plans[-1].revision == n2.plans[-1].revision == 1)
+    for node, plan in first.items():
+        await node.fail(plan, plan.pulls[0].block, plan.pulls[0].source)
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.revision == 1
+    assert [plan.revision for plan in n1.plans] == [0, 1]
+
+
+async def test_a_node_that_takes_no_plan_is_left_out_and_asked_again_later(
+    cluster: Cluster,
+) -> None:
+    _, n1, _ = await cluster.serve(nodes=3)
+    n1.refuse = CapacityExceeded("the arena is in pieces")
+    await cluster.scale(3)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.targets == ("n2",)
+    assert done.revision == 1
+    await cluster.until(lambda: n1.releases)
+    failed = await cluster.until_event(EventState.FAILED)
+    assert "no node has room" in failed.error
+    n1.refuse = None
+    await cluster.until_replicas("n0", "n1", "n2")
+
+
+async def test_a_node_that_does_not_know_the_model_yet_is_waited_for(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    n1.refuse = NotFound("the manifest has not reached this node yet")
+    await cluster.scale(2)
+    await cluster.until_event(EventState.TRANSFERRING)
+    n1.refuse = None
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.revision == 0
+
+
+async def test_arrivals_that_are_not_heard_of_are_seen_in_reports(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    n1.lossy = True
+    await cluster.scale(2)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.revision == 0
+    await cluster.until_replicas("n0", "n1")
+
+
+async def test_a_target_that_fails_with_senders_that_are_well_is_given_up(
+    cluster: Cluster,
+) -> None:
+    n0, n1 = await cluster.serve(nodes=2)
+    n1.broken = {n0.id}
+    await cluster.scale(2)
+    failed = await cluster.until_event(EventState.FAILED)
+    assert failed.error.startswith("no target is left: n1 did not get block")
+    await cluster.until(lambda: n1.releases and not n1.gpu)
+    n1.broken.clear()
+    await cluster.until_replicas("n0", "n1")
+
+
+async def test_a_disk_that_cannot_be_read_fails_the_event(cluster: Cluster) -> None:
+    (n0,) = await cluster.add_nodes(1)
+    cluster.world.open_to(1)
+    await cluster.start_planner()
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until(lambda: n0.gpu.get(MODEL))
+    await n0.fail(n0.plans[0], 1, n0.id)
+    failed = await cluster.until_event(EventState.FAILED)
+    assert "n0 did not get block 1 from n0" in failed.error
+    assert "no node that may send holds blocks [1, 2, 3]" in failed.error
+    await cluster.until(lambda: n0.releases and not n0.gpu)
+
+
+async def test_silence_makes_a_new_plan_and_in_the_end_a_failure(cluster: Cluster) -> None:
+    _, n1, _ = await loading(cluster, targets=2, step=0)
+    failed = await cluster.until_event(EventState.FAILED)
+    assert "no block arrived" in failed.error
+    assert failed.revision == 3
+    await cluster.until(lambda: n1.releases and not n1.gpu)
+    assert cluster.replicas() == {"n0"}
+
+
+async def test_a_target_that_goes_silent_is_dropped_before_its_lease_ends(
+    cluster: Cluster,
+) -> None:
+    _, n1, _ = await loading(cluster, targets=2, step=1)
+    await n1.vanish()
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.targets == ("n2",)
+    await cluster.until_replicas("n0", "n2")
+
+
+async def test_arrivals_of_an_earlier_process_of_a_node_do_not_count(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    cluster.world.open_to(0)
+    await cluster.scale(2)
+    await cluster.until(lambda: n1.plans)
+    n1.generation, known = type(n1.generation)(7), n1.generation
+    for block in range(BLOCKS):
+        await n1.arrived(n1.plans[0], block, cluster.node(0).id, "tcp")
+    n1.generation = known
+    await n1.fail(n1.plans[0], 0, cluster.node(0).id)  # whatever came before it has been heard
+    await cluster.until(lambda: n1.plans[-1].revision == 1)
+    assert not cluster.events(EventState.COMPLETE)
+    assert cluster.replicas() == {"n0"}

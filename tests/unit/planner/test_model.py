@@ -1,0 +1,238 @@
+"""Operators, removal, memory that must not leak, suspects, several gateways."""
+
+import pytest
+
+from services.planner import model
+from shared.errors import BadInput, Conflict, NotFound
+from shared.ids import ModelId
+from shared.messages.instances import InstanceState
+from shared.messages.pool import Tier
+from shared.messages.scaling import EventState
+from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, record
+
+DRAINING = InstanceState.DRAINING
+
+
+# --- the operator ---
+
+
+async def test_the_operator_scales_up_down_and_to_nothing(cluster: Cluster) -> None:
+    nodes = await cluster.serve(nodes=3)
+    event = await cluster.scale(3)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.id == event
+    assert done.cause == "operator asked for 3 replicas, 1 there"
+    await cluster.until_replica_count(3)
+    assert await cluster.scale(1) is None
+    await cluster.until_replica_count(1)
+    assert await cluster.scale(0) is None
+    await cluster.until_replica_count(0)
+    await cluster.until(lambda: sum(bool(node.host) for node in nodes) == 1)
+    assert not any(node.gpu for node in nodes)
+
+
+async def test_the_operators_number_holds_whatever_the_load_until_it_is_taken_back(
+    cluster: Cluster,
+) -> None:
+    await cluster.serve(nodes=3)
+    await cluster.scale(1)
+    gateway = await cluster.add_gateway()
+    await gateway.offer(3 * SLOTS)
+    await cluster.until(lambda: gateway.on)
+    assert not cluster.changes
+    await cluster.scale(None)
+    await cluster.until_replica_count(3)
+    await cluster.scale(3)
+    gateway.end_all()
+    await cluster.until_more_sets(3)
+    assert len(cluster.replicas()) == 3
+
+
+async def test_what_the_operator_cannot_have(cluster: Cluster) -> None:
+    await cluster.add_nodes(2)
+    await cluster.start_planner()
+    with pytest.raises(NotFound, match="not published"):
+        await cluster.scale(1)
+    await cluster.publish_model(record(max_instances=1))
+    with pytest.raises(BadInput, match="2 nodes are there"):
+        await cluster.scale(3)
+    with pytest.raises(BadInput, match="max_instances of the model is 1"):
+        await cluster.scale(2)
+    with pytest.raises(BadInput, match="-1 instances"):
+        await cluster.scale(-1)
+
+
+async def test_no_new_number_while_an_event_runs(cluster: Cluster) -> None:
+    await cluster.serve(nodes=2)
+    cluster.world.open_to(0)
+    await cluster.scale(2)
+    with pytest.raises(Conflict, match="wait for its end"):
+        await cluster.scale(1)
+    cluster.world.open_to(1000)
+    await cluster.until_replica_count(2)
+    await cluster.scale(1)
+    await cluster.until_replica_count(1)
+
+
+# --- removal ---
+
+
+async def test_a_model_that_is_removed_serves_no_more(cluster: Cluster) -> None:
+    await cluster.serve(nodes=2)
+    await cluster.remove_model()
+    await cluster.until(lambda: cluster.instances == ())
+    last = cluster.sets[-1].revision
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+    assert cluster.sets[-1].revision > last, "gateways go by it"
+
+
+async def test_removal_cancels_the_event_and_nothing_is_published_again(
+    cluster: Cluster,
+) -> None:
+    nodes = await cluster.serve(nodes=3)
+    cluster.world.open_to(1)
+    await cluster.scale(3)
+    await cluster.until(lambda: cluster.paths)
+    await cluster.remove_model()
+    ended = await cluster.until_event(EventState.CANCELLED)
+    assert ended.error == "the model was removed"
+    sets = len(cluster.sets)
+    assert cluster.instances == ()
+    cluster.world.open_to(1000)
+    await cluster.until(lambda: all(len(node.gpu.get(MODEL, ())) == BLOCKS for node in nodes))
+    await cluster.until_unreserved()
+    # Their nodes have missed the removal: the copies are found to belong to nobody.
+    await cluster.until(lambda: not any(node.gpu for node in nodes))
+    assert len(cluster.sets) == sets
+    assert not cluster.events(EventState.COMPLETE)
+    assert not cluster.events(EventState.FAILED)
+
+
+# --- memory ---
+
+
+async def test_a_partial_copy_of_nobodys_is_given_back(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    n1.gpu[MODEL] = {0, 1}
+    await n1.report()
+    await cluster.until(lambda: n1.releases)
+    await cluster.until(lambda: not n1.gpu)
+    assert cluster.replicas() == {"n0"}
+
+
+async def test_memory_of_a_model_that_nobody_published_is_given_back(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    n1.host[ModelId("long-gone")] = set(range(BLOCKS))
+    await n1.report()
+    await cluster.until(lambda: n1.releases)
+    assert (n1.releases[0].model_id, n1.releases[0].keep) == ("long-gone", None)
+
+
+async def test_a_node_that_is_being_released_is_neither_source_nor_target_nor_copy(
+    cluster: Cluster,
+) -> None:
+    nodes = await cluster.serve(nodes=2)
+    await cluster.scale(2)
+    await cluster.until_replica_count(2)
+    for node in nodes:
+        node.release_gate.clear()
+    await cluster.scale(0)
+    await cluster.until(lambda: any(node.releases for node in nodes))
+    first = next(node for node in nodes if node.releases)
+    other = next(node for node in nodes if node is not first)
+    assert first.releases[0].keep is None
+    for _ in range(3):
+        await first.report()  # still says that it holds the model
+    assert cluster.replicas(DRAINING) | cluster.replicas() == {other.id}
+    assert not other.releases, "one at a time"
+    first.release_gate.set()
+    await cluster.until(lambda: other.releases)
+    assert other.releases[0].keep is Tier.HOST
+    other.release_gate.set()
+    await cluster.until(lambda: other.host and not first.gpu)
+
+
+async def test_release_is_asked_for_until_it_is_done(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "RELEASE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(model, "RELEASE_RETRY_S", 0.01)
+    (n0,) = await cluster.serve(nodes=1)
+    n0.release_gate.clear()
+    await cluster.scale(0)
+    await cluster.until(lambda: len(n0.releases) >= 3)
+    n0.release_gate.set()
+    await cluster.until(lambda: n0.host)
+
+
+async def test_a_member_that_lost_its_blocks_is_none(cluster: Cluster) -> None:
+    (n0,) = await cluster.serve(nodes=1)
+    held = n0.gpu.pop(MODEL)
+    while cluster.instances:
+        await n0.report()
+        await cluster.until_more_sets(1)
+    n0.gpu[MODEL] = held
+    await n0.report()
+    await cluster.until_replicas("n0")
+
+
+# --- suspects ---
+
+
+async def test_a_suspect_that_answers_stays(cluster: Cluster) -> None:
+    n0, n1 = await cluster.serve(nodes=2)
+    for _ in range(3):
+        await n1.suspect(n0)
+    heard = await cluster.until_more_sets(2)
+    assert all(s.instances for s in cluster.sets[heard:])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_suspect_that_does_not_answer_serves_no_more(cluster: Cluster, hangs: bool) -> None:
+    n0, n1 = await cluster.serve(nodes=2)
+    await cluster.scale(2)
+    await cluster.until_replica_count(2)
+    await (n1.freeze() if hangs else n1.vanish())
+    await n0.suspect(n1)
+    await cluster.until(lambda: cluster.replicas() == {"n0"})
+    assert "n1" in {view.info.node for view in (await cluster.pool()).nodes}
+    if hangs:
+        await n1.thaw()
+        await cluster.until(lambda: cluster.replicas() == {"n0", "n1"})
+
+
+# --- gateways ---
+
+
+async def test_loads_of_gateways_add_up_and_a_silent_one_is_forgotten(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.3)
+    await cluster.serve(nodes=3)
+    one, two = await cluster.add_gateway("one"), await cluster.add_gateway("two")
+    one.queued, two.queued = SLOTS + 1, SLOTS
+    await cluster.until_replica_count(3)
+    one.silent = two.silent = True
+    await cluster.until_replica_count(3)
+    await cluster.add_gateway("three")
+    await cluster.until_replica_count(1)
+
+
+async def test_a_planner_that_hears_nobody_lets_everything_be(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.1)
+    nodes = await cluster.serve(nodes=2)
+    gateway = await cluster.add_gateway()
+    await gateway.offer(2 * SLOTS)
+    await cluster.until_replica_count(2)
+    for node in nodes:
+        node.mute = True
+    gateway.silent = True
+    await cluster.until_more_sets(5)
+    assert len(cluster.replicas()) == 2
+    gateway.silent = False
+    await cluster.until_more_sets(2)
+    assert len(cluster.replicas()) == 2

@@ -1,0 +1,184 @@
+"""A planner that starts again, on what the last one left; and one whose bus fails it."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from services.planner import service, store
+from services.planner.core.events import TERMINAL
+from shared import subjects
+from shared.bus.base import Handler
+from shared.bus.memory import MemoryBroker, MemoryBus, MemorySubscription
+from shared.messages import Message
+from shared.messages.pool import NodeGone, NodeJoined, Tier
+from shared.messages.scaling import EventRecord, EventState
+from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, SLOTS, record
+from tests.unit.registry.cluster import FailingBus
+
+
+async def in_the_store(cluster: Cluster) -> Mapping[str, EventRecord]:
+    bucket = await cluster.bus.kv(subjects.KV_EVENTS)
+    return {
+        entry.key: msgspec.msgpack.decode(entry.value, type=EventRecord)
+        for entry in await bucket.entries()
+    }
+
+
+async def crashed_while_loading(cluster: Cluster) -> None:
+    """n0 serves, n1 holds a part, when the planner is gone."""
+    await cluster.serve(nodes=2)
+    cluster.world.open_to(2)
+    await cluster.scale(2)
+    await cluster.until(lambda: cluster.node(1).gpu.get(MODEL) == {0, 1})
+    await cluster.until_event(EventState.SERVING)
+    await cluster.ask_until_stored(cluster.event)
+    await cluster.crash_planner()
+
+
+async def test_replicas_are_found_again_and_published_as_of_a_newer_planner(
+    cluster: Cluster,
+) -> None:
+    await cluster.serve(nodes=2)
+    before = cluster.sets[-1]
+    await cluster.crash_planner()
+    cluster.sets.clear()
+    await cluster.start_planner()
+    await cluster.until_replicas("n0")
+    assert cluster.sets[-1].epoch > before.epoch
+    assert not cluster.changes
+
+
+async def test_an_event_that_was_cut_off_has_failed_and_its_nodes_are_free(
+    cluster: Cluster,
+) -> None:
+    await crashed_while_loading(cluster)
+    cut_off = cluster.event
+    assert [view.reserved_by for view in (await cluster.pool()).nodes] == [None, cut_off.id]
+    await cluster.scale_in_store(None)
+    await cluster.start_planner()
+    await cluster.until_unreserved()
+    found = {event.id: event for event in await cluster.stored()}[cut_off.id]
+    assert (found.state, found.error) == (EventState.FAILED, "the planner was restarted")
+    await cluster.ask_until_stored(found)
+    assert all(event.state in TERMINAL for event in (await in_the_store(cluster)).values())
+
+
+async def test_a_copy_that_goes_on_growing_becomes_a_replica(cluster: Cluster) -> None:
+    await crashed_while_loading(cluster)
+    await cluster.scale_in_store(None)
+    await cluster.publish_model(record(min_instances=2))
+    cluster.changes.clear()
+    cluster.world.open_to(1000)
+    await cluster.until(lambda: len(cluster.node(1).gpu[MODEL]) == BLOCKS)
+    await cluster.start_planner()
+    await cluster.until_replicas("n0", "n1")
+    assert not cluster.changes
+    assert not cluster.node(1).releases
+
+
+async def test_a_copy_that_was_left_is_completed_by_the_next_event(cluster: Cluster) -> None:
+    await crashed_while_loading(cluster)
+    cluster.world.open_to(0)
+    await cluster.start_planner()
+    await cluster.until(lambda: len(cluster.node(1).plans) == 2)
+    assert {pull.block for pull in cluster.node(1).plans[1].pulls} == {2, 3}
+    await cluster.until(lambda: cluster.paths)
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.bytes_moved == 2 * BLOCK_BYTES
+    assert done.actual.first_path_s is not None
+    assert done.predicted.all_complete_s is not None
+    await cluster.until_replicas("n0", "n1")
+
+
+async def test_a_copy_that_was_left_and_is_not_needed_is_given_back(cluster: Cluster) -> None:
+    await crashed_while_loading(cluster)
+    await cluster.scale_in_store(None)
+    await cluster.start_planner()
+    n1 = cluster.node(1)
+    await cluster.until(lambda: n1.releases and not n1.gpu)
+    await cluster.until_replicas("n0")
+
+
+async def test_a_host_copy_outlives_the_planner(cluster: Cluster) -> None:
+    (n0,) = await cluster.serve(nodes=1)
+    await cluster.scale(0)
+    await cluster.until(lambda: n0.host)
+    await cluster.crash_planner()
+    await cluster.start_planner()
+    await cluster.until_more_sets(3)
+    assert not cluster.instances, "the operator's word outlives the planner too"
+    await cluster.scale(None)
+    await cluster.until_replicas("n0")
+    assert [release.keep for release in n0.releases] == [Tier.HOST]
+
+
+# --- a bus that fails ---
+
+
+class DeafBus(MemoryBus):
+    """Misses broadcasts of the kinds in `missed`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker, "planner")
+        self.missed: tuple[type[Message], ...] = ()
+
+    async def subscribe(self, subject: str, handler: Handler) -> MemorySubscription:
+        async def hear(message: Message) -> None:
+            if not isinstance(message, self.missed):
+                await handler(message)
+
+        return await super().subscribe(subject, hear)
+
+
+async def test_what_was_missed_is_learned_from_the_registry(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REFRESH_S", 0.05)
+    bus = DeafBus(cluster.world.broker)
+    await cluster.add_nodes(2)
+    await cluster.start_planner(bus)
+    await cluster.publish_model(record(min_instances=2))
+    await cluster.until_replicas("n0", "n1")
+    bus.missed = (NodeGone, NodeJoined)
+    await cluster.node(1).die()
+    await cluster.until_replicas("n0")
+    await cluster.add_nodes(1)
+    await cluster.until_replicas("n0", "n2")
+    bus.missed = (Message,)
+    await cluster.remove_model()
+    await cluster.until(lambda: not cluster.instances)
+
+
+async def test_events_go_on_while_nothing_can_be_stored(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "RETRY_S", 0.05)
+    bus = FailingBus(cluster.world.broker)
+    await cluster.add_nodes(2)
+    await cluster.start_planner(bus)
+    bus.outage.on = True
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert bus.outage.refused.is_set()
+    assert not await in_the_store(cluster)
+    bus.outage.on = False
+    await cluster.ask_until_stored(done)
+
+
+async def test_requests_still_run_while_nobody_can_be_released(cluster: Cluster) -> None:
+    """The planner's view outlives a bus that is away: what it cannot ask it asks again."""
+    n0, n1 = await cluster.serve(nodes=2)
+    gateway = await cluster.add_gateway()
+    await gateway.offer(SLOTS)
+    await cluster.scale(2)
+    await cluster.until_replicas("n0", "n1")
+    await n1.freeze()
+    await cluster.scale(1)
+    await cluster.until_replicas("n0")
+    await n1.thaw()
+    await cluster.until(lambda: n1.releases and not n1.gpu)
+    assert not n0.releases

@@ -1,0 +1,83 @@
+"""Planning paths takes its time elsewhere; an event's spans make one tree."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.planner.core import instances
+from shared import subjects, telemetry
+from shared.config import TelemetryConfig
+from shared.messages.scaling import EventState, PlannerQuery, PlannerState
+from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.scripted import SLOTS, WAIT_S
+
+
+async def test_the_planner_answers_while_paths_are_being_planned(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, entered = threading.Event(), threading.Event()
+    plan = instances.plan
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert release.wait(WAIT_S)
+        return plan(*args)
+
+    monkeypatch.setattr(instances, "plan", slow)
+    await cluster.serve(nodes=2)
+    cluster.world.open_to(1)
+    await cluster.scale(2)
+    await cluster.until(entered.is_set)
+    assert await cluster.ask(subjects.PLANNER_STATE, PlannerQuery(), PlannerState)
+    assert not cluster.paths
+    release.set()
+    await cluster.until(lambda: cluster.paths)
+    cluster.world.open_to(1000)
+    await cluster.until_replicas("n0", "n1")
+
+
+@pytest.fixture
+def spans(tmp_path: Path) -> Iterator[Path]:
+    telemetry.configure("planner", TelemetryConfig(trace_dir=str(tmp_path), log_level="warning"))
+    yield tmp_path / "planner.jsonl"
+    telemetry.shutdown()
+
+
+def read(spans: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in spans.read_text().splitlines()]
+
+
+async def test_the_spans_of_an_event_hang_under_one_root(cluster: Cluster, spans: Path) -> None:
+    nodes = await cluster.serve(nodes=3)
+    cluster.world.open_to(1)
+    gateway = await cluster.add_gateway()
+    await gateway.offer(3 * SLOTS)
+    await cluster.until(lambda: cluster.paths)
+    plan = nodes[1].plans[-1]
+    await nodes[1].fail(plan, plan.pulls[-1].block, plan.pulls[-1].source)
+    await cluster.until(lambda: nodes[1].plans[-1].revision == 1)
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    gateway.end_all()
+    await cluster.until_replica_count(1)
+    await cluster.until(lambda: sum(bool(node.releases) for node in nodes) == 2)
+    await cluster.stop_planner()
+    trace = done.trace.split("-")[1]
+    of_event = [span for span in read(spans) if span["trace_id"] == trace]
+    (root,) = [span for span in of_event if span["parent_id"] is None]
+    assert root["name"] == "scale_event"
+    assert root["attributes"]["state"] == "complete"
+    assert root["attributes"]["event"] == done.id
+    assert {"predicted.all_complete_s", "actual.all_complete_s"} <= root["attributes"].keys()
+    others = [span for span in of_event if span is not root]
+    assert {span["parent_id"] for span in others} == {root["span_id"]}
+    names = [span["name"] for span in others]
+    assert {"detect", "decide", "plan", "replan", "path_formed", "drain"} == set(names)
+    assert plan.trace == done.trace
+    drained = {s["attributes"]["node"] for s in others if s["name"] == "drain"}
+    assert drained <= {"n1", "n2"}, "n0 was brought up by another event"
