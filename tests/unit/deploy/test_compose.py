@@ -82,7 +82,6 @@ def test_a_nodes_host_is_a_name_that_it_and_the_others_resolve() -> None:
         assert service["deploy"]["resources"]["limits"]["memory"] == "4G"
         assert config.arena_bytes < 4 << 30
     assert len(NODES) == 3
-    assert cluster()["networks"]["default"]["enable_ipv6"] is False
 
 
 def test_only_loopback_ports_of_the_machine_are_published() -> None:
