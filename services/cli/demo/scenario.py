@@ -7,10 +7,10 @@ MODEL = ModelName("demo")
 COPY_S = 5.0
 """How long one full copy takes over one link."""
 SLOTS = 8
-STEP_FLOOR_S = 0.040
+STEP_FLOOR_S = 0.060
 ARENA_SPARE = 1.25
-FIRST_WAVE = 64
+FIRST_WAVE = 56
 """Requests that come at once; the others follow at RATE."""
-RATE = 16.0
-REQUESTS = 160
+RATE = 12.0
+REQUESTS = 120
 TOKENS = 48
