@@ -107,7 +107,8 @@ class Lane:
     path: Path
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     formed: int = 0
-    """Tick of its last micro-batch: what that one left out does not make the lane older."""
+    """Tick of its last micro-batch: what that one left out does not make the lane older. Unless it
+    had no budget for prompts: then the lane keeps its age, and one day is the first to get some."""
 
     @property
     def flights(self) -> set[int]:
@@ -128,7 +129,8 @@ class Lane:
         ready = sorted(
             (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
         )
-        self.formed = tick
+        if prompt_budget or all(sequence.decodes for sequence in ready):
+            self.formed = tick
         rows: list[Row] = []
         for sequence in ready:
             if len(rows) == share:

@@ -108,6 +108,21 @@ def test_a_prompt_that_waits_for_another_holds_up_no_other_path() -> None:
     ]
 
 
+def test_prompts_of_two_paths_take_turns() -> None:
+    core = batcher(step_tokens=4)
+    whole = [one(name, WHOLE, 40) for name in ("w1", "w2")]
+    queue(core, *whole, one("two", TWO, 40), one("decode", TWO))
+    chunks = []
+    for _ in range(6):
+        work = take(core)
+        chunks.append([key for key, _, count in rows(work) if count > 1])
+        for command in run(core, work):
+            if isinstance(command, Send) and isinstance(command.message, Forward):
+                back = tuple((row.sequence, 1) for row in command.message.rows)
+                core.received(Sampled(command.message.batch, back))
+    assert chunks == [["w1#1"], ["two#1"]] * 3
+
+
 def test_only_the_row_that_completes_the_known_tokens_draws() -> None:
     core = batcher(step_tokens=4)
     queue(core, submit("r", WHOLE, prompt=(5, 6, 7), so_far=(8, 9)))
