@@ -3,15 +3,18 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.node.engine.base import Row
+from services.node.engine.base import Row, StagePart, Sweep
+from services.node.engine.engine import TorchEngine
 from tests.unit.node.engine.conftest import Logits
-from tests.unit.node.engine.models import Model, Path, make_model, row
+from tests.unit.node.engine.models import MODEL, Model, Path, make_model, row
 
 LENGTH = 400
 TOKENS = random.Random(7).choices(range(96), k=LENGTH)
@@ -97,6 +100,69 @@ def test_same_bits_however_it_is_run(
             assert torch.equal(logits.take()[at], expected[stop - 1])
             for engine, _, _ in path.stages:
                 engine.free(tuple(other.sequence for other in others))
+
+
+class Crowd:
+    """What else rides in a sweep: parts of any blocks, some joining on the way, some freed."""
+
+    def __init__(self, model: Model, engine: TorchEngine, rng: random.Random) -> None:
+        self._model, self._engine, self._rng = model, engine, rng
+        self._made = 0
+
+    def join(self, sweep: Sweep) -> None:
+        for _ in range(self._rng.randrange(4)):
+            start = self._rng.randrange(sweep.at, self._model.n_blocks)
+            stop = self._rng.randint(start + 1, self._model.n_blocks)
+            rows = [self._row(start) for _ in range(self._rng.randint(1, 5))]
+            hidden = None
+            if start:
+                llama = self._model.oracle.config
+                shape = (sum(row.count for row in rows), llama.hidden_size)
+                hidden = torch.randn(shape, dtype=llama.dtype)
+            sweep.join(StagePart(start, stop, tuple(rows), hidden))
+
+    def _row(self, start: int) -> Row:
+        self._made += 1
+        tokens = self._rng.choices(range(96), k=self._rng.choice([1, 1, 2, 5, 40]))
+        made = row(f"other {self._made}", 0, tokens, limit=40)
+        return replace(made, tokens=()) if start else made
+
+    def free(self, share: float) -> None:
+        keys = [f"other {i + 1}" for i in range(self._made)]
+        self._engine.free(tuple(key for key in keys if self._rng.random() < share))
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 17, 64, 130]), max_size=12),
+    seed=st.integers(0, 2**32),
+    cuts=st.sets(st.integers(1, 5), max_size=3),
+)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_same_bits_whoever_rides(
+    any_model: Model, logits: Logits, lengths: list[int], seed: int, cuts: set[int]
+) -> None:
+    """One engine is all stages of the path, and runs parts of others in the same sweeps."""
+    expected = _expected(any_model, logits)
+    rng, engine = random.Random(seed), any_model.engine(kv_tokens=8192)
+    crowd = Crowd(any_model, engine, rng)
+    for start, stop in chunks(lengths):
+        hidden: torch.Tensor | None = None
+        for first, last in pairwise((0, *sorted(cuts), any_model.n_blocks)):
+            mine = row(f"s {first}", start, TOKENS[start:stop], draw=0)
+            mine = replace(mine, tokens=()) if first else mine
+            sweep = engine.begin(MODEL)
+            crowd.join(sweep)
+            number = sweep.join(StagePart(first, last, (mine,), hidden))
+            while not (left := sweep.advance()).get(number):
+                crowd.free(0.2)
+                crowd.join(sweep)
+            hidden = left[number].hidden
+            crowd.free(1)
+        assert torch.equal(logits.take()[0], expected[stop - 1])
 
 
 _decoded: dict[int, torch.Tensor] = {}

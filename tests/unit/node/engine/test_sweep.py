@@ -1,0 +1,222 @@
+"""Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from services.node.engine.base import PartResult, Row, StagePart, Sweep
+from services.node.engine.llama import LayerStep
+from services.node.engine.weights import LayerUnit
+from shared.errors import BadInput, CapacityExceeded, NotFound
+from tests.unit.node.engine.conftest import Logits
+from tests.unit.node.engine.models import MODEL, Model, Path, part, row, run, run_all
+
+LAST = 6
+PROMPT = [7, 3, 90, 14, 15, 9, 2]
+
+
+def untokened(rows: list[Row]) -> list[Row]:
+    return [replace(one, tokens=()) for one in rows]
+
+
+def hidden_before(model: Model, block: int, rows: list[Row]) -> torch.Tensor:
+    """What an engine with the blocks before makes of the rows."""
+    hidden = run(model.engine(0, block), part(rows, 0, block)).hidden
+    assert hidden is not None
+    return hidden
+
+
+def from_block(model: Model, block: int, *rows: Row) -> StagePart:
+    """Rows whose sequences start here, for blocks from `block` on."""
+    hidden = hidden_before(model, block, list(rows))
+    return part(untokened(list(rows)), block, LAST, hidden)
+
+
+def finish(sweep: Sweep, count: int) -> dict[int, PartResult]:
+    """Until `count` parts have got off."""
+    left: dict[int, PartResult] = {}
+    while len(left) < count:
+        left |= sweep.advance()
+    return left
+
+
+@dataclass
+class Stream:
+    """A request on a path; the engine under test is one of its stages."""
+
+    key: str
+    before: int
+    """Blocks of the stage before, 0 if there is none."""
+    stop: int
+    prompt: list[int]
+    tokens: list[int]
+    position: int = 0
+
+    def next_row(self) -> Row:
+        new = [*self.prompt, *self.tokens][self.position :]
+        return row(self.key, self.position, new, draw=len(self.tokens))
+
+
+def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step of all streams is one sweep of the engine they share, and each layer runs once."""
+    ran: list[LayerUnit] = []
+    run_layer = LayerStep.run
+
+    def watched(self: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        ran.append(layer)
+        run_layer(self, layer, hidden, kv)
+
+    ranges = [(0, 6), (1, 6), (3, 6), (4, 6), (0, 2), (2, 5), (0, 6)]
+    streams = [
+        Stream(f"s{i}", start, stop, [(11 * i + j) % 96 for j in range(3 + 6 * i)], [])
+        for i, (start, stop) in enumerate(ranges)
+    ]
+    shared, others = model.engine(), model.engine()
+    for _ in range(6):
+        rows = [stream.next_row() for stream in streams]
+        parts = []
+        for stream, one in zip(streams, rows, strict=True):
+            hidden = None
+            if stream.before:
+                early = replace(one, sequence=f"{one.sequence} before")
+                hidden = run(others, part([early], 0, stream.before)).hidden
+                one = replace(one, tokens=())
+            parts.append(part([one], stream.before, stream.stop, hidden))
+        ran.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerStep, "run", watched)
+            results = run_all(shared, parts)
+        assert len(ran) == 4
+        for stream, one, result in zip(streams, rows, results, strict=True):
+            if stream.stop < LAST:
+                late = replace(one, sequence=f"{one.sequence} after", tokens=())
+                result = run(others, part([late], stream.stop, LAST, result.hidden))
+            (token,) = result.sampled
+            assert token is not None
+            stream.tokens.append(token)
+            stream.position += one.count
+    for stream in streams:
+        assert stream.tokens == model.expected_tokens(stream.prompt, 6)
+
+
+def test_parts_get_off_where_they_stop(model: Model) -> None:
+    sweep = model.engine().begin(MODEL)
+    early = sweep.join(part([row("early", 0, PROMPT)], 0, 2))
+    late = sweep.join(from_block(model, 4, row("late", 0, PROMPT, draw=0)))
+    assert [set(sweep.advance()), sweep.at] == [set(), 1]
+    left = sweep.advance()
+    assert [set(left), sweep.at] == [{early}, 2]
+    expected = hidden_before(model, 2, [row("s", 0, PROMPT)])
+    hidden = left[early].hidden
+    assert [set(sweep.advance()), sweep.at] == [set(), 5]
+    left |= sweep.advance()
+    assert hidden is not None
+    assert torch.equal(hidden, expected)
+    assert list(left[late].sampled) == model.expected_tokens(PROMPT, 1)
+    assert (sweep.at, sweep.advance()) == (LAST, {})
+
+
+def test_joining_on_the_way(model: Model) -> None:
+    sweep = model.engine().begin(MODEL)
+    first = sweep.join(part([row("first", 0, PROMPT, draw=0)], 0, LAST))
+    sweep.advance()
+    sweep.advance()
+    with pytest.raises(BadInput, match="ahead"):
+        sweep.join(from_block(model, 1, row("behind", 0, [1])))
+    joined = sweep.join(from_block(model, 2, row("joined", 0, PROMPT[:5], draw=0)))
+    later = sweep.join(from_block(model, 5, row("later", 0, PROMPT[:3], draw=0)))
+    left = finish(sweep, 3)
+    assert {number: list(result.sampled) for number, result in left.items()} == {
+        first: model.expected_tokens(PROMPT, 1),
+        joined: model.expected_tokens(PROMPT[:5], 1),
+        later: model.expected_tokens(PROMPT[:3], 1),
+    }
+
+
+def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
+    engine = model.engine(2, kv_tokens=40)
+    sweep = engine.begin(MODEL)
+    first = sweep.join(from_block(model, 2, row("first", 0, PROMPT, limit=30, draw=0)))
+    sweep.advance()
+    with pytest.raises(CapacityExceeded):
+        sweep.join(from_block(model, 4, row("big", 0, [1, 2], limit=11)))
+    fits = sweep.join(from_block(model, 4, row("fits", 0, [1, 2], limit=10, draw=0)))
+    with pytest.raises(NotFound):
+        engine.begin(MODEL).join(part([row("early", 0, [1])], 0, LAST))
+    left = finish(sweep, 2)
+    assert list(left[first].sampled) == model.expected_tokens(PROMPT, 1)
+    assert list(left[fits].sampled) == model.expected_tokens([1, 2], 1)
+    assert engine.kv_used == 40
+
+
+def test_freed_rows_leave_and_their_slots_can_be_had(model: Model) -> None:
+    engine = model.engine(kv_tokens=100)
+    sweep = engine.begin(MODEL)
+    rows = [row(key, 0, [*PROMPT, i], limit=30, draw=0) for i, key in enumerate("abc")]
+    first = sweep.join(part(rows, 0, LAST))
+    waiting = sweep.join(from_block(model, 5, row("waiting", 0, [1])))
+    sweep.advance()
+    sweep.advance()
+    engine.free(("b", "waiting"))
+    second = sweep.join(from_block(model, 3, row("new", 0, [5] * 20, limit=40, draw=0)))
+    left = finish(sweep, 3)
+    assert left[waiting] == PartResult((), None, ())
+    assert left[first].rows == (rows[0], rows[2])
+    for index, name in ((0, "a"), (2, "c")):
+        (expected,) = model.expected_tokens([*PROMPT, index], 1)
+        assert left[first].sampled["ac".index(name)] == expected
+    assert list(left[second].sampled) == model.expected_tokens([5] * 20, 1)
+    (again,) = run(engine, part([row("a", 8, [44], limit=30, draw=1)], 0, LAST)).sampled
+    assert [again] == model.expected_tokens([*PROMPT, 0, 44], 1)
+
+
+def test_hidden_states_of_those_who_stay_when_others_are_freed(model: Model) -> None:
+    engine = model.engine()
+    sweep = engine.begin(MODEL)
+    rows = [row("a", 0, [1, 2, 3]), row("b", 0, PROMPT), row("c", 0, [4])]
+    number = sweep.join(part(rows, 0, 4))
+    sweep.advance()
+    engine.free(("a", "c"))
+    result = finish(sweep, 1)[number]
+    assert result.rows == (rows[1],)
+    assert result.hidden is not None
+    assert torch.equal(result.hidden, hidden_before(model, 4, [row("b", 0, PROMPT)]))
+
+
+def test_a_sequence_that_is_moved_on_the_way(model: Model, logits: Logits) -> None:
+    """A part that joins needs room that is only there once others have been moved together."""
+    engine = model.engine(kv_tokens=4096)
+    fillers = [row(f"f{i}", 0, [i % 96], limit=1) for i in range(508)]
+    run(engine, part(fillers[:200], 0, LAST))
+    run(engine, part([row("s", 0, PROMPT, limit=60)], 0, LAST))
+    run(engine, part(fillers[200:], 0, LAST))
+    engine.free(tuple(f"f{i}" for i in range(0, 508, 2)))
+    sweep = engine.begin(MODEL)
+    first = sweep.join(part([row("s", len(PROMPT), [55], limit=60, draw=0)], 0, LAST))
+    sweep.advance()
+    sweep.advance()
+    before = engine._kv.changes
+    second = sweep.join(from_block(model, 3, row("long", 0, [8] * 30, limit=100, draw=0)))
+    assert engine._kv.changes > before, "nothing was moved: the test has lost its point"
+    left = finish(sweep, 2)
+    moved = logits.take()
+    alone = Path(model)
+    alone.run([row("s", 0, PROMPT)])
+    assert alone.run([row("s", len(PROMPT), [55], draw=0)]) == left[first].sampled
+    assert torch.equal(moved[0], logits.take()[0])
+    assert list(left[second].sampled) == model.expected_tokens([8] * 30, 1)
+
+
+def test_a_model_closed_on_the_way(model: Model) -> None:
+    engine = model.engine()
+    sweep = engine.begin(MODEL)
+    number = sweep.join(part([row("s", 0, PROMPT, draw=0)], 0, LAST))
+    waiting = sweep.join(from_block(model, 5, row("w", 0, PROMPT)))
+    sweep.advance()
+    engine.close_model(MODEL)
+    assert sweep.advance() == {number: PartResult((), None, ()), waiting: PartResult((), None, ())}
+    with pytest.raises(NotFound):
+        sweep.join(part([row("t", 0, [1])], 1, LAST))
