@@ -77,14 +77,19 @@ class Cluster:
         self.state = ClusterState(nats_url=url)
         self._note(processes.record("nats", "nats", self._nats.pid))
         say(f"starting registry, planner, gateway and {self.spec.nodes} nodes")
-        self._spawn("registry", "registry")
-        self._spawn("planner", "planner")
-        self._spawn("gateway", "gateway", {"LAMBDASCALE_GATEWAY_PORT": str(self.spec.gateway_port)})
+        for role in ("registry", "planner", "gateway"):
+            self.start_service(role)
         for number in range(self.spec.nodes):
             self.start_node(number)
         await self._wait_until_ready()
 
+    def start_service(self, role: str) -> None:
+        """Starts (again) the registry, the planner or the gateway."""
+        port = {"LAMBDASCALE_GATEWAY_PORT": str(self.spec.gateway_port)}
+        self._spawn(role, role, port if role == "gateway" else {})
+
     def start_node(self, number: int) -> None:
+        """Starts (again) a node; what its disk holds is there again."""
         name = node_id(number)
         settings = {
             "LAMBDASCALE_NODE_ID": name,
@@ -92,13 +97,13 @@ class Cluster:
         }
         self._spawn(name, "node", settings)
 
-    def _spawn(self, name: str, role: str, settings: Mapping[str, str] | None = None) -> None:
+    def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
         arguments = ["--config", str(self.spec.config)] if self.spec.config else []
         merged = {
             **self.spec.settings,
             "LAMBDASCALE_BUS_URL": self.state.nats_url,
             "LAMBDASCALE_TELEMETRY_TRACE_DIR": str(self.spec.directory / "traces"),
-            **(settings or {}),
+            **settings,
         }
         entry, child = processes.spawn(self.spec.directory, name, role, arguments, merged)
         self._children[name] = child

@@ -103,6 +103,7 @@ async def running(
     nodes: int,
     settings: Mapping[str, str] | None = None,
     blocks: int = 0,
+    min_instances: int = 1,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
         directory=directory,
@@ -121,10 +122,17 @@ async def running(
         async with NatsBus(bus_config(cluster.state), "test") as bus:
             watch = Watch()
             await watch.follow(bus)
-            record = await import_model(bus, checkpoint, MODEL, blocks=blocks, say=lambda _: None)
+            record = await import_model(
+                bus,
+                checkpoint,
+                MODEL,
+                blocks=blocks,
+                min_instances=min_instances,
+                say=lambda _: None,
+            )
             watch.n_blocks = record.n_blocks
             up = Running(cluster, bus, watch, record)
-            await up.replicas(1)
+            await up.replicas(min_instances)
             yield up
     finally:
         await cluster.stop()
