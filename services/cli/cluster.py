@@ -98,6 +98,8 @@ class Cluster:
         self._spawn(name, "node", settings)
 
     def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
+        if name in self._children:
+            self._children[name].wait(processes.STOP_S)  # the one before must be gone
         arguments = ["--config", str(self.spec.config)] if self.spec.config else []
         merged = {
             **self.spec.settings,

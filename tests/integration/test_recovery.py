@@ -1,6 +1,7 @@
 """Sleep and wake, and services that are killed and come back, with real processes."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from services.cli.demo_model import make_checkpoint
 from shared import subjects
 from shared.errors import BusError
+from shared.ids import NodeId
 from shared.messages.pool import Holding, PoolQuery, PoolState, Tier
 from shared.messages.scaling import PlannerQuery, PlannerState
 from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
@@ -71,10 +73,11 @@ async def test_planner_registry_and_a_node_killed_and_back(
         assert [answer.tokens for answer in answers] == oracle.tokens(first, 60)
 
         up.kill("node-2")
+        killed_ns = time.time_ns()
         for role in ("registry", "planner"):
             up.cluster.start_service(role)
         up.cluster.start_node(2)
-        await answered(up)
+        await answered(up, since=killed_ns)
         answers = await up.ask_all(rest, 40)
         assert {answer.error for answer in answers} == {""}
         assert [answer.tokens for answer in answers] == oracle.tokens(rest, 40)
@@ -82,8 +85,8 @@ async def test_planner_registry_and_a_node_killed_and_back(
         await up.replicas(1)
 
 
-async def answered(up: Running) -> None:
-    """Waits until the planner and the registry answer and know all nodes."""
+async def answered(up: Running, *, since: int) -> None:
+    """Waits until the planner and the registry answer and node-2 is one that started `since`."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
@@ -92,7 +95,8 @@ async def answered(up: Running) -> None:
                 )
                 query = PlannerQuery(events=1)
                 await up.bus.request(subjects.PLANNER_STATE, query, PlannerState, timeout=1.0)
-                if len(pool.nodes) == up.cluster.spec.nodes:
+                generations = {view.info.node: view.info.generation for view in pool.nodes}
+                if generations.get(NodeId("node-2"), 0) > since and len(generations) == 3:
                     return
             except BusError:
                 pass
