@@ -35,6 +35,8 @@ class Context:
     revisions: Iterator[int]
     """Of instance sets; one row for all, so that a model that comes back begins no older."""
     spawn: Spawn
+    more_room: Callable[[], None]
+    """Tells all controllers that nodes which could not be had may be had now."""
     publish: Callable[[str, Message], None]
     """Queues a message; they are sent in order."""
 

@@ -21,7 +21,7 @@ from services.planner.registry import Registry
 from services.planner.store import fitting
 from shared import subjects, telemetry
 from shared.clock import now, wall_ns
-from shared.errors import LambdaScaleError, PlanError
+from shared.errors import CapacityExceeded, LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages import Message
 from shared.messages.pool import ModelRecord, NodeGone, NodeInfo, Tier
@@ -67,6 +67,8 @@ class EventRun:
         self, context: Context, model: ModelRecord, record: EventRecord, root: Span, hooks: Hooks
     ) -> None:
         self.record = record
+        self.no_room = False
+        """It failed because no target was to be had."""
         self._context = context
         self._cluster = context.cluster
         self._model = model
@@ -133,6 +135,7 @@ class EventRun:
             await self._watch()
             self._finish(EventState.COMPLETE)
         except LambdaScaleError as error:
+            self.no_room = isinstance(error, CapacityExceeded)
             self._finish(EventState.FAILED, str(error))
         finally:
             self.cancel("the planner stopped")
@@ -142,7 +145,7 @@ class EventRun:
         with telemetry.span("plan", parent=self.record.trace) as span:
             infos = await self._registry.reserve(self.record.id, self._model, count, exclude)
             if not infos:
-                raise PlanError("no node has room for another replica")
+                raise CapacityExceeded("no node has room for another replica")
             sources = await self._registry.sources(self._model)
             staying = [s for s in sources if not self._hooks.leaving(s.info.node)]
             roles = assign_roles(staying, [info.node for info in infos])

@@ -83,6 +83,11 @@ class ModelController:
         """A new node may be what the last event lacked."""
         self._retry_at, self._failed = float("-inf"), 0
 
+    def on_more_room(self) -> None:
+        """Memory was freed, or another event ended."""
+        if self.event is not None and self.event.no_room:
+            self.on_joined()
+
     def on_gone(self, message: NodeGone) -> None:
         self.serving.leave(message.node)
         self._leaving.pop(message.node, None)
@@ -243,6 +248,8 @@ class ModelController:
 
     async def _run_event(self, run: EventRun, count: int, exclude: tuple[NodeId, ...]) -> None:
         await run.run(count, exclude)
+        if not run.no_room:
+            self._context.more_room()  # its targets can be reserved again
         if run.record.state is EventState.COMPLETE:
             self._failed = 0
         else:

@@ -78,6 +78,7 @@ class PlannerService(Service):
             epoch=wall_ns(),
             revisions=itertools.count(1),
             spawn=self._spawn,
+            more_room=self._more_room,
             publish=lambda subject, message: self._outbox.put_nowait((subject, message)),
         )
 
@@ -240,9 +241,15 @@ class PlannerService(Service):
             self._remove(message.name)
 
     def _on_status(self, status: NodeStatus) -> None:
-        self._cluster.on_status(status, now())
+        more_room = self._cluster.on_status(status, now())
         for controller in self._models.values():
             controller.on_status(status.node)
+        if more_room:
+            self._more_room()
+
+    def _more_room(self) -> None:
+        for controller in self._models.values():
+            controller.on_more_room()
 
     def _join(self, info: NodeInfo) -> None:
         known = self._cluster.nodes.get(info.node)

@@ -42,11 +42,14 @@ class Cluster:
         del self.nodes[node]
         return True
 
-    def on_status(self, status: NodeStatus, now: float) -> None:
+    def on_status(self, status: NodeStatus, now: float) -> bool:
+        """Whether the node has more room than it had."""
         self.on_sign_of_life(now)
         known = self._status.get(status.node)
-        if known is None or (status.generation, status.seq) > (known.generation, known.seq):
-            self._status[status.node] = status
+        if known and (status.generation, status.seq) <= (known.generation, known.seq):
+            return False
+        self._status[status.node] = status
+        return known is None or status.arena_free > known.arena_free
 
     def on_load(self, load: GatewayLoad, now: float) -> None:
         self.on_sign_of_life(now)

@@ -10,7 +10,7 @@ from tests.unit.planner.cluster import Cluster
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     """With the planner's patience cut short."""
     monkeypatch.setattr(serving, "SETTLE_S", 0.08)
-    monkeypatch.setattr(serving, "REPUBLISH_S", 0.2)
+    monkeypatch.setattr(serving, "REPUBLISH_S", 0.05)
     monkeypatch.setattr(model, "RETRY_S", 0.05)
     monkeypatch.setattr(model, "AVOID_S", 0.2)
     monkeypatch.setattr(context, "PING_TIMEOUT_S", 0.05)

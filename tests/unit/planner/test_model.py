@@ -178,6 +178,27 @@ async def test_a_member_that_lost_its_blocks_is_none(cluster: Cluster) -> None:
     await cluster.until_replicas("n0")
 
 
+async def test_a_model_gets_the_room_that_another_gives_up_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "RETRY_S", 3600.0)
+    (n0,) = await cluster.add_nodes(1)
+    models = [record(min_instances=1, name=name) for name in ("one", "two", "three")]
+    n0.disk = {each.model_id for each in models}
+    await n0.report()
+    await cluster.start_planner()
+    for each in models:
+        await cluster.publish_model(each)
+    failed = await cluster.until_event(EventState.FAILED)
+    assert failed.error == "no node has room for another replica"
+    await cluster.until_event(EventState.COMPLETE, count=2)
+    loaded = next(each for each in models if each.model_id in n0.gpu)
+    await cluster.remove_model(loaded.name)
+    await cluster.until_event(EventState.COMPLETE, count=3)
+    done = [event.name for event in cluster.events(EventState.COMPLETE)]
+    assert sorted(done) == sorted(each.name for each in models)
+
+
 # --- suspects ---
 
 

@@ -1,0 +1,119 @@
+"""What the planner knows: live nodes only, by their newest word; loads of gateways that speak."""
+
+from services.planner.core.cluster import FRESH_S, Cluster
+from services.planner.core.scaling import Demand
+from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
+from shared.messages.load import GatewayLoad, ModelLoad
+from shared.messages.pool import Holding, Tier
+from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
+
+A = NodeId("a")
+LLAMA = ModelName("llama")
+ON = InstanceId("replica-a")
+GPU = [Tier.GPU]
+
+
+def cluster(*holdings: Holding, generation: int = 1) -> Cluster:
+    found = Cluster()
+    found.on_joined(info("a", generation))
+    found.on_status(status("a", *holdings, generation=generation), now=0.0)
+    return found
+
+
+def load(gateway: str, queued: int = 0, on: int = 0, model: str = LLAMA) -> GatewayLoad:
+    of_model = ModelLoad(
+        model=ModelName(model),
+        queued_requests=queued,
+        queued_tokens=queued * 10,
+        running_requests=on,
+        running_tokens=on * 5,
+        instance_requests={ON: on},
+    )
+    return GatewayLoad(gateway=GatewayId(gateway), models=(of_model,))
+
+
+def test_blocks_by_model_and_tier() -> None:
+    found = cluster(
+        holding(Tier.GPU, 0, 1), holding(Tier.HOST, 2), holding(Tier.GPU, 3, model_id=OTHER)
+    )
+    assert found.held(A, MODEL, GPU) == {0, 1}
+    assert found.held(A, MODEL, [Tier.GPU, Tier.HOST]) == {0, 1, 2}
+    assert found.holders(MODEL, GPU) == {A: {0, 1}}
+    assert found.holders(MODEL, [Tier.DISK]) == {}
+    assert {h.model_id for _, h in found.in_memory()} == {MODEL, OTHER}
+
+
+def test_memory_set_aside_counts_before_the_first_block() -> None:
+    found = cluster(holding(Tier.GPU))
+    assert found.hosts(A, MODEL)
+    assert not found.hosts(A, OTHER)
+    assert found.holders(MODEL, GPU) == {}
+
+
+def test_an_older_report_that_comes_late_changes_nothing() -> None:
+    found = cluster()
+    found.on_status(status("a", holding(Tier.GPU, 0, 1), seq=3), 0.0)
+    found.on_status(status("a", holding(Tier.GPU, 0), seq=2), 0.0)
+    assert found.held(A, MODEL, GPU) == {0, 1}
+
+
+def test_more_room_is_noticed() -> None:
+    found = cluster()
+    assert not found.on_status(status("a", seq=2, free=600), 0.0)
+    assert found.on_status(status("a", seq=3, free=1000), 0.0)
+    assert not found.on_status(status("a", seq=3, free=2000), 0.0)
+
+
+def test_what_another_generation_held_is_not_held() -> None:
+    found = cluster(holding(Tier.GPU, 0, 1))
+    before = found.on_joined(info("a", generation=2))
+    assert before is not None
+    assert before.generation == 1
+    assert found.held(A, MODEL, GPU) == frozenset()
+
+
+def test_a_report_may_overtake_its_node() -> None:
+    found = Cluster()
+    found.on_status(status("a", holding(Tier.GPU, 0)), 0.0)
+    assert found.held(A, MODEL, GPU) == frozenset()
+    assert found.on_joined(info("a")) is None
+    assert found.held(A, MODEL, GPU) == {0}
+
+
+def test_news_of_a_generation_that_is_over_comes_too_late() -> None:
+    found = cluster()
+    assert found.on_gone(A, Generation(1))
+    assert not found.on_gone(A, Generation(1))
+    assert found.on_joined(info("a", generation=1)) is None
+    assert not found.nodes
+    found.on_joined(info("a", generation=2))
+    assert not found.on_gone(A, Generation(1))
+    assert A in found.nodes
+
+
+def test_loads_add_up_and_silent_gateways_are_forgotten() -> None:
+    found = cluster()
+    found.on_load(load("one", queued=1, on=2), now=0.0)
+    found.on_load(load("two", queued=3, on=4), now=0.5)
+    found.on_load(load("two", queued=5, on=4), now=1.0)
+    assert found.demand(LLAMA, 1.0) == Demand(6, 60, 6, 30)
+    assert found.requests_on(LLAMA, ON, 1.0) == 6
+    found.on_load(load("two", queued=5, on=4), now=FRESH_S + 0.5)
+    assert found.demand(LLAMA, FRESH_S + 0.5) == Demand(5, 50, 4, 20)
+    assert found.demand(ModelName("other"), 1.0).idle
+
+
+def test_when_nobody_was_heard_silence_is_no_news_of_gateways() -> None:
+    found = cluster()
+    found.on_load(load("one", on=2), now=1.0)
+    assert not found.blind(1.0 + FRESH_S)
+    assert found.blind(10.0)
+    found.on_status(status("a", seq=2), now=10.0)
+    assert not found.blind(10.0)
+    assert found.requests_on(LLAMA, ON, 10.0) == 2
+    found.on_status(status("a", seq=3), now=11.5)
+    assert found.requests_on(LLAMA, ON, 10.0 + FRESH_S + 0.1) == 0
+
+
+def test_a_planner_that_has_heard_nothing_is_blind() -> None:
+    assert Cluster().blind(0.0)

@@ -1,0 +1,171 @@
+"""Scaling decisions: within limits, once a burst, steady under a steady load."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.core.scaling import Decision, Demand, Policy, Scaler, decide, wanted
+
+SLOTS = 4
+
+
+def policy(
+    least: int = 0, most: int = 8, fixed: int | None = None, hold: float = 0.2, idle: float = 2.0
+) -> Policy:
+    return Policy(
+        min_instances=least,
+        max_instances=most,
+        slots=SLOTS,
+        kv_tokens=1000,
+        queue_per_instance=0.25,
+        scale_up_hold_s=hold,
+        idle_s=idle,
+        fixed=fixed,
+    )
+
+
+def demand(queued: int = 0, running: int = 0, tokens: int = 0) -> Demand:
+    return Demand(
+        queued_requests=queued, queued_tokens=tokens, running_requests=running, running_tokens=0
+    )
+
+
+def ask(
+    load: Demand,
+    rules: Policy,
+    *,
+    have: int = 0,
+    coming: int = 0,
+    leaving: int = 0,
+    now: float = 0.0,
+    scaler: Scaler = Scaler(),  # noqa: B008 - frozen
+) -> tuple[Scaler, Decision]:
+    return decide(scaler, load, rules, have=have, coming=coming, leaving=leaving, now=now)
+
+
+def test_the_first_request_is_answered_at_once() -> None:
+    _, decision = ask(demand(queued=1), policy())
+    assert decision.replicas == 1
+    assert decision.cause == (
+        "1 requests queued and 0 running fill 1 replicas of 4 slots; 0 serve, 0 on their way"
+    )
+
+
+def test_a_blip_moves_nothing_a_queue_that_stays_does() -> None:
+    load, rules = demand(queued=8, running=4), policy()
+    scaler, decision = ask(load, rules, have=1, now=10.0)
+    assert (decision.replicas, decision.cause) == (1, "")
+    scaler, decision = ask(demand(running=4), rules, have=1, now=10.1, scaler=scaler)
+    assert scaler == Scaler()
+    scaler, _ = ask(load, rules, have=1, now=10.2, scaler=scaler)
+    scaler, decision = ask(load, rules, have=1, now=10.4, scaler=scaler)
+    assert (decision.replicas, decision.detected_at) == (3, 10.2)
+
+
+def test_what_is_on_its_way_counts() -> None:
+    _, decision = ask(demand(queued=8, running=4), policy(hold=0.0), have=1, coming=2)
+    assert decision.replicas == 3
+    assert decision.cause == ""
+
+
+def test_a_short_queue_is_worth_no_replica() -> None:
+    _, decision = ask(demand(queued=1, running=4), policy(hold=0.0), have=1)
+    assert decision.replicas == 1
+
+
+def test_tokens_count_as_well_as_requests() -> None:
+    assert wanted(demand(queued=2, tokens=2500), policy()) == 3
+    _, decision = ask(demand(queued=2, tokens=2500), policy(hold=0.0), have=1)
+    assert decision.replicas == 3
+
+
+def test_less_after_the_idle_time_and_one_at_a_time() -> None:
+    load, rules = demand(running=1), policy()
+    scaler, decision = ask(load, rules, have=3, now=0.0)
+    assert decision.replicas == 3
+    scaler, decision = ask(load, rules, have=3, now=1.9, scaler=scaler)
+    assert decision.replicas == 3
+    scaler, decision = ask(load, rules, have=3, now=2.0, scaler=scaler)
+    assert (decision.replicas, decision.detected_at) == (2, 0.0)
+    scaler, decision = ask(load, rules, have=2, leaving=1, now=2.1, scaler=scaler)
+    assert decision.replicas == 2
+    scaler, decision = ask(load, rules, have=2, now=2.4, scaler=scaler)
+    assert decision.replicas == 1
+    scaler, decision = ask(load, rules, have=1, now=9.0, scaler=scaler)
+    assert decision.replicas == 1
+
+
+def test_nothing_goes_while_something_comes() -> None:
+    _, decision = ask(demand(), policy(idle=0.0), have=3, coming=1)
+    assert decision.replicas == 4
+
+
+@pytest.mark.parametrize(("have", "want"), [(0, 2), (1, 2), (2, 2), (4, 3)])
+def test_the_operators_number_is_followed_at_once(have: int, want: int) -> None:
+    _, decision = ask(demand(), policy(fixed=2), have=have)
+    assert decision.replicas == want
+
+
+def test_limits_that_contradict_each_other() -> None:
+    assert wanted(demand(), policy(least=3, most=2)) == 2
+    assert wanted(demand(queued=100), policy(most=0)) == 0
+
+
+loads = st.builds(
+    Demand,
+    queued_requests=st.integers(0, 100),
+    queued_tokens=st.integers(0, 10_000),
+    running_requests=st.integers(0, 100),
+    running_tokens=st.integers(0, 10_000),
+)
+policies = st.builds(
+    policy,
+    least=st.integers(0, 4),
+    most=st.integers(0, 8),
+    fixed=st.none() | st.integers(0, 10),
+    hold=st.sampled_from([0.0, 0.2]),
+    idle=st.sampled_from([0.0, 2.0]),
+)
+
+
+@given(loads, policies, st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.booleans())
+def test_never_beyond_the_limits_and_down_by_one(
+    load: Demand, rules: Policy, have: int, coming: int, leaving: int, waited: bool
+) -> None:
+    since = -100.0 if waited else None
+    _, decision = ask(
+        load,
+        rules,
+        have=have,
+        coming=coming,
+        leaving=leaving,
+        scaler=Scaler(short_since=since, surplus_since=since),
+    )
+    total = have + coming
+    if decision.replicas > total:
+        assert decision.replicas <= rules.max_instances
+        assert decision.cause
+    elif decision.replicas < total:
+        assert decision.replicas == have - 1
+        assert (coming, leaving) == (0, 0)
+        lower = rules.min_instances if rules.fixed is None else rules.fixed
+        assert decision.replicas >= min(lower, rules.max_instances)
+
+
+@given(st.integers(0, 40), st.integers(0, 8), policies)
+def test_a_constant_load_is_answered_in_one_direction_and_then_left_alone(
+    work: int, have: int, rules: Policy
+) -> None:
+    """`work` requests are there all the time; replicas come and go as decided."""
+    scaler, counts = Scaler(), [have]
+    for tick in range(200):
+        running = min(work, have * SLOTS)
+        load = demand(queued=work - running, running=running)
+        scaler, decision = ask(load, rules, have=have, now=tick * 0.1, scaler=scaler)
+        have = decision.replicas
+        counts.append(have)
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    assert min(steps) >= 0 or max(steps) <= 0
+    assert not any(steps[-50:])
