@@ -22,7 +22,8 @@ from services.gateway.openai import (
     stops_of,
 )
 from services.gateway.text import DecodeStream, StopStrings
-from shared.clock import now
+from shared import telemetry
+from shared.clock import now, wall_ns
 from shared.errors import BadInput, LambdaScaleError
 from shared.ids import RequestId, new_id
 from shared.messages.pool import ModelRecord
@@ -78,13 +79,16 @@ class Generation:
         record: ModelRecord,
         choices: list[Choice],
         prompt_tokens: int,
+        trace: str,
     ) -> None:
+        """`trace`: the client's traceparent, or ""."""
         self.record = record
         self.choices = choices
         self.prompt_tokens = prompt_tokens
         self._frontend = frontend
         self._metrics = metrics
-        self._arrived = now()
+        self._trace = trace
+        self._arrived, self._arrived_ns = now(), wall_ns()
         self._by_id: dict[RequestId, Choice] = {choice.request.id: choice for choice in choices}
         self._call = Call([choice.request for choice in choices])
         self._open = len(choices)
@@ -107,6 +111,26 @@ class Generation:
         if self._open:
             end = exc.code if isinstance(exc, ApiError) and exc.code else "cancelled"
             self._metrics.requests.labels(self.record.name, end).inc(self._open)
+        self._record_span()
+
+    def _record_span(self) -> None:
+        """Linked to the scaling events whose instances served it."""
+        requests = [choice.request for choice in self.choices]
+        telemetry.record(
+            "request",
+            start_ns=self._arrived_ns,
+            end_ns=wall_ns(),
+            parent=self._trace,
+            attributes={
+                "model": self.record.name,
+                "requests": " ".join(request.id for request in requests),
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "attempts": sum(request.attempt for request in requests),
+                "ended": not self._open,
+            },
+            links=[trace for request in requests for trace in request.traces],
+        )
 
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """What came since the last time, until all choices have ended; ApiError if one fails.

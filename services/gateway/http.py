@@ -128,7 +128,10 @@ class Api:
         prompts = await prompts_of(body, lingo)
         choices = choices_of(body, record, lingo, prompts)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
-        generation = Generation(self._frontend, self._metrics, record, choices, prompt_tokens)
+        trace = request.headers.get("traceparent", "")
+        generation = Generation(
+            self._frontend, self._metrics, record, choices, prompt_tokens, trace
+        )
         answers = Answers(body, generation, request[_ID])
         async with generation:
             if body.streams:

@@ -221,6 +221,8 @@ class Model:
         request.instance = instance.id
         request.progress_at = now
         request.charge = request.work
+        if instance.event is not None:
+            request.traces[route.trace] = None
         route.requests[request.id] = request
         route.tokens += request.charge
         submit = Submit(

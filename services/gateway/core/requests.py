@@ -68,6 +68,8 @@ class Request:
     charge: int = 0
     """Tokens of work that it counts for on its instance."""
     history: list[str] = field(default_factory=list)
+    traces: dict[str, None] = field(default_factory=dict)
+    """Of the scaling events that made the instances it ran on, in order."""
 
     @property
     def running(self) -> bool:

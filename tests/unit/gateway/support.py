@@ -249,7 +249,9 @@ class Cluster(Recorder):
             self.nodes[number] = entered
         return self.nodes[number]
 
-    async def publish(self, *instances: Instance, record: ModelRecord | None = None) -> None:
+    async def publish(
+        self, *instances: Instance, record: ModelRecord | None = None, trace: str = ""
+    ) -> None:
         """The model's instances, now; nodes that they need are made."""
         for instance in instances:
             await self.node(int(instance.leader.removeprefix("node-")))
@@ -261,6 +263,7 @@ class Cluster(Recorder):
             epoch=1,
             revision=self._revision,
             instances=instances,
+            trace=trace,
         )
         self.sets = (new,)
         await self.bus.publish(subjects.INSTANCES, new)

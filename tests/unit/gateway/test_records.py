@@ -41,6 +41,22 @@ async def test_the_first_token_of_a_path_is_reported_once(spans: InMemorySpanExp
         assert span.attributes["instance"] == "path-1-2"
 
 
+async def test_a_request_is_a_span_linked_to_the_event_that_served_it(
+    spans: InMemorySpanExporter,
+) -> None:
+    async with running(path(1, 2)) as cluster:
+        await nodes_of(cluster, 1, pause_at=None)
+        event = telemetry.start("scale_event")
+        await cluster.publish(path(1, 3), trace=telemetry.traceparent(event))
+        await Reader(cluster).read()
+        await cluster.until(lambda: bool(named(spans, "request")))
+        (span,) = named(spans, "request")
+        assert span.attributes
+        assert span.attributes["completion_tokens"] == len(TEXT) + 1  # and the one that ends it
+        assert span.attributes["attempts"] == 1
+        assert [link.context for link in span.links] == [event.get_span_context()]
+
+
 async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
     async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
         _, second, third = await nodes_of(cluster, 1, 2, 3, pause_at=10)
