@@ -27,7 +27,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Submit, Token
 
 NODES = ("a", "b", "c")
-MODEL = ModelId("m")
+MODELS = (ModelId("m"), ModelId("m"), ModelId("other"))
 BLOCKS = 6
 SLOTS = 3
 STEP_TOKENS = 4
@@ -86,6 +86,7 @@ class CheckedEngine:
 
 @dataclass
 class Sweep:
+    model_id: ModelId
     parts: list[Part] = field(default_factory=list)
     at: int = 0
 
@@ -159,7 +160,7 @@ class Network:
         node = self.nodes[name]
         parts = node.batcher.take()
         if parts:
-            node.sweep = Sweep()
+            node.sweep = Sweep(parts[0].model_id)
             self.join(name, node.sweep, parts)
         return bool(parts)
 
@@ -168,7 +169,7 @@ class Network:
         node = self.nodes[name]
         assert node.sweep is not None
         sweep = node.sweep
-        self.join(name, sweep, node.batcher.join(MODEL, sweep.at, sweep.parts))
+        self.join(name, sweep, node.batcher.join(sweep.model_id, sweep.at, sweep.parts))
         sweep.at = max(sweep.at, min((part.start for part in sweep.parts), default=sweep.at)) + 1
         left = [part for part in sweep.parts if part.stop == sweep.at]
         sweep.parts = [part for part in sweep.parts if part.stop > sweep.at]
@@ -251,6 +252,7 @@ class Network:
         prompts = 0
         for part in parts:
             assert part.rows
+            assert part.model_id == sweep.model_id
             assert part.start >= sweep.at
             if part.stage > 0:
                 continue
@@ -295,7 +297,7 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         request=RequestId(request),
         attempt=last[request].attempt + 1 if request in last else 1,
         gateway=GatewayId("g"),
-        model_id=MODEL,
+        model_id=draw.draw(st.sampled_from(MODELS)),
         instance=InstanceId("i"),
         stages=draw.draw(st.sampled_from(network.paths)),
         tokens=tuple(range(prompt + so_far)),

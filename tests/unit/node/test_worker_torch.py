@@ -6,9 +6,27 @@ import pytest
 
 from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
-from tests.support.worker_cluster import THREE, TWO, WHOLE, Attempt, cluster, submit
+from shared.messages.instances import Stage
+from tests.support.worker_cluster import (
+    BLOCKS,
+    THREE,
+    TWO,
+    WHOLE,
+    Attempt,
+    cluster,
+    stages,
+    submit,
+)
 from tests.unit.node.engine.models import Model, make_model
 
+PATHS = (WHOLE, TWO, THREE)
+LOADING = (
+    WHOLE,
+    stages(("b", 0, 1), ("a", 1, BLOCKS)),
+    stages(("c", 0, 3), ("a", 3, BLOCKS)),
+    stages(("b", 0, 2), ("a", 2, 4), ("c", 4, BLOCKS)),
+)
+"""Node a is a stage of each, with other blocks every time."""
 PROMPTS = tuple(tuple(range(7 * i, 7 * i + 2 + 5 * i)) for i in range(4))
 
 
@@ -16,8 +34,10 @@ def torch_engine(kv_tokens: int) -> Engine:
     return TorchEngine("cpu", kv_tokens, threads=1)
 
 
-async def generate(model: Model, temperature: float) -> list[list[int]]:
-    """The tokens of each prompt on paths of one, two and three stages, all running at once."""
+async def generate(
+    model: Model, temperature: float, paths: tuple[tuple[Stage, ...], ...] = PATHS
+) -> list[list[int]]:
+    """The tokens of each prompt on each path, all running at once."""
     async with cluster(
         "a",
         "b",
@@ -28,7 +48,7 @@ async def generate(model: Model, temperature: float) -> list[list[int]]:
         make_engine=torch_engine,
     ) as nodes:
         attempts: list[Attempt] = []
-        for number, path in enumerate((WHOLE, TWO, THREE)):
+        for number, path in enumerate(paths):
             for i, prompt in enumerate(PROMPTS):
                 name = f"r{number}-{i}"
                 message = submit(
@@ -40,10 +60,13 @@ async def generate(model: Model, temperature: float) -> list[list[int]]:
         return [attempt.ids for attempt in attempts]
 
 
-async def test_greedy_tokens_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("paths", [PATHS, LOADING], ids=["stages", "loading"])
+async def test_greedy_tokens_are_those_of_transformers(
+    paths: tuple[tuple[Stage, ...], ...],
+) -> None:
     model = make_model(dtype="float32")
     wanted = [model.expected_tokens(list(prompt), 12) for prompt in PROMPTS]
-    assert await generate(model, 0.0) == wanted * 3
+    assert await generate(model, 0.0, paths) == wanted * len(paths)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
