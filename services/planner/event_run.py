@@ -271,8 +271,7 @@ class EventRun:
             for t in troubles
             if isinstance(t, PullFailed)
             and self.loads(t.node)
-            and t.revision
-            == self._orders.sent.get(t.node)  # others were answered by a newer revision
+            and self._orders.sent.get(t.node) == t.revision  # others have been answered
         ]
         for failure in failures:
             self._log.warning(

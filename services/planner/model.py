@@ -157,7 +157,7 @@ class ModelController:
         coming = len(self.serving.members) - have - draining
         self._scaler, decision = decide(
             self._scaler,
-            self._context.cluster.demand(self.record.name, at),
+            self._context.cluster.demand(self.record.name),
             self._policy(),
             have=have,
             coming=coming,

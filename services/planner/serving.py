@@ -48,7 +48,7 @@ class Serving:
         self._planning = False
         self._grown_at: dict[NodeId, float] = {}
         self._retired: dict[InstanceId, tuple[InstanceState, float]] = {}
-        self._revision = 0
+        self._revision = next(context.revisions)
         self._published_at = float("-inf")
         self._closed = False
 
@@ -140,7 +140,7 @@ class Serving:
         return recent or cluster.blind(at) or self.requests_on(instance) > 0
 
     def requests_on(self, instance: InstanceId) -> int:
-        return self._context.cluster.requests_on(self._record.name, instance, now())
+        return self._context.cluster.requests_on(self._record.name, instance)
 
     def refresh(self) -> None:
         """Lets go of instances that are no longer used; publishes what changed, or is due."""

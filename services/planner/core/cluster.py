@@ -8,8 +8,10 @@ from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 
 FRESH_S = 2.0
-"""A gateway that is silent for longer no longer counts. When everybody is, it is the planner who
-is cut off from the bus: then nothing is known to have ended."""
+"""A gateway that is silent for so long, while others are heard, no longer counts."""
+BLIND_S = 1.5
+"""When nobody is heard for so long it is the planner who is cut off from the bus, and nothing is
+known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
 
 
 class Cluster:
@@ -53,7 +55,6 @@ class Cluster:
 
     def on_load(self, load: GatewayLoad, now: float) -> None:
         self.on_sign_of_life(now)
-        self._loads = {g: old for g, old in self._loads.items() if now - old[0] <= FRESH_S}
         self._loads[load.gateway] = (now, load)
 
     def on_sign_of_life(self, now: float) -> None:
@@ -66,7 +67,7 @@ class Cluster:
 
     def blind(self, now: float) -> bool:
         """Nothing was heard from anybody: what is known may be long over."""
-        return now - self._heard_at > FRESH_S
+        return now - self._heard_at > BLIND_S
 
     def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> frozenset[int]:
         """Blocks that a live node says it holds in any of the tiers."""
@@ -94,8 +95,8 @@ class Cluster:
                 if holding.tier is not Tier.DISK:
                     yield node, holding
 
-    def demand(self, model: ModelName, now: float) -> Demand:
-        loads = self._fresh(model, now)
+    def demand(self, model: ModelName) -> Demand:
+        loads = self._fresh(model)
         return Demand(
             queued_requests=sum(load.queued_requests for load in loads),
             queued_tokens=sum(load.queued_tokens for load in loads),
@@ -103,9 +104,9 @@ class Cluster:
             running_tokens=sum(load.running_tokens for load in loads),
         )
 
-    def requests_on(self, model: ModelName, instance: InstanceId, now: float) -> int:
+    def requests_on(self, model: ModelName, instance: InstanceId) -> int:
         """Requests in flight on an instance, as the gateways last said."""
-        return sum(load.instance_requests.get(instance, 0) for load in self._fresh(model, now))
+        return sum(load.instance_requests.get(instance, 0) for load in self._fresh(model))
 
     def _holdings(self, node: NodeId) -> tuple[Holding, ...]:
         info, status = self.nodes.get(node), self._status.get(node)
@@ -113,11 +114,11 @@ class Cluster:
             return ()
         return status.holdings
 
-    def _fresh(self, model: ModelName, now: float) -> list[ModelLoad]:
+    def _fresh(self, model: ModelName) -> list[ModelLoad]:
         return [
             load
             for at, report in self._loads.values()
-            if now - at <= FRESH_S
+            if self._heard_at - at <= FRESH_S
             for load in report.models
             if load.model == model
         ]

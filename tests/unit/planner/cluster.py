@@ -71,6 +71,18 @@ class Cluster:
     ) -> None:
         await self.stop_planner()
         await self.world.close()
+        self._check_sets()
+
+    def _check_sets(self) -> None:
+        """Gateways trust that a revision means one set, and a later one a later set."""
+        known: dict[tuple[ModelName, tuple[int, int]], InstanceSet] = {}
+        newest: dict[ModelName, tuple[int, int]] = {}
+        for each in self.sets:
+            version = (each.epoch, each.revision)
+            assert version >= newest.get(each.name, (0, 0))
+            newest[each.name] = version
+            same = known.setdefault((each.name, version), each)
+            assert same.instances == each.instances
 
     async def bus_of(self, name: str) -> MemoryBus:
         return await self.world.stack.enter_async_context(MemoryBus(self.world.broker, name))

@@ -329,6 +329,7 @@ class ScriptedGateway:
         self.on: dict[InstanceId, int] = {}
         self.table: dict[InstanceId, Instance] = {}
         self.silent = False
+        self._reports = 0
         self._model = ModelName(model)
         self._world = world
         self._served: set[InstanceId] = set()
@@ -343,6 +344,11 @@ class ScriptedGateway:
     async def offer(self, requests: int) -> None:
         self.queued += requests
         await self._place()
+
+    async def reported(self) -> None:
+        """Returns when what is so now has been reported."""
+        before = self._reports
+        await self._world.until(lambda: self._reports > before)
 
     def end_all(self) -> None:
         self.queued = 0
@@ -399,4 +405,6 @@ class ScriptedGateway:
                 await self._bus.publish(
                     subjects.LOAD_GATEWAY, GatewayLoad(gateway=self.id, models=(load,))
                 )
+                self._reports += 1
+                self._world.stir()
             await asyncio.sleep(REPORT_S)

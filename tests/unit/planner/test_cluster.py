@@ -1,6 +1,8 @@
 """What the planner knows: live nodes only, by their newest word; loads of gateways that speak."""
 
-from services.planner.core.cluster import FRESH_S, Cluster
+import pytest
+
+from services.planner.core.cluster import BLIND_S, FRESH_S, Cluster
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
@@ -91,28 +93,32 @@ def test_news_of_a_generation_that_is_over_comes_too_late() -> None:
     assert A in found.nodes
 
 
-def test_loads_add_up_and_silent_gateways_are_forgotten() -> None:
+def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:
     found = cluster()
     found.on_load(load("one", queued=1, on=2), now=0.0)
     found.on_load(load("two", queued=3, on=4), now=0.5)
     found.on_load(load("two", queued=5, on=4), now=1.0)
-    assert found.demand(LLAMA, 1.0) == Demand(6, 60, 6, 30)
-    assert found.requests_on(LLAMA, ON, 1.0) == 6
-    found.on_load(load("two", queued=5, on=4), now=FRESH_S + 0.5)
-    assert found.demand(LLAMA, FRESH_S + 0.5) == Demand(5, 50, 4, 20)
-    assert found.demand(ModelName("other"), 1.0).idle
+    assert found.demand(LLAMA) == Demand(6, 60, 6, 30)
+    assert found.requests_on(LLAMA, ON) == 6
+    found.on_load(load("two", queued=5, on=4), now=FRESH_S + 0.1)
+    assert found.demand(LLAMA) == Demand(5, 50, 4, 20)
+    assert found.demand(ModelName("other")).idle
 
 
-def test_when_nobody_was_heard_silence_is_no_news_of_gateways() -> None:
+@pytest.mark.parametrize("silence", [0.5, BLIND_S, BLIND_S + 0.1, 100.0])
+def test_when_nobody_was_heard_silence_is_no_news_of_gateways(silence: float) -> None:
     found = cluster()
     found.on_load(load("one", on=2), now=1.0)
-    assert not found.blind(1.0 + FRESH_S)
-    assert found.blind(10.0)
-    found.on_status(status("a", seq=2), now=10.0)
-    assert not found.blind(10.0)
-    assert found.requests_on(LLAMA, ON, 10.0) == 2
-    found.on_status(status("a", seq=3), now=11.5)
-    assert found.requests_on(LLAMA, ON, 10.0 + FRESH_S + 0.1) == 0
+    back = 1.0 + silence
+    assert found.blind(back) == (silence > BLIND_S)
+    assert found.requests_on(LLAMA, ON) == 2
+    found.on_status(status("a", seq=2), now=back)
+    assert not found.blind(back)
+    found.on_status(status("a", seq=3), now=back + 0.1)
+    assert found.requests_on(LLAMA, ON) == 2
+    found.on_status(status("a", seq=4), now=back + 1.1)
+    found.on_status(status("a", seq=5), now=back + 2.1)
+    assert found.requests_on(LLAMA, ON) == 0
 
 
 def test_a_planner_that_has_heard_nothing_is_blind() -> None:

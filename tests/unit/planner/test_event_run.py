@@ -116,11 +116,11 @@ async def test_a_node_that_takes_no_plan_is_left_out_and_asked_again_later(
 async def test_a_node_that_does_not_know_the_model_yet_is_waited_for(cluster: Cluster) -> None:
     _, n1 = await cluster.serve(nodes=2)
     n1.refuse = NotFound("the manifest has not reached this node yet")
-    await cluster.scale(2)
+    event = await cluster.scale(2)
     await cluster.until_event(EventState.TRANSFERRING)
     n1.refuse = None
     done = await cluster.until_event(EventState.COMPLETE)
-    assert done.revision == 0
+    assert (done.id, done.revision) == (event, 0)
 
 
 async def test_arrivals_that_are_not_heard_of_are_seen_in_reports(cluster: Cluster) -> None:

@@ -110,6 +110,19 @@ async def test_removal_cancels_the_event_and_nothing_is_published_again(
     assert not cluster.events(EventState.FAILED)
 
 
+async def test_the_operators_number_goes_with_its_model(cluster: Cluster) -> None:
+    await cluster.serve(nodes=2)
+    await cluster.scale(2)
+    await cluster.until_replica_count(2)
+    await cluster.remove_model()
+    await cluster.until(lambda: not cluster.instances)
+    for node in cluster.nodes.values():
+        node.gpu.clear()
+        await node.report()
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+
+
 # --- memory ---
 
 
@@ -143,8 +156,8 @@ async def test_a_node_that_is_being_released_is_neither_source_nor_target_nor_co
     first = next(node for node in nodes if node.releases)
     other = next(node for node in nodes if node is not first)
     assert first.releases[0].keep is None
-    for _ in range(3):
-        await first.report()  # still says that it holds the model
+    await first.report()  # still says that it holds the model
+    await cluster.until_more_sets(3)
     assert cluster.replicas(DRAINING) | cluster.replicas() == {other.id}
     assert not other.releases, "one at a time"
     first.release_gate.set()
@@ -152,6 +165,44 @@ async def test_a_node_that_is_being_released_is_neither_source_nor_target_nor_co
     assert other.releases[0].keep is Tier.HOST
     other.release_gate.set()
     await cluster.until(lambda: other.host and not first.gpu)
+
+
+async def test_memory_is_free_when_the_node_says_so_not_when_it_says_it_will_be(
+    cluster: Cluster,
+) -> None:
+    nodes = await cluster.serve(nodes=2)
+    await cluster.scale(2)
+    await cluster.until_replica_count(2)
+    for node in nodes:
+        node.release_gate.clear()
+    await cluster.scale(0)
+    await cluster.until(lambda: any(node.releases for node in nodes))
+    first, other = sorted(nodes, key=lambda node: not node.releases)
+    first.mute = True
+    first.release_gate.set()
+    await cluster.until(lambda: not first.gpu)
+    await cluster.until_more_sets(3)
+    assert not other.releases, "by its last report the first still has a copy"
+    first.mute = False
+    await first.report()
+    await cluster.until(lambda: other.releases)
+    assert other.releases[0].keep is Tier.HOST
+    other.release_gate.set()
+
+
+async def test_a_request_that_comes_while_the_last_copy_is_put_by_waits_for_it(
+    cluster: Cluster,
+) -> None:
+    (n0,) = await cluster.serve(nodes=1)
+    await cluster.publish_model(record(min_instances=0))
+    gateway = await cluster.add_gateway()
+    n0.release_gate.clear()
+    await cluster.until(lambda: n0.releases)
+    await gateway.offer(1)
+    await cluster.until_more_sets(3)
+    n0.release_gate.set()
+    await cluster.until(lambda: gateway.on)
+    assert not cluster.events(EventState.FAILED)
 
 
 async def test_release_is_asked_for_until_it_is_done(
@@ -244,7 +295,8 @@ async def test_loads_of_gateways_add_up_and_a_silent_one_is_forgotten(
 async def test_a_planner_that_hears_nobody_lets_everything_be(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.1)
+    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.15)
+    monkeypatch.setattr("services.planner.core.cluster.BLIND_S", 0.1)
     nodes = await cluster.serve(nodes=2)
     gateway = await cluster.add_gateway()
     await gateway.offer(2 * SLOTS)
@@ -257,3 +309,29 @@ async def test_a_planner_that_hears_nobody_lets_everything_be(
     gateway.silent = False
     await cluster.until_more_sets(2)
     assert len(cluster.replicas()) == 2
+
+
+async def test_nothing_is_released_on_the_word_of_gateways_that_cannot_be_heard(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.15)
+    monkeypatch.setattr("services.planner.core.cluster.BLIND_S", 0.1)
+    nodes = await cluster.serve(nodes=2)
+    gateway = await cluster.add_gateway()
+    await gateway.offer(2 * SLOTS)
+    await cluster.until_replica_count(2)
+    await cluster.until(lambda: len(gateway.on) == 2)
+    await gateway.reported()
+    await cluster.scale(1)
+    await cluster.until(lambda: cluster.replicas(DRAINING))
+    (draining,) = cluster.replicas(DRAINING)
+    gateway.silent = True
+    for node in nodes:
+        node.mute = True
+    await cluster.until_more_sets(6)
+    assert cluster.replicas(DRAINING) == {draining}
+    gateway.end_all()
+    gateway.silent = False
+    for node in nodes:
+        node.mute = False
+    await cluster.until_replica_count(1)
