@@ -14,8 +14,8 @@ from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.pool import ModelRecord, NodeInfo
 
 REPUBLISH_S = 1.0
-SETTLE_S = 0.35
-"""Load reports older than this may not yet know of a change that was published."""
+SETTLE_S = 0.25
+"""A load report that comes sooner after a change was published may not know of it yet."""
 MOVE_LIMIT_S = 10.0
 """How long an instance may stay for requests that better end on it than move."""
 HOP_COST = 0.02
@@ -133,11 +133,9 @@ class Serving:
 
     def busy(self, instance: InstanceId) -> bool:
         """Whether requests run on the instance, for all that is known."""
-        at = now()
-        cluster = self._context.cluster
-        _, retired_at = self._retired.get(instance, (None, at))
-        recent = at - retired_at < SETTLE_S
-        return recent or cluster.blind(at) or self.requests_on(instance) > 0
+        _, retired_at = self._retired.get(instance, (None, float("inf")))
+        settled = self._context.cluster.reported_since(retired_at + SETTLE_S)
+        return not settled or self.requests_on(instance) > 0
 
     def requests_on(self, instance: InstanceId) -> int:
         return self._context.cluster.requests_on(self._record.name, instance)

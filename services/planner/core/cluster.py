@@ -1,6 +1,7 @@
 """What the planner knows of the cluster: nodes, what they hold, and the load that gateways see."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
@@ -14,13 +15,21 @@ BLIND_S = 1.5
 known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    load: GatewayLoad
+    at: float
+    fresh_from: float
+    """Its age counts from here: later than `at` if nobody could be heard for a while."""
+
+
 class Cluster:
     """Plain state; every change comes in through one of the `on_` methods."""
 
     def __init__(self) -> None:
         self.nodes: dict[NodeId, NodeInfo] = {}
         self._status: dict[NodeId, NodeStatus] = {}
-        self._loads: dict[GatewayId, tuple[float, GatewayLoad]] = {}
+        self._loads: dict[GatewayId, _Report] = {}
         self._over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
         self._heard_at = float("-inf")
@@ -55,12 +64,14 @@ class Cluster:
 
     def on_load(self, load: GatewayLoad, now: float) -> None:
         self.on_sign_of_life(now)
-        self._loads[load.gateway] = (now, load)
+        self._loads[load.gateway] = _Report(load, at=now, fresh_from=now)
 
     def on_sign_of_life(self, now: float) -> None:
         """Something came over the bus."""
+        live = {gateway: r for gateway, r in self._loads.items() if self._counts(r)}
         if self.blind(now):
-            self._loads = {gateway: (now, load) for gateway, (_, load) in self._loads.items()}
+            live = {gateway: replace(r, fresh_from=now) for gateway, r in live.items()}
+        self._loads = live
         self._heard_at = now
 
     # --- what is known ---
@@ -96,7 +107,7 @@ class Cluster:
                     yield node, holding
 
     def demand(self, model: ModelName) -> Demand:
-        loads = self._fresh(model)
+        loads = self._of(model)
         return Demand(
             queued_requests=sum(load.queued_requests for load in loads),
             queued_tokens=sum(load.queued_tokens for load in loads),
@@ -106,7 +117,11 @@ class Cluster:
 
     def requests_on(self, model: ModelName, instance: InstanceId) -> int:
         """Requests in flight on an instance, as the gateways last said."""
-        return sum(load.instance_requests.get(instance, 0) for load in self._fresh(model))
+        return sum(load.instance_requests.get(instance, 0) for load in self._of(model))
+
+    def reported_since(self, at: float) -> bool:
+        """Whether what gateways say is later than that, of all who still count."""
+        return self._heard_at > at and all(report.at > at for report in self._reports())
 
     def _holdings(self, node: NodeId) -> tuple[Holding, ...]:
         info, status = self.nodes.get(node), self._status.get(node)
@@ -114,11 +129,14 @@ class Cluster:
             return ()
         return status.holdings
 
-    def _fresh(self, model: ModelName) -> list[ModelLoad]:
+    def _counts(self, report: _Report) -> bool:
+        return self._heard_at - report.fresh_from <= FRESH_S
+
+    def _reports(self) -> list[_Report]:
+        """Of the gateways that still count."""
+        return [report for report in self._loads.values() if self._counts(report)]
+
+    def _of(self, model: ModelName) -> list[ModelLoad]:
         return [
-            load
-            for at, report in self._loads.values()
-            if self._heard_at - at <= FRESH_S
-            for load in report.models
-            if load.model == model
+            load for report in self._reports() for load in report.load.models if load.model == model
         ]

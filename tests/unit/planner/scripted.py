@@ -153,7 +153,7 @@ class ScriptedNode:
         await self._bus.subscribe(subjects.POOL_REPORT, self._on_report)
         leases = await self._bus.kv(subjects.KV_LEASES)
         await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=60)
-        await self.report()
+        self._world.spawn(self._keep_reporting())
 
     async def _serve(self) -> None:
         for subject, server in (
@@ -206,6 +206,11 @@ class ScriptedNode:
                 holdings=self._holdings(),
             )
             await self._bus.publish(subjects.POOL_STATUS, status)
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await self.report()
+            await asyncio.sleep(REPORT_S)
 
     def _holdings(self) -> tuple[Holding, ...]:
         tiers = ((Tier.GPU, self.gpu), (Tier.HOST, self.host))

@@ -121,5 +121,39 @@ def test_when_nobody_was_heard_silence_is_no_news_of_gateways(silence: float) ->
     assert found.requests_on(LLAMA, ON) == 0
 
 
+def test_reports_are_later_than_a_moment_when_those_of_all_gateways_are() -> None:
+    found = cluster()
+    assert not found.reported_since(0.0)
+    found.on_status(status("a", seq=2), now=0.1)
+    assert found.reported_since(0.0), "there is no gateway"
+    found.on_load(load("one"), now=1.0)
+    found.on_load(load("two"), now=1.2)
+    assert found.reported_since(0.9)
+    assert not found.reported_since(1.1)
+    found.on_load(load("two"), now=2.2)
+    assert not found.reported_since(1.1)
+    found.on_load(load("two"), now=1.1 + FRESH_S)
+    assert found.reported_since(1.1), "the first has been forgotten"
+
+
+def test_a_silence_brings_no_forgotten_gateway_back() -> None:
+    found = cluster()
+    found.on_load(load("one", queued=1), now=1.0)
+    for seq in range(2, 6):
+        found.on_status(status("a", seq=seq), now=float(seq))
+    assert found.demand(LLAMA).idle
+    found.on_status(status("a", seq=6), now=100.0)
+    assert found.demand(LLAMA).idle
+
+
+def test_after_a_silence_reports_are_as_old_as_they_are() -> None:
+    found = cluster()
+    found.on_load(load("one"), now=1.0)
+    found.on_status(status("a", seq=2), now=10.0)
+    assert not found.reported_since(2.0)
+    found.on_load(load("one"), now=10.1)
+    assert found.reported_since(2.0)
+
+
 def test_a_planner_that_has_heard_nothing_is_blind() -> None:
     assert Cluster().blind(0.0)

@@ -91,6 +91,7 @@ async def test_failures_of_an_older_revision_are_ignored_and_several_make_one_ne
     await cluster.until(lambda: n1.plans[-1].revision == n2.plans[-1].revision == 1)
     for node, plan in first.items():
         await node.fail(plan, plan.pulls[0].block, plan.pulls[0].source)
+    await cluster.until_more_sets(2)
     cluster.world.open_to(1000)
     done = await cluster.until_event(EventState.COMPLETE)
     assert done.revision == 1

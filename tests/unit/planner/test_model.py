@@ -311,8 +311,9 @@ async def test_a_planner_that_hears_nobody_lets_everything_be(
     assert len(cluster.replicas()) == 2
 
 
+@pytest.mark.parametrize("reported_idle", [False, True])
 async def test_nothing_is_released_on_the_word_of_gateways_that_cannot_be_heard(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, reported_idle: bool
 ) -> None:
     monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.15)
     monkeypatch.setattr("services.planner.core.cluster.BLIND_S", 0.1)
@@ -325,6 +326,9 @@ async def test_nothing_is_released_on_the_word_of_gateways_that_cannot_be_heard(
     await cluster.scale(1)
     await cluster.until(lambda: cluster.replicas(DRAINING))
     (draining,) = cluster.replicas(DRAINING)
+    if reported_idle:
+        gateway.end_all()
+        await gateway.reported()
     gateway.silent = True
     for node in nodes:
         node.mute = True
