@@ -13,7 +13,7 @@ from shared.errors import BadInput, Conflict, LambdaScaleError, StaleEpoch
 from shared.ids import EventId, InstanceId, NodeId, new_id
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance
-from shared.messages.pool import ModelRecord, NodeGone, NodeInfo, Tier
+from shared.messages.pool import Holding, ModelRecord, NodeGone, NodeInfo, Tier
 from shared.messages.scaling import EventRecord, EventState, ReleaseModel, Timings
 
 RETRY_S = 1.0
@@ -109,8 +109,10 @@ class ModelController:
         if self.event is not None and self.event.record.id == event:
             self.event.tell(message)
 
-    def uses(self, node: NodeId) -> bool:
-        """Whether what the node holds of the model has an owner here."""
+    def owns(self, node: NodeId, holding: Holding) -> bool:
+        """Whether what a node holds of the model in memory is there for a reason."""
+        if holding.tier is Tier.HOST and len(holding.blocks) == self.record.n_blocks:
+            return True  # a copy that was put by
         return node in self.serving.members or node in self._leaving or self._loads(node)
 
     def remove(self) -> None:

@@ -32,7 +32,6 @@ from shared.messages.pool import (
     NodeView,
     PoolQuery,
     PoolState,
-    Tier,
 )
 from shared.messages.scaling import (
     BlockArrived,
@@ -138,9 +137,9 @@ class PlannerService(Service):
         controllers = {c.record.model_id: c for c in self._models.values()}
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
         for node, holding in self._cluster.in_memory():
-            controller = controllers.get(holding.model_id)
-            if controller is None or (holding.tier is Tier.GPU and not controller.uses(node)):
-                strays[node, holding.model_id] = frozenset(holding.blocks)
+            controller, copy = controllers.get(holding.model_id), (node, holding.model_id)
+            if controller is None or not controller.owns(node, holding):
+                strays[copy] = strays.get(copy, frozenset()).union(holding.blocks)
         for node, model in self._strays.look(strays, now()):
             if controller := controllers.get(model):
                 controller.free_stray(node)

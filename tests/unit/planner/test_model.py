@@ -126,12 +126,15 @@ async def test_the_operators_number_goes_with_its_model(cluster: Cluster) -> Non
 # --- memory ---
 
 
-async def test_a_partial_copy_of_nobodys_is_given_back(cluster: Cluster) -> None:
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])
+@pytest.mark.parametrize("held", [set[int](), {0, 1}])
+async def test_a_partial_copy_of_nobodys_is_given_back(
+    cluster: Cluster, tier: Tier, held: set[int]
+) -> None:
     _, n1 = await cluster.serve(nodes=2)
-    n1.gpu[MODEL] = {0, 1}
-    await n1.report()
+    (n1.gpu if tier is Tier.GPU else n1.host)[MODEL] = held
     await cluster.until(lambda: n1.releases)
-    await cluster.until(lambda: not n1.gpu)
+    await cluster.until(lambda: not n1.gpu and not n1.host)
     assert cluster.replicas() == {"n0"}
 
 
