@@ -7,18 +7,19 @@ the engine thread and only hands work over.
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import uvloop
-from structlog.stdlib import BoundLogger
 
 from services.node.memory.arena import ModelSpace
 from services.node.mover import Arrival, Failure, Mover
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.tcp import TcpTransport
-from shared.errors import TransportError
+from shared.errors import Conflict, LambdaScaleError, TransportError
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -28,7 +29,7 @@ Outgoing = tuple[bytes, Sequence[Buffer]]
 
 
 class DataPlane:
-    """Use as an async context manager on the control loop."""
+    """Use as an async context manager on the control loop; Conflict once it is closed."""
 
     def __init__(
         self,
@@ -36,7 +37,6 @@ class DataPlane:
         port: int,
         link_bytes_per_s: int,
         *,
-        log: BoundLogger,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
         on_arrived: Callable[[Arrival], None],
@@ -54,52 +54,46 @@ class DataPlane:
         self._on_arrived = on_arrived
         self._on_failed = on_failed
         self._on_peer_lost = on_peer_lost
-        self._log = log
-        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started = _milestone()
+        self._ended = _milestone()
         self._stop = asyncio.Event()
-        self._outboxes: dict[str, asyncio.Queue[Outgoing]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._outboxes: dict[str, deque[Outgoing]] = {}
+        """Of the peers that something is being sent to."""
+        self._sending: set[asyncio.Task[None]] = set()
         self.address = ""
 
     async def __aenter__(self) -> "DataPlane":
+        self._loop = uvloop.new_event_loop()
         self._thread.start()
-        await asyncio.wrap_future(self._started)
+        try:
+            await asyncio.wrap_future(self._started)
+        except BaseException:
+            await self._close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        await self._close()
+
+    async def wait(self) -> None:
+        """Until the thread has ended; raises what it failed with."""
+        await asyncio.wrap_future(self._ended)
+
+    async def _close(self) -> None:
+        self._closing = True
+        with suppress(RuntimeError):  # the loop is closed: the thread ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._main())
-            except BaseException as error:
-                if self._started.done():
-                    self._log.exception("data plane failed")
-                else:
-                    self._started.set_exception(error)
-
-    async def _main(self) -> None:
-        async with self._make() as transport, asyncio.TaskGroup() as group:
-            self._transport = transport
-            self._group = group
-            self._mover = Mover(transport, on_arrived=self._on_arrived, on_failed=self._on_failed)
-            self.address = transport.address
-            self._started.set_result(None)
-            await self._stop.wait()
-            await self._mover.close()
-            for task in self._tasks:
-                task.cancel()
 
     # --- from the control loop ---
 
-    async def host(
-        self, model: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int]
-    ) -> None:
-        await self._call(lambda: self._mover.host(model, manifest, space, held))
+    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+        await self._call(lambda: self._mover.host(model, manifest, space, ()))
+
+    async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
+        return await self._await(self._mover.take_over(model, block))
 
     async def mark_held(self, model: ModelId, block: int) -> None:
         await self._call(lambda: self._mover.mark_held(model, block))
@@ -124,26 +118,8 @@ class DataPlane:
 
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
         """Queues a message; messages to one peer keep their order."""
-        self._loop.call_soon_threadsafe(self._enqueue, address, (header, payload))
-
-    def _enqueue(self, address: str, message: Outgoing) -> None:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = asyncio.Queue()
-            task = self._group.create_task(self._drain(address, outbox))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        outbox.put_nowait(message)
-
-    async def _drain(self, address: str, outbox: asyncio.Queue[Outgoing]) -> None:
-        while True:
-            header, payload = await outbox.get()
-            try:
-                await self._transport.send(address, header, payload)
-            except TransportError as error:
-                while not outbox.empty():
-                    outbox.get_nowait()
-                self._on_peer_lost(address, error)
+        with suppress(RuntimeError):  # the loop is closed, and the node with it
+            self._loop.call_soon_threadsafe(self._enqueue, address, (header, payload))
 
     # --- between the loops ---
 
@@ -154,4 +130,77 @@ class DataPlane:
         return await self._await(call())
 
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """What was begun goes on if this is cancelled."""
+        if self._closing:
+            work.close()
+            raise _closed()
+        try:
+            begun = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise _closed() from error
+        done = asyncio.wrap_future(begun)
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([done])
+        if done.cancelled():
+            raise _closed()
+        return done.result()
+
+    # --- the data thread ---
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:  # the thread's boundary: `wait` raises it
+            failure = error
+        for milestone in (self._started, self._ended):
+            if failure is not None and not milestone.done():
+                milestone.set_exception(failure)
+            elif not milestone.done():
+                milestone.set_result(None)
+
+    async def _main(self) -> None:
+        async with self._make() as transport, asyncio.TaskGroup() as group:
+            self._transport = transport
+            self._group = group
+            self._mover = Mover(transport, on_arrived=self._on_arrived, on_failed=self._on_failed)
+            self.address = transport.address
+            self._started.set_result(None)
+            await self._stop.wait()
+            await self._mover.close()
+            for task in self._sending:
+                task.cancel()
+
+    def _enqueue(self, address: str, message: Outgoing) -> None:
+        outbox = self._outboxes.get(address)
+        if outbox is None:
+            outbox = self._outboxes[address] = deque()
+            task = self._group.create_task(self._send_all(address, outbox))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        outbox.append(message)
+
+    async def _send_all(self, address: str, outbox: deque[Outgoing]) -> None:
+        """Until nothing is left. After an error the rest is lost too, and the peer with it."""
+        try:
+            while outbox:
+                header, payload = outbox.popleft()
+                await self._transport.send(address, header, payload)
+        except LambdaScaleError as error:
+            lost = error if isinstance(error, TransportError) else TransportError(str(error))
+            self._on_peer_lost(address, lost)
+        finally:
+            del self._outboxes[address]
+
+
+def _milestone() -> "concurrent.futures.Future[None]":
+    """One that who waits for it cannot cancel."""
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _closed() -> Conflict:
+    return Conflict("this node's data plane is closed")

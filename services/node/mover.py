@@ -158,12 +158,22 @@ class Mover:
     def mark_held(self, model_id: ModelId, block: int) -> None:
         """The block's bytes are there, verified, by other means than a pull."""
         model = self._hosted(model_id)
-        pulling = model.pulls.get(block)
-        if pulling is not None:
-            self._end(model, pulling)
+        self._end_pull(model, block)
         held = model.blocks[block]
         held.verified = [True] * len(held.verified)
         self._advance(model, block)
+
+    async def take_over(self, model_id: ModelId, block: int) -> frozenset[int]:
+        """Ends the block's pull; once it returns, its buffer is the caller's to fill.
+
+        But for the chunks that it returns: they are verified, and peers read them.
+        """
+        model = self._hosted(model_id)
+        self._end_pull(model, block)
+        taken = model.blocks[block]
+        if taken.writers:
+            await asyncio.wait(set(taken.writers))
+        return frozenset(chunk for chunk, done in enumerate(taken.verified) if done)
 
     def apply(
         self,
@@ -340,6 +350,13 @@ class Mover:
         self._on_failed(
             Failure(pulling.event, pulling.revision, model.id, pulling.block, pulling.source, error)
         )
+
+    def _end_pull(self, model: _Model, block: int) -> None:
+        """Its place in the window goes to the source's other blocks."""
+        pulling = model.pulls.get(block)
+        if pulling is not None:
+            self._end(model, pulling)
+            self._fill(model, pulling.source)
 
     def _end(self, model: _Model, pulling: _Pulling) -> None:
         pulling.ended = True

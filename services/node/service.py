@@ -2,17 +2,19 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVarTuple
 
 from services.node.data_plane import DataPlane
 from services.node.engine.engine import TorchEngine
 from services.node.hosting import Hosting
 from services.node.lease import Lease
+from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
-from services.node.model.store import Imported, Store
+from services.node.model.store import Store
+from services.node.reports import Reports
 from services.node.transport.base import Buffer
 from services.node.worker import Worker
 from shared import subjects
@@ -20,14 +22,11 @@ from shared.bus.base import Bus
 from shared.clock import wall_ns
 from shared.config import NodeConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
-from shared.ids import GatewayId, Generation, NodeId, check_model_name, check_name
-from shared.layout import encode_manifest
+from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok
 from shared.messages.load import NodeLoad
 from shared.messages.pool import (
-    ModelAdd,
     ModelAdded,
-    ModelRecord,
     ModelRemoved,
     Models,
     ModelsQuery,
@@ -50,7 +49,9 @@ from shared.service import Service
 
 LOAD_EVERY_S = 0.1
 STATUS_EVERY_S = 1.0
-REGISTRY_TIMEOUT_S = 2.0
+RETRY_S = 0.2
+
+Args = TypeVarTuple("Args")
 
 
 class NodeService(Service):
@@ -64,8 +65,9 @@ class NodeService(Service):
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_seq = 0
-        self._peers: dict[str, NodeId] = {}
-        """Data-plane address -> node."""
+        self.node = NodeId(config.id)
+        self._peers: dict[str, NodeInfo] = {}
+        """By data-plane address."""
 
     @property
     def info(self) -> NodeInfo:
@@ -74,10 +76,32 @@ class NodeService(Service):
     async def open(self) -> None:
         config = self._config
         self._loop = asyncio.get_running_loop()
-        self._store = Store(Path(config.data_dir) / "store")
+        self._library = Library(
+            self._bus, Store(Path(config.data_dir) / "store"), changed=self._status_due.set
+        )
+        await self._library.read_store()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
+        await self._start_threads()
+        self._lease = Lease(
+            await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log
+        )
+        self._hosting = Hosting(
+            self.node,
+            arena,
+            self._library,
+            self._data,
+            self._worker,
+            Reports(self._bus, self.log, lambda: self._lease.info),
+            changed=self._status_due.set,
+            spawn=lambda work, name: self.spawn(work, name=name),
+        )
+        self.resources.push_async_callback(self._hosting.close)
+        await self._connect_to_bus()
+
+    async def _start_threads(self) -> None:
+        config = self._config
         self._worker = Worker(
-            node=NodeId(config.id),
+            node=self.node,
             make_engine=lambda: TorchEngine(config.device, config.kv_tokens, config.threads),
             slots=config.slots,
             step_tokens=config.step_tokens,
@@ -89,46 +113,37 @@ class NodeService(Service):
             config.host,
             config.port,
             config.link_bytes_per_s,
-            log=self.log,
             on_message=self._worker.on_message,
             on_peer_lost=self._on_peer_lost,
             on_arrived=lambda arrival: self._call(self._hosting.land, arrival),
             on_failed=lambda failure: self._call(self._hosting.land, failure),
         )
         await self.resources.enter_async_context(self._data)
+        self.spawn(self._data.wait(), name="data plane")
         self._worker.start()
         self.resources.push_async_callback(self._worker.stop)
         self.spawn(self._worker.wait(), name="engine")
-        self._lease = Lease(self._bus, self._describe(), config.lease_s, self.log)
-        self._hosting = Hosting(
-            self._bus,
-            arena,
-            self._store,
-            self._data,
-            self._worker,
-            self.log,
-            info=lambda: self._lease.info,
-            changed=self._status_due.set,
-            spawn=self._spawn,
-        )
-        self.resources.push_async_callback(self._hosting.close)
-        await self._hosting.read_store()
-        await self._connect_to_bus()
+
+    async def drain(self) -> None:
+        """No new work; what runs ends at once, and its gateways resume it elsewhere."""
+        await self._lease.give_back()
+        await self._worker.stop()
+        await self._tokens.join()
 
     # --- between the threads ---
+
+    def _send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
+        self._data.send(address, header, payload)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """From another thread: has the control loop call `function`."""
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
-        self._data.send(address, header, payload)
-
     def _describe(self) -> NodeInfo:
         config = self._config
         return NodeInfo(
-            node=NodeId(config.id),
+            node=self.node,
             generation=Generation(wall_ns()),
             address=self._data.address,
             host=config.machine,
@@ -140,7 +155,7 @@ class NodeService(Service):
         )
 
     async def _connect_to_bus(self) -> None:
-        node = NodeId(self._config.id)
+        node = self.node
         await self._lease.wait_until_free()
         for subject, handler in (
             (subjects.POOL_MODELS, self._on_pool),
@@ -168,8 +183,16 @@ class NodeService(Service):
         self.spawn(self._publish_load(), name="load")
         self.spawn(self._learn_pool(), name="learn pool")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        return self.spawn(work, name=name)
+    def _try(self, what: str, action: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
+        """Does it beside everything else. What the action cannot do is logged, no more."""
+
+        async def work() -> None:
+            try:
+                await action(*args)
+            except LambdaScaleError as error:
+                self.log.warning(f"{what} failed", code=error.code, error=str(error))
+
+        self.spawn(work(), name=what)
 
     # --- the pool ---
 
@@ -184,51 +207,47 @@ class NodeService(Service):
                     subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=REGISTRY_TIMEOUT_S
                 )
                 break
-            except BusError:
-                await asyncio.sleep(LOAD_EVERY_S)
+            except LambdaScaleError:
+                await asyncio.sleep(RETRY_S)
         for record in models.records:
-            await self._learn(record)
+            self._try("learning a model", self._library.learn, record)
         for view in pool.nodes:
             self._meet(view.info)
 
-    async def _learn(self, record: ModelRecord) -> None:
-        try:
-            await self._hosting.learn(record)
-        except LambdaScaleError as error:
-            self.log.warning("manifest not had", model=record.name, error=str(error))
+    async def _on_pool(self, message: Message) -> None:
+        if isinstance(message, ModelAdded):
+            self._try("learning a model", self._library.learn, message.record)
+        elif isinstance(message, ModelRemoved):
+            stored = self._library.forget(message.model_id)
+            self._try("forgetting a model", self._remove, message.model_id, stored)
+        elif isinstance(message, NodeJoined):
+            self._meet(message.info)
+        elif isinstance(message, NodeGone):
+            self._on_gone(message)
+
+    async def _remove(self, model: ModelId, stored: bool) -> None:
+        await self._hosting.release(model, keep=None)
+        if stored:
+            await self._library.delete(model)
 
     def _meet(self, info: NodeInfo) -> None:
         """Makes the connections to a peer before a plan needs them."""
-        if info.node != self._config.id:
-            self._peers[info.address] = info.node
-            self.spawn(self._connect(info), name=f"connect {info.node}")
+        if info.node != self.node:
+            self._peers[info.address] = info
+            self._try(f"connecting to {info.node}", self._data.connect, info.address)
 
-    async def _connect(self, info: NodeInfo) -> None:
-        try:
-            await self._data.connect(info.address)
-        except TransportError as error:
-            self.log.warning("peer not reached", peer=info.node, error=str(error))
-
-    async def _on_pool(self, message: Message) -> None:
-        if isinstance(message, ModelAdded):
-            self.spawn(self._learn(message.record), name="learn model")
-        elif isinstance(message, ModelRemoved):
-            self.spawn(self._hosting.forget(message.model_id), name="forget model")
-        elif isinstance(message, NodeJoined):
-            self._meet(message.info)
-        elif isinstance(message, NodeGone) and message.node == self.info.node:
-            if message.generation == self.info.generation:
+    def _on_gone(self, gone: NodeGone) -> None:
+        """A peer is no more: what the engine keeps for its paths is freed."""
+        if gone.node == self.node:
+            if gone.generation == self.info.generation:
                 self._lease.start_over()
                 self._status_due.set()
-        elif isinstance(message, NodeGone):
-            self._forget(message)
-
-    def _forget(self, message: NodeGone) -> None:
-        """A peer is no more: what the engine keeps for its paths is freed."""
-        error = PeerLost(f"node {message.node} is gone: {message.reason}")
-        for address in [a for a, node in self._peers.items() if node == message.node]:
-            del self._peers[address]
-            self._worker.on_peer_lost(address, error)
+            return
+        error = PeerLost(f"node {gone.node} is gone: {gone.reason}")
+        for address, peer in list(self._peers.items()):
+            if peer.node == gone.node and peer.generation <= gone.generation:
+                del self._peers[address]
+                self._worker.on_peer_lost(address, error)
 
     async def _on_report(self, message: Message) -> None:
         self._status_due.set()
@@ -239,12 +258,12 @@ class NodeService(Service):
         self._call(self._suspect, address, error)
 
     def _suspect(self, address: str, error: TransportError) -> None:
-        node = self._peers.get(address)
-        if node is not None:
+        peer = self._peers.get(address)
+        if peer is not None:
             suspect = PeerSuspect(
-                reporter=NodeId(self._config.id), node=node, reason=f"{error.code}: {error}"
+                reporter=self.node, node=peer.node, reason=f"{error.code}: {error}"
             )
-            self.spawn(self._publish(subjects.PLANNER_SUSPECT, suspect), name="suspect")
+            self._try("reporting a peer", self._bus.publish, subjects.PLANNER_SUSPECT, suspect)
 
     # --- requests of others ---
 
@@ -261,6 +280,7 @@ class NodeService(Service):
         if not isinstance(message, ApplyPlan):
             raise BadInput("an ApplyPlan belongs here")
         self._check_generation(message.generation)
+        self._peers |= {peer.address: peer for peer in message.peers if peer.node != self.node}
         await self._hosting.apply(message)
         return Ok()
 
@@ -268,7 +288,7 @@ class NodeService(Service):
         if not isinstance(message, ReleaseModel):
             raise BadInput("a ReleaseModel belongs here")
         self._check_generation(message.generation)
-        await self._hosting.release(message)
+        await self._hosting.release(message.model_id, message.keep)
         return Ok()
 
     async def _submit(self, message: Message) -> Message:
@@ -284,34 +304,11 @@ class NodeService(Service):
     async def _import(self, message: Message) -> Message:
         if not isinstance(message, ImportModel):
             raise BadInput("an ImportModel belongs here")
-        name = check_model_name(message.name)
-        imported = await asyncio.to_thread(
-            self._store.import_checkpoint, Path(message.path), blocks=message.blocks
-        )
-        record = await self._record_of(message, imported)
-        self._hosting.on_disk(imported.model_id, imported.manifest)
-        await self._bus.publish(subjects.POOL_STATUS, self._status())
-        await self._bus.request(
-            subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=REGISTRY_TIMEOUT_S
-        )
-        self.log.info("model imported", model=name, model_id=imported.model_id)
+        record = await self._library.pack(message)
+        await self._bus.publish(subjects.POOL_STATUS, self._status())  # before it is announced
+        await self._library.publish(record)
+        self.log.info("model imported", model=record.name, model_id=record.model_id)
         return ModelImported(record=record)
-
-    async def _record_of(self, message: ImportModel, imported: Imported) -> ModelRecord:
-        objects = await self._bus.objects()
-        return ModelRecord(
-            name=message.name,
-            model_id=imported.model_id,
-            manifest=await objects.put(encode_manifest(imported.manifest)),
-            files={name: await objects.put(data) for name, data in imported.files.items()},
-            nbytes=imported.nbytes,
-            n_blocks=imported.manifest.n_blocks,
-            block_bytes=tuple(block.nbytes for block in imported.manifest.blocks),
-            context_length=imported.context_length,
-            created_ns=wall_ns(),
-            min_instances=message.min_instances,
-            max_instances=message.max_instances,
-        )
 
     # --- reports ---
 
@@ -325,6 +322,7 @@ class NodeService(Service):
         while True:
             gateway, tokens = await self._tokens.get()
             await self._publish(subjects.gateway_tokens(gateway), tokens)
+            self._tokens.task_done()
 
     def _status(self) -> NodeStatus:
         self._status_seq += 1
@@ -333,7 +331,7 @@ class NodeService(Service):
             generation=self.info.generation,
             seq=self._status_seq,
             arena_free=self._hosting.arena_free,
-            holdings=self._hosting.holdings(),
+            holdings=(*self._hosting.holdings(), *self._library.holdings()),
         )
 
     async def _publish_status(self) -> None:

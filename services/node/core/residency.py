@@ -1,8 +1,9 @@
 """What a node holds of one model, and which plan it follows; pure.
 
-        absent -> loading -> executable -> standby -> (executable | absent)
-Loading and executable are the same to peers: any block that is held is served. Standby keeps the
-bytes in host memory and runs nothing.
+        (no space) -> standby -> active -> standby | (no space)
+Space in the arena is had whole before the first block. Active: the engine has the model open, and
+runs each block once it is attached. Standby: the engine does not; the bytes stay. Peers are served
+what is held in either.
 """
 
 import enum
@@ -22,13 +23,17 @@ class Mode(enum.Enum):
 class Residency:
     model_id: ModelId
     n_blocks: int
-    mode: Mode = Mode.ACTIVE
+    mode: Mode = Mode.STANDBY
     held: frozenset[int] = frozenset()
     """Verified blocks in the arena."""
     runnable: frozenset[int] = frozenset()
-    """Blocks that the engine can run."""
+    """Those that the engine can run."""
     event: EventId | None = None
     revision: int = -1
+
+    @property
+    def complete(self) -> bool:
+        return len(self.held) == self.n_blocks
 
     def follow(self, event: EventId, revision: int) -> "Residency":
         """Takes up a plan; StaleEpoch if it is older than the one being followed."""
@@ -41,17 +46,22 @@ class Residency:
     def activate(self) -> "Residency":
         return replace(self, mode=Mode.ACTIVE)
 
-    def with_block(self, block: int) -> "Residency":
-        """A block is held and runnable."""
-        return replace(self, held=self.held | {block}, runnable=self.runnable | {block})
+    def hold(self, block: int) -> "Residency":
+        return replace(self, held=self.held | {block})
+
+    def run(self, block: int) -> "Residency":
+        """A held block was attached."""
+        return replace(self, runnable=self.runnable | {block})
 
     def stand_by(self) -> "Residency":
         return replace(self, mode=Mode.STANDBY, runnable=frozenset(), event=None, revision=-1)
 
     def holdings(self) -> list[Holding]:
+        """Every held block once. An active model has its GPU tier also with no block in it yet:
+        the space is taken."""
         found: list[Holding] = []
-        if self.runnable:
+        if self.mode is Mode.ACTIVE:
             found.append(Holding(self.model_id, Tier.GPU, tuple(sorted(self.runnable))))
-        if self.mode is Mode.STANDBY and self.held:
-            found.append(Holding(self.model_id, Tier.HOST, tuple(sorted(self.held))))
+        if idle := self.held - self.runnable:
+            found.append(Holding(self.model_id, Tier.HOST, tuple(sorted(idle))))
         return found

@@ -25,7 +25,7 @@ from services.node.model.checkpoint import open_checkpoint
 from services.node.model.disk import check_room, disk_errors, fsync_directory, write_file
 from services.node.model.packer import Progress, block_file, empty_manifest, pack
 from services.node.model.packing import digest
-from shared.errors import BadInput, CorruptCheckpoint, DigestMismatch, NotFound
+from shared.errors import BadInput, CorruptCheckpoint, DigestMismatch, ModelError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 
@@ -99,11 +99,14 @@ class Store:
                 found[name] = manifest
         return found
 
-    def read_block(self, name: ModelId, index: int, into: memoryview) -> None:
+    def read_block(
+        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int] = frozenset()
+    ) -> None:
         """Fills `into`, of the block's length, with the block's bytes, each chunk checked.
 
-        NotFound: no such model or block here. DigestMismatch names the block and the chunk; what
-        `into` holds then is not to be used.
+        Chunks in `skip` are there already, and not touched. NotFound: no such model or block here.
+        DigestMismatch names the block and the chunk; what was read then is not to be used.
+        ModelError: the disk fails.
         """
         manifest = self._manifest(name)
         if not 0 <= index < manifest.n_blocks:
@@ -114,9 +117,11 @@ class Store:
         path = self._root / name / block_file(index)
         with _reading(path) as descriptor:
             for chunk, expected in enumerate(spec.digests):
+                if chunk in skip:
+                    continue
                 offset, length = manifest.chunk_range(index, chunk)
                 target = view[offset : offset + length]
-                if not _fill(descriptor, target) or digest(target) != expected:
+                if not _fill(descriptor, target, offset) or digest(target) != expected:
                     raise DigestMismatch(
                         f"block {index} of model {name}: chunk {chunk} in {path} is damaged; "
                         "import the model again"
@@ -130,7 +135,8 @@ class Store:
         return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
     def remove(self, name: ModelId) -> None:
-        """Forgets the model and frees its space. NotFound if it is not here."""
+        """Forgets the model and frees its space. NotFound if it is not here; ModelError if the
+        disk does not let it go."""
         directory = self._directory(name)
         self._verified.pop(name, None)
         grave = self._root / f"{_UNFINISHED}{secrets.token_hex(8)}"
@@ -138,6 +144,8 @@ class Store:
             directory.rename(grave)
         except FileNotFoundError as error:
             raise self._not_here(name) from error
+        except OSError as error:
+            raise ModelError(f"{directory} cannot be removed: {error.strerror}") from error
         fsync_directory(self._root)
         shutil.rmtree(grave, ignore_errors=True)
 
@@ -219,19 +227,21 @@ class Store:
 def _reading(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
         raise NotFound(f"{path} is missing; import the model again") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _fill(descriptor: int, target: memoryview) -> bool:
-    """Reads on until `target` is full; False if the file ends before."""
+def _fill(descriptor: int, target: memoryview, offset: int) -> bool:
+    """Reads from `offset` until `target` is full; False if the file ends before."""
     done = 0
     while done < len(target):
-        got = os.readv(descriptor, [target[done:]])
+        got = os.preadv(descriptor, [target[done:]], offset + done)
         if got == 0:
             return False
         done += got

@@ -1,0 +1,150 @@
+"""The models that this node knows: their manifests, and packed copies on its disk."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from services.node.model.store import Imported, Store
+from shared import subjects
+from shared.bus.base import Bus
+from shared.clock import wall_ns
+from shared.errors import CorruptCheckpoint, NotFound
+from shared.ids import ModelId, check_model_name
+from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
+from shared.messages import Ok
+from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Tier
+from shared.messages.scaling import ImportModel
+
+REGISTRY_TIMEOUT_S = 2.0
+
+
+class Library:
+    def __init__(self, bus: Bus, store: Store, *, changed: Callable[[], None]) -> None:
+        """`changed`: what lies on the disk is not what it was."""
+        self._bus = bus
+        self._store = store
+        self._changed = changed
+        self._known: set[ModelId] = set()
+        """Published or stored, and not removed since."""
+        self._manifests: dict[ModelId, Manifest] = {}
+        self._disk: dict[ModelId, frozenset[int]] = {}
+        """Blocks not known to be damaged."""
+        self._writing = asyncio.Lock()
+        """Imports and removals go one at a time."""
+
+    async def read_store(self) -> None:
+        """Finds the packed models on this node's disk."""
+        for model, manifest in (await asyncio.to_thread(self._store.manifests)).items():
+            self._shelve(model, manifest)
+
+    def holdings(self) -> list[Holding]:
+        return [
+            Holding(model, Tier.DISK, tuple(sorted(self._disk[model])))
+            for model in sorted(self._disk)
+        ]
+
+    # --- manifests ---
+
+    async def learn(self, record: ModelRecord) -> None:
+        """Fetches a published model's manifest ahead of any plan. CorruptCheckpoint, BusError."""
+        self._known.add(record.model_id)
+        if record.model_id in self._manifests:
+            return
+        objects = await self._bus.objects()
+        manifest = _decoded(record, await objects.get(record.manifest))
+        if record.model_id in self._known:
+            self._manifests[record.model_id] = manifest
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        """Asks the registry if it is not known: the model's announcement may have been missed."""
+        if model not in self._manifests:
+            models = await self._bus.request(
+                subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
+            )
+            for record in models.records:
+                if record.model_id == model:
+                    await self.learn(record)
+        if model not in self._manifests:
+            raise NotFound(f"model {model} is not published")
+        return self._manifests[model]
+
+    # --- the disk ---
+
+    def read_block(
+        self, model: ModelId, block: int, into: memoryview, verified: frozenset[int]
+    ) -> None:
+        """Synchronous: call it in a thread. Errors: `Store.read_block`'s."""
+        self._store.read_block(model, block, into, skip=verified)
+
+    def on_damaged(self, model: ModelId, block: int) -> None:
+        """A block could not be read: it is not offered again, until the model is imported anew."""
+        if model in self._disk:
+            self._disk[model] -= {block}
+            self._changed()
+
+    async def pack(self, message: ImportModel) -> ModelRecord:
+        """Packs a checkpoint onto the disk, and its small files into the asset store."""
+        check_model_name(message.name)
+        async with self._writing:
+            imported = await asyncio.to_thread(
+                self._store.import_checkpoint, Path(message.path), blocks=message.blocks
+            )
+            self._shelve(imported.model_id, imported.manifest)
+        self._changed()
+        return await self._upload(message, imported)
+
+    async def publish(self, record: ModelRecord) -> None:
+        await self._bus.request(
+            subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=REGISTRY_TIMEOUT_S
+        )
+
+    def forget(self, model: ModelId) -> bool:
+        """The model was removed from the pool; whether its files are still to be deleted."""
+        self._known.discard(model)
+        self._manifests.pop(model, None)
+        stored = self._disk.pop(model, None) is not None
+        self._changed()
+        return stored
+
+    async def delete(self, model: ModelId) -> None:
+        """Deletes the files of a forgotten model, unless it was imported again meanwhile."""
+        async with self._writing:
+            if model not in self._disk:
+                await asyncio.to_thread(self._store.remove, model)
+
+    def _shelve(self, model: ModelId, manifest: Manifest) -> None:
+        self._known.add(model)
+        self._manifests[model] = manifest
+        self._disk[model] = frozenset(range(manifest.n_blocks))
+
+    async def _upload(self, message: ImportModel, imported: Imported) -> ModelRecord:
+        objects = await self._bus.objects()
+        return ModelRecord(
+            name=message.name,
+            model_id=imported.model_id,
+            manifest=await objects.put(encode_manifest(imported.manifest)),
+            files={name: await objects.put(data) for name, data in imported.files.items()},
+            nbytes=imported.nbytes,
+            n_blocks=imported.manifest.n_blocks,
+            block_bytes=tuple(block.nbytes for block in imported.manifest.blocks),
+            context_length=imported.context_length,
+            created_ns=wall_ns(),
+            min_instances=message.min_instances,
+            max_instances=message.max_instances,
+        )
+
+
+def _decoded(record: ModelRecord, data: bytes) -> Manifest:
+    try:
+        manifest = decode_manifest(data)
+    except msgspec.DecodeError as error:
+        raise CorruptCheckpoint(
+            f"the manifest of model {record.name} cannot be read: {error}; import it again"
+        ) from error
+    if model_id(manifest) != record.model_id:
+        raise CorruptCheckpoint(
+            f"the manifest of model {record.name} is not that of {record.model_id}; import it again"
+        )
+    return manifest
