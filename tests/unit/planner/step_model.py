@@ -56,8 +56,8 @@ def document(schedule: Schedule) -> dict[str, object]:
 
 
 def independent_checker() -> ModuleType:
-    """`check_schedule.py`, kept beside the repository or named by LAMBDASCALE_ORACLE (a folder)."""
-    folder = os.environ.get("LAMBDASCALE_ORACLE") or ROOT.parent / "shared" / "oracle"
+    """`check_schedule.py`, kept beside the repository or named by LS_ORACLE (a folder)."""
+    folder = os.environ.get("LS_ORACLE") or ROOT.parent / "shared" / "oracle"
     path = FilePath(folder) / "check_schedule.py"
     if not path.exists():
         pytest.skip(f"the independent schedule checker is not at {path}")
