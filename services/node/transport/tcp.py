@@ -217,16 +217,15 @@ class TcpTransport:
                 continue
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
-            self._spawn(_guard(connection, partial(self._welcome, connection, sock)))
+            welcome = self._spawn(_guard(connection, partial(self._welcome, connection, sock)))
+            # Cancelled before it has begun, it closes nothing by itself.
+            welcome.add_done_callback(partial(_close_with_task, connection))
 
     async def _welcome(self, connection: Connection, sock: socket.socket) -> None:
         own = Hello(Purpose.READS, self._instance, self.address)
         try:
             async with asyncio.timeout(self._silence_s):
                 peer = await connection.shake_hands(own, dialling=False)
-        except asyncio.CancelledError:
-            connection.close(PeerLost(f"{connection.address}: this transport was closed"))
-            raise
         except TimeoutError:
             raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
         self._tune(sock, peer.purpose)
@@ -302,6 +301,10 @@ async def _guard(connection: Connection, work: Work) -> None:
         await work()
     except TransportError as error:
         connection.close(error)
+
+
+def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:
+    connection.close(PeerLost(f"{connection.address}: this transport was closed"))
 
 
 async def _receive_nothing(connection: Connection) -> None:

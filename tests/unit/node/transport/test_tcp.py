@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
@@ -471,3 +471,18 @@ async def test_closing_with_everything_in_flight() -> None:
     assert {type(outcome) for outcome in outcomes} == {PeerLost}
     with pytest.raises(PeerLost, match="is closed"):
         await nodes[0].read(nodes[1].transport.address)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_closing_while_strangers_come_in(turns: int) -> None:
+    """No socket is left open (warnings are errors), at whatever point the accepting is."""
+    async with Node().transport as transport:
+        host, port = transport.address.removeprefix("tcp://").split(":")
+        clients = [socket.create_connection((host, int(port))) for _ in range(5)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    for client in clients:
+        with client:
+            client.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
