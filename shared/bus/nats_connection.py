@@ -6,8 +6,8 @@ not know; then a new client takes over with the same subscriptions.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import nats.errors
@@ -81,8 +81,9 @@ class Connection:
     async def open(self) -> None:
         timeout = self._config.connect_timeout_s
         try:
-            async with asyncio.timeout(timeout):
-                client = await self._connect()
+            with _cancellation_kept():
+                async with asyncio.timeout(timeout):
+                    client = await self._connect()
         except TimeoutError as error:
             raise BusError(
                 f"no NATS server at {self._config.url} within {timeout} s ({self._last_error}): "
@@ -115,13 +116,14 @@ class Connection:
         """Around one exchange with the server: begins when connected, never hangs, typed errors."""
         self.check_open()
         try:
-            async with asyncio.timeout(timeout) as scope:
-                self._calls.add(scope)
-                try:
-                    await self._up.wait()
-                    yield
-                finally:
-                    self._calls.discard(scope)
+            with _cancellation_kept():
+                async with asyncio.timeout(timeout) as scope:
+                    self._calls.add(scope)
+                    try:
+                        await self._up.wait()
+                        yield
+                    finally:
+                        self._calls.discard(scope)
         except TimeoutError as error:
             self.check_open()
             state = "no answer" if self._up.is_set() else "not connected to NATS"
@@ -170,10 +172,11 @@ class Connection:
 
     async def _close_client(self, client: Client) -> None:
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                if client.is_connected:
-                    await client.flush()
-                await client.close()
+            with _cancellation_kept():
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    if client.is_connected:
+                        await client.flush()
+                    await client.close()
         except (nats.errors.Error, OSError, TimeoutError) as error:
             self.log.warning("NATS closed without sending everything", error=repr(error))
 
@@ -213,6 +216,20 @@ class Connection:
         self._use(client)
         self.log.info("NATS connected anew", server=_version(client))
         self._announce()
+
+
+@contextmanager
+def _cancellation_kept() -> Iterator[None]:
+    """nats-py awaits with asyncio.wait_for, which loses a cancellation that comes together with
+    the answer (until Python 3.12): a task that was told to end would go on for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _version(client: Client) -> str:
