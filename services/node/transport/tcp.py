@@ -207,14 +207,18 @@ class TcpTransport:
     # --- accepting -------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        """Not by `loop.sock_accept`: cancelled at the wrong moment, it loses the socket."""
         while True:
+            await _readable(listener)
             try:
-                sock, source = await loop.sock_accept(listener)
+                sock, source = listener.accept()
+            except BlockingIOError:
+                continue
             except OSError as error:
                 self._log.warning("a connection was not accepted", error=error.strerror)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
+            sock.setblocking(False)
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
             welcome = self._spawn(_guard(connection, partial(self._welcome, connection, sock)))
@@ -301,6 +305,16 @@ async def _guard(connection: Connection, work: Work) -> None:
         await work()
     except TransportError as error:
         connection.close(error)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
+import uvloop
 
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
@@ -473,14 +474,24 @@ async def test_closing_with_everything_in_flight() -> None:
         await nodes[0].read(nodes[1].transport.address)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("turns", range(8))
-async def test_closing_while_strangers_come_in(turns: int) -> None:
+def test_closing_while_strangers_come_in(
+    turns: int, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     """No socket is left open (warnings are errors), at whatever point the accepting is."""
-    async with Node().transport as transport:
-        host, port = transport.address.removeprefix("tcp://").split(":")
-        clients = [socket.create_connection((host, int(port))) for _ in range(5)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+    clients: list[socket.socket] = []
+
+    async def open_and_close() -> None:
+        async with Node().transport as transport:
+            host, port = transport.address.removeprefix("tcp://").split(":")
+            await asyncio.sleep(0.001)
+            clients.extend(socket.create_connection((host, int(port))) for _ in range(5))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(open_and_close())
     for client in clients:
         with client:
             client.settimeout(10)
