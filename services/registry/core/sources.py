@@ -45,14 +45,14 @@ def candidate(
 ) -> Candidate | None:
     """None if the node has not reported, or has no room.
 
-    A node that holds the model on its device, in part or in no block yet, has its arena for it
-    already: arenas are allocated whole before the first block.
+    A node that has space for the model in its arena needs no more: space is had whole before the
+    first block, and a copy that sleeps in host memory keeps it.
     """
     status = held.of(info)
     if status is None:
         return None
     tiers = held.blocks(info, record.model_id)
-    if status.arena_free < nbytes and Tier.GPU not in tiers:
+    if status.arena_free < nbytes and not tiers.keys() & {Tier.GPU, Tier.HOST}:
         return None
     nearest = next((tier for tier in TIERS if tiers.get(tier)), None)
     if nearest is None:

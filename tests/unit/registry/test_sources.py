@@ -75,8 +75,12 @@ def test_a_node_whose_arena_stands_needs_no_more_room() -> None:
     assert best(held(status("a", holding(Tier.GPU), free=0)), info("a")) == ["a"]
 
 
-def test_a_host_copy_makes_no_room_on_the_device() -> None:
-    assert best(held(status("a", holding(Tier.HOST, 0, 1, 2, 3), free=0)), info("a")) == []
+def test_a_copy_asleep_in_host_memory_needs_no_more_room_to_wake() -> None:
+    assert best(held(status("a", holding(Tier.HOST, 0, 1, 2, 3), free=0)), info("a")) == ["a"]
+
+
+def test_a_copy_on_disk_needs_room() -> None:
+    assert best(held(status("a", holding(Tier.DISK, 0, 1, 2, 3), free=0)), info("a")) == []
 
 
 def test_a_node_that_has_not_reported_is_no_target() -> None:
