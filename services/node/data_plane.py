@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import uvloop
 
@@ -64,7 +64,7 @@ class DataPlane:
         self._sending: set[asyncio.Task[None]] = set()
         self.address = ""
 
-    async def __aenter__(self) -> "DataPlane":
+    async def __aenter__(self) -> Self:
         self._loop = uvloop.new_event_loop()
         self._thread.start()
         try:

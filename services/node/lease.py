@@ -30,7 +30,8 @@ class Lease:
         """This process's."""
         self._turn = asyncio.Lock()
         """A renewal must not bring back what was given back."""
-        self._over = False
+        self.over = False
+        """It was given back."""
 
     async def wait_until_free(self) -> None:
         """Waits out a dead process's lease. Conflict if a living one holds the node's name."""
@@ -52,10 +53,10 @@ class Lease:
 
         Conflict: another process has taken the node's name meanwhile.
         """
-        while not self._over:
+        while not self.over:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             async with self._turn:
-                if not self._over:
+                if not self.over:
                     await self._renew()
 
     def start_over(self) -> None:
@@ -68,9 +69,9 @@ class Lease:
     async def give_back(self) -> None:
         """Deletes the key, unless another process has it by now; once."""
         async with self._turn:
-            if self._over:
+            if self.over:
                 return
-            self._over = True
+            self.over = True
             try:
                 if self._is_ours(await self._bucket.get(self.info.node)):
                     await self._bucket.delete(self.info.node)

@@ -239,7 +239,7 @@ class NodeService(Service):
     def _on_gone(self, gone: NodeGone) -> None:
         """A peer is no more: what the engine keeps for its paths is freed."""
         if gone.node == self.node:
-            if gone.generation == self.info.generation:
+            if gone.generation == self.info.generation and not self._lease.over:
                 self._lease.start_over()
                 self._status_due.set()
             return
@@ -335,7 +335,7 @@ class NodeService(Service):
         )
 
     async def _publish_status(self) -> None:
-        while True:
+        while not self._lease.over:
             self._status_due.clear()
             await self._publish(subjects.POOL_STATUS, self._status())
             try:

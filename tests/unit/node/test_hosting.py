@@ -1,0 +1,517 @@
+"""Models on real nodes: pulled, relayed, promoted, put to sleep, given back and removed."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.node.hosting import Hosting
+from services.node.model.store import Store
+from services.node.mover import Arrival, Failure
+from services.node.worker import Worker
+from shared import subjects
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    DigestMismatch,
+    LambdaScaleError,
+    NotFound,
+    StaleEpoch,
+)
+from shared.ids import ModelId
+from shared.messages.pool import ModelRemove, Tier
+from tests.unit.node.cluster import ALL, BLOCKS, NAME, Nodes, nodes
+
+FROM_A = dict.fromkeys(ALL, "a")
+FIRST_HALF, SECOND_HALF = (0, 1, 2), (3, 4, 5)
+WAIT_S = 20
+
+
+class Gate:
+    """Holds a call in its thread, from the `after`th on."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.left = after
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        if self.left:
+            self.left -= 1
+            return
+        self.reached.set()
+        if not self._open.wait(WAIT_S):
+            raise TimeoutError("the test never opened the gate")
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, WAIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@contextmanager
+def reading(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[Gate]:
+    """A gate before every read of a block from a disk."""
+    gate = Gate(after)
+    read = Store.read_block
+
+    def gated(
+        self: Store, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
+    ) -> None:
+        gate()
+        read(self, name, index, into, skip=skip)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "read_block", gated)
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+def damage(path: Path, at: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+# --- from disk, from peers, through relays ----------------------------------------
+
+
+async def test_a_model_goes_from_disk_to_a_node_and_through_it_to_the_next(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.until_holds("a", {Tier.DISK: ALL})
+        # In reverse: the relay learns of the plan before its source has a single block.
+        await up.apply("c", dict.fromkeys(ALL, "b"), event="ev-2")
+        await up.until_holds("c", {Tier.GPU: ()})
+        await up.apply("b", FROM_A, event="ev-2")
+        await up.apply("a", promote=ALL, event="ev-2", revision=3)
+        for name, source, transport in (("a", "a", "disk"), ("b", "a", "tcp"), ("c", "b", "tcp")):
+            arrivals = await up.until_arrived(name, ALL)
+            assert sorted(m.block for m in arrivals) == list(ALL)
+            for m in arrivals:
+                assert (m.source, m.transport, m.event) == (source, transport, "ev-2")
+                assert m.nbytes == up.record.block_bytes[m.block]
+                assert m.started_ns <= m.first_byte_ns <= m.finished_ns
+                assert m.generation == up.info(name).generation
+                assert m.model_id == up.record.model_id
+                assert m.revision == (3 if name == "a" else 0)
+        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
+        await up.until_holds("b", {Tier.GPU: ALL})
+        await up.until_holds("c", {Tier.GPU: ALL})
+        tokens = await up.generate("a", request="on a")
+        assert len(tokens) == 8
+        assert await up.generate("c", request="on c") == tokens
+        assert await up.generate("c", "a", "b", request="on all") == tokens
+
+
+async def test_blocks_that_are_held_are_reported_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        await up.apply("a", promote=ALL, event="again")
+        arrivals = await up.until_arrived("a", ALL, event="again")
+        assert {(m.source, m.transport) for m in arrivals} == {("a", "held")}
+        assert len(arrivals) == BLOCKS
+
+
+async def test_a_newer_revision_goes_on_from_what_is_there(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.apply("a", promote=FIRST_HALF)
+        await up.until_arrived("a", FIRST_HALF)
+        await up.apply("b", FROM_A)  # waits for the second half
+        await up.until_arrived("b", FIRST_HALF)
+        await up.apply("c", dict.fromkeys(FIRST_HALF, "a"))
+        await up.until_arrived("c", FIRST_HALF)
+        await up.release("a")
+        await up.promoted("a")
+        await up.apply("c", FROM_A, revision=1)
+        await up.apply("b", dict.fromkeys(ALL, "c"), revision=1)
+        arrivals = await up.until_arrived("b", ALL)
+        again = [m for m in arrivals if m.revision == 1]
+        assert {m.block for m in again if m.transport == "held"} == set(FIRST_HALF)
+        assert {(m.block, m.source) for m in again if m.transport == "tcp"} == {
+            (block, "c") for block in SECOND_HALF
+        }
+        assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
+
+
+async def test_stale_plans_and_releases_are_refused_and_change_nothing(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        with reading(monkeypatch) as gate:
+            await up.apply("a", promote=ALL, revision=2)
+            await gate.wait()
+            with pytest.raises(StaleEpoch, match="revision 1 of event ev-1"):
+                await up.apply("a", revision=1)
+            with pytest.raises(StaleEpoch, match="generation"):
+                await up.apply("a", revision=3, generation=7)
+        await up.until_arrived("a", ALL)  # the promotion went on
+
+
+async def test_what_a_model_does_not_have_is_bad_input(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        for wrong in ({"promote": (BLOCKS,)}, {"promote": (-1,)}, {"pulls": {BLOCKS: "a"}}):
+            with pytest.raises(BadInput, match="no block"):
+                await up.apply("b", **wrong)
+        with pytest.raises(BadInput, match="no address is known of nobody"):
+            await up.apply("b", {0: "nobody"})
+        await up.nothing_leaked("b")
+
+
+# --- room ---------------------------------------------------------------------------
+
+
+async def test_an_arena_that_is_too_small_is_left_as_it_was(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.start("b", arena_bytes=300 << 10)
+        with pytest.raises(CapacityExceeded, match="bytes are wanted"):
+            await up.apply("b", FROM_A)
+        await up.nothing_leaked("b")
+
+
+async def test_an_engine_that_refuses_a_model_leaves_its_space_free(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise CapacityExceeded("no KV for it")
+
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "open_model", refuse)
+            with pytest.raises(CapacityExceeded, match="no KV"):
+                await up.apply("b", FROM_A)
+        await up.nothing_leaked("b")
+        await up.promoted("a")
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+
+
+async def test_a_sleeping_copy_can_be_woken_where_there_is_room_for_nothing_else(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        tokens = await up.generate("a", request="before")
+        await up.release("a", keep=Tier.HOST)
+        await up.until_holds("a", {Tier.HOST: ALL, Tier.DISK: ALL})
+        with pytest.raises(NotFound):
+            await up.submit("a", request="asleep")
+        await up.apply("a", promote=ALL, event="wake")
+        woken = await up.until_arrived("a", ALL, event="wake")
+        assert {m.transport for m in woken} == {"held"}
+        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
+        assert await up.generate("a", request="after") == tokens
+
+
+async def test_a_sleeping_copy_is_a_source(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        await up.release("a", keep=Tier.HOST)
+        await up.release("a", keep=Tier.HOST)
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+        await up.release("a")
+        await up.nothing_leaked("a")
+
+
+# --- giving back in the midst of things ---------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [None, Tier.HOST])
+async def test_release_while_blocks_come(
+    tmp_path: Path, checkpoint: Path, keep: Tier | None
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.apply("a", promote=FIRST_HALF)
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", FIRST_HALF)
+        await up.release("b", keep=keep)  # a part of a model is not worth keeping
+        await up.nothing_leaked("b")
+        await up.apply("a", promote=ALL, revision=1)
+        await up.apply("b", FROM_A, event="ev-2")
+        await up.until_arrived("b", ALL, event="ev-2")
+        assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
+
+
+async def test_a_block_that_landed_before_a_release_is_not_taken_for_one_after_it(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks wait to be attached while the model is released and its space is taken again."""
+    attach = Worker.attach
+    entered, opened = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Worker, model: ModelId, block: int, buffer: memoryview) -> None:
+        if not entered.is_set():
+            entered.set()
+            await opened.wait()
+        await attach(self, model, block, buffer)
+
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        monkeypatch.setattr(Worker, "attach", slow)
+        landed = Landings(monkeypatch)
+        await up.apply("b", FROM_A)
+        await entered.wait()
+        await landed.until(BLOCKS)
+        released = asyncio.create_task(up.release("b"))
+        applied = asyncio.create_task(up.apply("b", event="ev-2"))
+        await asyncio.sleep(0)
+        opened.set()
+        await asyncio.gather(released, applied)
+        await up.until_holds("b", {Tier.GPU: ()})
+        assert up.arrived("b", event="ev-2") == []
+
+
+class Landings:
+    """Counts what the data planes deliver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._count = 0
+        self._changed = asyncio.Event()
+        land = Hosting.land
+
+        def counted(hosting: Hosting, item: Arrival | Failure) -> None:
+            land(hosting, item)
+            self._count += 1
+            self._changed.set()
+
+        monkeypatch.setattr(Hosting, "land", counted)
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self._count < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def test_release_during_a_promotion_waits_for_the_disk(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        with reading(monkeypatch, after=2) as gate:
+            await up.apply("a", promote=ALL)
+            await gate.wait()
+            released = asyncio.create_task(up.release("a"))
+            await up.until_holds("a", {Tier.GPU: (0, 1), Tier.DISK: ALL})
+            assert not released.done()  # the thread writes into the span
+            gate.open()
+            await released
+        await up.nothing_leaked("a")
+        assert {m.block for m in up.arrived("a")} <= {0, 1, 2}
+        await up.promoted("a")
+
+
+async def test_sequences_of_a_released_model_end_and_say_so(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", settings={"step_floor_s": 0.02}) as up:
+        await up.promoted("a")
+        await up.submit("a", max_tokens=400)
+        await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
+        await up.release("a", keep=Tier.HOST)
+        await up.tokens.until(lambda: up.over("r"))
+        failure = up.failure("r")
+        assert failure is not None
+        assert failure.code == NotFound.code
+        assert [t.index for t in up.tokens_of("r")] == list(range(len(up.tokens_of("r"))))
+
+
+async def test_many_releases_and_removals_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+        await asyncio.gather(
+            up.release("b"),
+            up.release("b", keep=Tier.HOST),
+            up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME)),
+            up.release("b"),
+            up.release("a", keep=Tier.HOST),
+        )
+        await up.until_holds("a", {})
+        await up.until_holds("b", {})
+        await up.nothing_leaked("a")
+
+
+async def test_plans_and_releases_in_any_order_end_in_a_sound_state(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        calls: list[asyncio.Task[object]] = []
+        for number in range(30):
+            keep = (None, Tier.HOST)[number // 3 % 2]
+            work = (
+                up.apply("b", FROM_A, event=f"ev-{number}")
+                if number % 3
+                else up.release("b", keep=keep)
+            )
+            calls.append(asyncio.create_task(work))
+            if number % 5 == 0:
+                await asyncio.sleep(0.002)
+        await asyncio.gather(*calls)
+        await up.until_holds("b", {Tier.GPU: ALL})
+        assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
+        await up.release("b")
+        await up.nothing_leaked("b")
+
+
+# --- removal ------------------------------------------------------------------------
+
+
+async def remove(up: Nodes) -> None:
+    await up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME))
+
+
+async def test_a_removed_model_is_forgotten_in_every_tier(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a while it is promoted, on b while it is pulled."""
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        with reading(monkeypatch, after=1) as gate:
+            await up.apply("a", promote=ALL)
+            await up.apply("b", FROM_A)
+            await gate.wait()
+            await up.until_arrived("b", (0,))
+            await remove(up)
+            await up.until_holds("b", {})
+        await up.until_holds("a", {})
+        await up.nothing_leaked("a")
+        await up.nothing_leaked("b")
+        await up.stop("a")  # what was begun ends first
+        assert not up.is_stored("a")
+        with pytest.raises(NotFound, match="not published"):
+            await up.apply("b", FROM_A, event="ev-2")
+
+
+async def test_what_is_imported_after_a_removal_stays(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal's work on the disk waits for a promotion; the import does not wait for it."""
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        with reading(monkeypatch) as gate:
+            await up.apply("a", promote=ALL)
+            await gate.wait()
+            await remove(up)
+            await up.until_holds("a", {Tier.GPU: ()})
+            await up.import_model("a")
+        await up.until_holds("a", {Tier.DISK: ALL})
+        assert up.is_stored("a")
+        await up.promoted("a")
+        await up.apply("b", FROM_A, event="ev-2")
+        await up.until_arrived("b", ALL)
+
+
+# --- damage -------------------------------------------------------------------------
+
+
+async def test_a_damaged_block_on_disk_is_reported_and_not_offered_again(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.stop("b")
+        up.has_on_disk("b")
+        damage(up.stored("a") / "block-002.bin")
+        await up.start("b")
+        await up.apply("a", promote=ALL, revision=4)
+        await up.until_arrived("a", (0, 1, 3, 4, 5))
+        (failure,) = await up.until_failed("a")
+        assert (failure.block, failure.source, failure.revision) == (2, "a", 4)
+        assert failure.code == DigestMismatch.code
+        await up.until_holds("a", {Tier.GPU: (0, 1, 3, 4, 5), Tier.DISK: (0, 1, 3, 4, 5)})
+        await up.promoted("b")
+        await up.apply("a", {2: "b"}, revision=5)
+        await up.until_arrived("a", ALL)
+        assert await up.generate("a", request="on a") == await up.generate("b", request="on b")
+        await up.import_model("a")  # repairs it
+        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
+
+
+async def test_a_disk_that_fails_is_a_failed_block_not_a_failed_node(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        path = up.stored("a") / "block-000.bin"
+        path.unlink()
+        path.mkdir()  # reading it is an OSError
+        await up.apply("a", promote=(0, 1))
+        (failure,) = await up.until_failed("a")
+        assert failure.code == "model"
+        await up.until_arrived("a", (1,))
+
+
+async def test_a_source_with_wrong_bytes_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.promoted("a")
+        hosted = up.services["a"]._hosting._hosted[up.record.model_id]
+        hosted.space.block(3)[0] ^= 0xFF
+        await up.apply("b", FROM_A)
+        await up.apply("c", dict.fromkeys(ALL, "b"))
+        (failure,) = await up.until_failed("b")
+        assert (failure.block, failure.source, failure.code) == (3, "a", DigestMismatch.code)
+        hosted.space.block(3)[0] ^= 0xFF
+        await up.apply("b", FROM_A, revision=1)
+        await up.until_arrived("c", ALL)  # from b, which passed nothing wrong on
+        assert up.failed("c") == []
+
+
+async def test_a_damaged_disk_does_not_spoil_what_a_peer_sent(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """The first chunks of a block came from a peer, and others may have read them already."""
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.stop("b")
+        damage(up.has_on_disk("b") / "block-001.bin")
+        await up.start("b")
+        await up.promoted("a")
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+        service, hosted = up.services["b"], None
+        hosted = service._hosting._hosted[up.record.model_id]
+        before = bytes(hosted.space.block(1))
+        await service._hosting._read(hosted, 1)  # every chunk is there: none is read
+        assert bytes(hosted.space.block(1)) == before
+
+
+# --- what others see of it ----------------------------------------------------------
+
+
+async def test_a_missed_announcement_is_made_up_for(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        library = up.services["b"]._library
+        library._manifests.clear()
+        library._known.clear()
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+
+
+async def test_an_engine_that_cannot_attach_a_block_fails_the_block(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise LambdaScaleError("no memory on the device")
+
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await up.promoted("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "attach", refuse)
+            await up.apply("b", FROM_A)
+            failures = await up.until_failed("b", BLOCKS)
+        assert {(f.source, f.code) for f in failures} == {("b", "error")}
+        await up.until_holds("b", {Tier.GPU: (), Tier.HOST: ALL})
+        await up.apply("b", FROM_A, revision=1)  # the bytes are there
+        assert {m.transport for m in await up.until_arrived("b", ALL)} == {"held"}
