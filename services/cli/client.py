@@ -1,33 +1,55 @@
 """What the operator's commands share: where the cluster is, how to reach its bus, how to print."""
 
 import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
-from services.cli.processes import ClusterState, read_state
+from services.cli.cluster import bus_config
+from services.cli.processes import NATS, ClusterState, read_state
+from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import load
-from shared.errors import NotFound
+from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, NotFound
+from shared.messages import Message
 
 DEFAULT_DATA = Path("lambdascale-data")
+BUS_VARIABLE = "LAMBDASCALE_BUS_URL"
+TIMEOUT_S = 5.0
+M = TypeVar("M", bound=Message)
 
 
-def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+def add_data_option(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
         "--data",
         type=Path,
         default=DEFAULT_DATA,
         metavar="DIR",
-        help="data directory of the cluster on this machine (default: %(default)s)",
+        help=f"{text} (default: %(default)s)",
+    )
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    add_data_option(parser, "data directory of a cluster that `up` started on this machine")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="configuration of a cluster on servers: its [bus] is asked (a cluster of `up` "
+        "remembers its own)",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="configuration; its [bus] names a user"
-    )
-    parser.add_argument(
-        "--nats", metavar="URL", help="bus of a cluster that `up` did not start, e.g. on servers"
+        "--nats", metavar="URL", help="bus of a cluster on servers, with the user of --config"
     )
 
 
@@ -36,30 +58,94 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(args: argparse.Namespace) -> ClusterState:
-    """The local cluster's state; an empty one when --nats points elsewhere."""
+    """The local cluster's state; one without processes where the options name another bus."""
     if args.nats:
         return ClusterState(nats_url=args.nats)
-    state = read_state(args.data)
-    if not any(process.state == "running" for process in state.processes):
+    try:
+        state = read_state(args.data)
+        if state.running:
+            return state
         raise NotFound(f"the cluster in {args.data} is not running: `lambdascale up` starts one")
-    return state
+    except LambdaScaleError:
+        if args.config or BUS_VARIABLE in os.environ:
+            return ClusterState(nats_url=load(args.config).bus.url)
+        raise
 
 
 def connect(args: argparse.Namespace) -> NatsBus:
     """A bus to the cluster that the options name (enter it)."""
-    bus = load(args.config).bus
-    return NatsBus(msgspec.structs.replace(bus, url=state_of(args).nats_url), "cli")
+    state = state_of(args)
+    if not state.nats_url:
+        raise NotFound(f"the cluster in {args.data} is starting")
+    if any(process.role == NATS and process.state == "dead" for process in state.processes):
+        raise BusError(
+            f"the nats-server of the cluster in {args.data} is dead: end what is left with "
+            "`lambdascale down`"
+        )
+    return NatsBus(bus_config(state, args.config), "cli")
+
+
+async def ask(
+    bus: Bus, subject: str, message: Message, reply: type[M], *, timeout: float = TIMEOUT_S
+) -> M:
+    """A request; BusError names the service that does not answer it."""
+    try:
+        return await bus.request(subject, message, reply, timeout=timeout)
+    except (NoResponders, BusTimeout) as error:
+        _, service, name, *_ = subject.split(".")
+        who = f"node {name}" if service == "node" else f"the {service}"
+        raise BusError(f"{who} does not answer: `lambdascale status` shows what runs") from error
 
 
 def absolute(text: str) -> Path:
     """An argument that names a path which another process will open."""
-    return Path(text).absolute()
+    return Path(text).expanduser().absolute()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP cancel the current task.
+
+    Once: a second Ctrl-C does not cut off the tidying up that the first one began. A SIGHUP that
+    is ignored (`nohup`) stays so.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        if task is not None and not told:
+            told = True
+            task.cancel()
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, tell)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def silence_logs() -> None:
+    """The bus's own remarks are for the logs of services; a command says in words what failed."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    logging.getLogger("nats").setLevel(logging.CRITICAL)
 
 
 def say(text: str) -> None:
-    """Tells the person at the terminal; standard output stays clean for programs."""
-    sys.stderr.write(text + "\n")
+    """Tells the person at the terminal, if there still is one; stdout stays clean for programs."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text + "\n")
 
 
 def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.flush()

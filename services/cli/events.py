@@ -4,32 +4,48 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.cli.client import add_cluster_options, add_json_option, connect, print_json
+from services.cli.client import (
+    add_cluster_options,
+    add_json_option,
+    ask,
+    connect,
+    print_json,
+    say,
+    state_of,
+)
 from shared import subjects
-from shared.errors import NotFound
+from shared.config import load
+from shared.errors import BadInput, NotFound
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 
-TIMEOUT_S = 5.0
+ROOT_SPAN = "scale_event"
+ALL = 1000
+LAST = "last"
+
+Span = dict[str, Any]
+"""A line of a trace file; see shared.telemetry."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events = commands.add_parser("events", help="list the scaling events, newest first")
-    events.add_argument("--limit", type=int, default=20, help="default: %(default)s")
-    events.set_defaults(run=lambda args: asyncio.run(_events(args)))
+    events.add_argument("--limit", type=int, default=20, metavar="N", help="default: %(default)s")
+    events.set_defaults(run=_events)
     trace = commands.add_parser(
         "trace",
         help="print a scaling event's spans as a tree",
         description="Prints the spans of one scaling event, over all processes, as a tree: "
-        "milliseconds after the event was detected, duration, process, attributes.",
+        "milliseconds after the event was detected, duration, process, attributes. They are read "
+        "from DIR/traces, also when the cluster is down.",
     )
     trace.add_argument("event", metavar="EVENT", help="its id, from `lambdascale events`; or last")
-    trace.set_defaults(run=lambda args: asyncio.run(_trace(args)))
+    trace.set_defaults(run=_trace)
     for parser in (events, trace):
         add_cluster_options(parser)
         add_json_option(parser)
@@ -37,36 +53,41 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 async def _records(args: argparse.Namespace, limit: int) -> tuple[EventRecord, ...]:
     async with connect(args) as bus:
-        state = await bus.request(
-            subjects.PLANNER_STATE, PlannerQuery(events=limit), PlannerState, timeout=TIMEOUT_S
-        )
-    return state.events
+        query = PlannerQuery(events=limit)
+        return (await ask(bus, subjects.PLANNER_STATE, query, PlannerState)).events
 
 
-async def _events(args: argparse.Namespace) -> int:
-    records = await _records(args, args.limit)
+def _events(args: argparse.Namespace) -> int:
+    if args.limit < 1:
+        raise BadInput(f"--limit {args.limit}: use 1 or more")
+    records = asyncio.run(_records(args, args.limit))
     if args.json:
         print_json(records)
         return 0
+    if not records:
+        say("no events yet")
     for record in records:
-        took = record.actual.all_complete_s
-        sys.stdout.write(
-            f"{record.id}  {record.name}  {record.state.value:<12} "
-            f"{f'{took:.2f} s' if took is not None else '-':>9}  "
-            f"{','.join(record.sources)} -> {','.join(record.targets)}  {record.cause}\n"
-        )
+        sys.stdout.write(event_line(record) + "\n")
     return 0
 
 
-async def _trace(args: argparse.Namespace) -> int:
-    records = await _records(args, 1000)
-    found = [r for r in records if args.event in (r.id, "last")]
-    if not found:
-        raise NotFound(f"no event {args.event!r}; see `lambdascale events`")
-    trace_id = found[0].trace.split("-")[1]
-    spans = read_spans(args.data / "traces", trace_id)
+def event_line(record: EventRecord) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.decided_ns / 1e9))
+    took = record.actual.all_complete_s
+    seconds = "-" if took is None else f"{took:.2f} s"
+    why = f"{record.cause}; {record.error}" if record.error else record.cause
+    return (
+        f"{record.id}  {at}  {record.name}  {record.state.value:<12} {seconds:>9}  "
+        f"{','.join(record.sources) or '-'} -> {','.join(record.targets) or '-'}  {why}"
+    )
+
+
+def _trace(args: argparse.Namespace) -> int:
+    directory = _trace_directory(args)
+    trace_id = _finished(directory, args.event) or asyncio.run(_unfinished(args))
+    spans = [span for span in read_spans(directory, trace_id) if span["trace_id"] == trace_id]
     if not spans:
-        raise NotFound(f"no spans of {found[0].id} in {args.data / 'traces'}")
+        raise NotFound(f"no spans of {args.event} in {directory}")
     if args.json:
         print_json(spans)
     else:
@@ -74,31 +95,52 @@ async def _trace(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_spans(directory: Path, trace_id: str) -> list[dict[str, Any]]:
-    """The spans of one trace from every process's file, in order of their starts."""
+def _trace_directory(args: argparse.Namespace) -> Path:
+    """Of the local cluster, or the one that the configuration names."""
+    configured = load(args.config).telemetry.trace_dir if args.config else ""
+    return Path(configured) if configured else args.data / "traces"
+
+
+def _finished(directory: Path, event: str) -> str | None:
+    """The trace of a finished event: its root span is written when it ends."""
+    roots = [span for span in read_spans(directory, ROOT_SPAN) if span["name"] == ROOT_SPAN]
+    found = [span for span in roots if event in (span["attributes"].get("event"), LAST)]
+    return str(found[-1]["trace_id"]) if found else None
+
+
+async def _unfinished(args: argparse.Namespace) -> str:
+    state_of(args)
+    for record in await _records(args, ALL):
+        if args.event in (record.id, LAST):
+            return record.trace.split("-")[1]
+    raise NotFound(f"no event {args.event!r}; see `lambdascale events`")
+
+
+def read_spans(directory: Path, text: str) -> list[Span]:
+    """The spans that mention `text` (such as a trace id), from every process's file, by start."""
     spans = []
     for path in sorted(directory.glob("*.jsonl")):
         with path.open() as lines:
             for line in lines:
-                if trace_id in line:
+                if text in line:
                     try:
-                        span = json.loads(line)
+                        spans.append(json.loads(line))
                     except json.JSONDecodeError:
-                        continue  # a line that is still being written
-                    if span["trace_id"] == trace_id:
-                        spans.append(span)
+                        continue  # it is still being written
     return sorted(spans, key=lambda span: (span["start_ns"], span["name"]))
 
 
-def tree_lines(spans: list[dict[str, Any]]) -> Iterable[str]:
+def tree_lines(spans: Iterable[Span]) -> Iterator[str]:
+    """One line a span, children below their parents; a span whose parent is missing is a root."""
+    spans = list(spans)
     ids = {span["span_id"] for span in spans}
-    children: dict[str | None, list[dict[str, Any]]] = {}
+    children: dict[str | None, list[Span]] = {}
     for span in spans:
         parent = span["parent_id"] if span["parent_id"] in ids else None
         children.setdefault(parent, []).append(span)
     start = spans[0]["start_ns"]
 
-    def walk(parent: str | None, indent: str) -> Iterable[str]:
+    def walk(parent: str | None, indent: str) -> Iterator[str]:
         siblings = children.get(parent, [])
         for span in siblings:
             last = span is siblings[-1]
@@ -110,12 +152,12 @@ def tree_lines(spans: list[dict[str, Any]]) -> Iterable[str]:
     return walk(None, "")
 
 
-def _line(span: dict[str, Any], start: int) -> str:
+def _line(span: Mapping[str, Any], start: int) -> str:
     at = (span["start_ns"] - start) / 1e6
     took = (span["end_ns"] - span["start_ns"]) / 1e6
-    attributes = " ".join(f"{key}={_value(value)}" for key, value in span["attributes"].items())
+    attributes = "".join(f" {key}={_value(value)}" for key, value in span["attributes"].items())
     error = f" ERROR {span['error']}" if span["error"] else ""
-    return f"{span['name']} +{at:.1f} ms, {took:.1f} ms [{span['service']}] {attributes}{error}"
+    return f"{span['name']} +{at:.1f} ms, {took:.1f} ms [{span['service']}]{attributes}{error}"
 
 
 def _value(value: Any) -> str:

@@ -6,6 +6,8 @@ import secrets
 import sys
 from typing import Any
 
+from services.cli.client import add_json_option, print_json
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
@@ -14,11 +16,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Prints a fresh API key and its SHA-256. Clients send the key "
         "(Authorization: Bearer KEY); the gateway is given only the digest, in gateway.api_keys.",
     )
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     key = f"sk-{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(key.encode()).hexdigest()
+    if args.json:
+        print_json({"key": key, "sha256": digest})
+        return 0
     sys.stdout.write(f"key:    {key}\nsha256: {digest}\n")
     return 0

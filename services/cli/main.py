@@ -2,8 +2,12 @@
 
 import argparse
 import asyncio
+import importlib.metadata
 import os
 import sys
+import tempfile
+import tomllib
+import traceback
 from collections.abc import Sequence
 
 from services.cli import (
@@ -17,7 +21,10 @@ from services.cli import (
     status,
     up,
 )
+from services.cli.client import say, silence_logs
 from shared.errors import BadInput, ConfigError, LambdaScaleError
+
+INTERRUPTED = 130
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,12 +32,24 @@ def make_parser() -> argparse.ArgumentParser:
         prog="lambdascale",
         description="Serverless LLM inference that scales in the time it takes to move the "
         "weights once, and serves while they move.",
+        epilog="`lambdascale COMMAND --help` tells more. Exit codes: 0 done, 1 failed, "
+        f"2 wrong usage, {INTERRUPTED} interrupted. What programs read goes to standard output, "
+        "all else to standard error.",
     )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (demo, up, status, models, events, plan, keys, self_test):
         module.add_parser(commands)
     run_service.add_parsers(commands)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lambdascale")
+    except importlib.metadata.PackageNotFoundError:  # it runs from its source tree
+        project = tomllib.loads((self_test.ROOT / "pyproject.toml").read_text())["project"]
+        return str(project["version"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,13 +58,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.run is not self_test.run:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
+    in_service = args.run is run_service.run
+    if not in_service:
+        silence_logs()
     try:
-        return int(args.run(args))
-    except LambdaScaleError as error:
-        sys.stderr.write(f"lambdascale: {error}\n")
-        return 2 if isinstance(error, BadInput | ConfigError) else 1
+        code = int(args.run(args))
+        sys.stdout.flush()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return 130
-    except BrokenPipeError:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        return _explain(error, in_log=in_service)
+    return code
+
+
+def _explain(error: Exception, *, in_log: bool) -> int:
+    """Says in one line what failed; `in_log`: standard error is a service's log."""
+    cause = error
+    while isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, LambdaScaleError):
+        say(f"lambdascale: {cause}")
+        return 2 if isinstance(cause, BadInput | ConfigError) else 1
+    if isinstance(cause, OSError) and cause.filename and not in_log:
+        say(f"lambdascale: {cause.filename}: {cause.strerror}")
+        return 1
+    text = "".join(traceback.format_exception(error))
+    if in_log:
+        say(text)
+        where = "above"
+    else:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="lambdascale-", suffix=".log", delete=False
+        ) as log:
+            log.write(text)
+        where = f"in {log.name}"
+    say(f"lambdascale: unexpected {type(cause).__name__}: {cause}; the traceback is {where}")
+    return 1

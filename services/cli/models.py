@@ -11,6 +11,7 @@ from services.cli.client import (
     absolute,
     add_cluster_options,
     add_json_option,
+    ask,
     connect,
     print_json,
     say,
@@ -19,7 +20,9 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BadInput, NotFound
 from shared.ids import ModelName, NodeId, check_model_name
-from shared.messages import Ok
+from shared.messages import Message, Ok
+from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
     ModelRecord,
     ModelRemove,
@@ -28,13 +31,20 @@ from shared.messages.pool import (
     PoolQuery,
     PoolState,
 )
-from shared.messages.scaling import ImportModel, ModelImported, ScaleAccepted, SetInstances
+from shared.messages.scaling import (
+    EventChanged,
+    EventState,
+    ImportModel,
+    ModelImported,
+    ScaleAccepted,
+    SetInstances,
+)
 
-TIMEOUT_S = 5.0
 KEPT = "kept even when idle; 0 lets the model sleep (default: %(default)s)"
 MOST = "default: as many as there are nodes"
 IMPORT_TIMEOUT_S = 3600.0
 """Packing reads and writes the whole checkpoint."""
+SERVED_S = 60.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -87,34 +97,102 @@ async def import_model(
     say: Callable[[str], None],
 ) -> ModelRecord:
     """Has a node (the first, unless named) pack and publish the checkpoint at an absolute path."""
-    pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=TIMEOUT_S)
+    pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
     nodes = sorted(view.info.node for view in pool.nodes)
     if not nodes:
         raise NotFound("no node is there to import the model; see `lambdascale status`")
     if node is not None and node not in nodes:
         raise NotFound(f"node {node!r} is not there; nodes are {', '.join(nodes)}")
+    check_model_name(name)
     chosen = node or nodes[0]
     say(f"importing {path} on {chosen}")
     request = ImportModel(
         path=str(path),
-        name=check_model_name(name),
+        name=name,
         blocks=blocks,
         min_instances=min_instances,
         max_instances=max_instances,
     )
-    reply = await bus.request(
-        subjects.node_import(chosen), request, ModelImported, timeout=IMPORT_TIMEOUT_S
+    reply = await ask(
+        bus, subjects.node_import(chosen), request, ModelImported, timeout=IMPORT_TIMEOUT_S
     )
     record = reply.record
     say(f"published {record.name}: {record.nbytes / 1e6:.1f} MB in {record.n_blocks} blocks")
     return record
 
 
+class _Served:
+    """Hears on the bus whether a gateway can hand requests for the model to an instance."""
+
+    def __init__(self, name: ModelName, say: Callable[[str], None]) -> None:
+        self._name = name
+        self._say = say
+        self._instance = False
+        self._over = asyncio.Event()
+
+    async def follow(self, bus: Bus) -> None:
+        for subject in (subjects.INSTANCES, subjects.LOAD_GATEWAY, subjects.EVENTS):
+            await bus.subscribe(subject, self._on)
+
+    async def wait(self) -> None:
+        try:
+            async with asyncio.timeout(SERVED_S):
+                await self._over.wait()
+        except TimeoutError:
+            self._say(f"nothing serves {self._name} yet: `lambdascale events` tells more")
+
+    async def _on(self, message: Message) -> None:
+        match message:
+            case InstanceSet(name=self._name):
+                states = [instance.state for instance in message.instances]
+                self._instance = InstanceState.SERVING in states
+            case GatewayLoad() if self._instance:
+                if any(load.model == self._name for load in message.models):
+                    self._over.set()
+            case EventChanged():
+                record = message.record
+                if record.name == self._name and record.state is EventState.FAILED:
+                    self._say(f"{record.id} failed: {record.error}")
+            case _:
+                pass
+
+
+async def publish(
+    bus: Bus,
+    path: Path,
+    name: ModelName,
+    *,
+    node: NodeId | None = None,
+    blocks: int = 0,
+    min_instances: int = 1,
+    max_instances: int = 0,
+    say: Callable[[str], None],
+) -> ModelRecord:
+    """Imports a model, and waits until it is served, unless it may sleep."""
+    served = _Served(name, say)
+    await served.follow(bus)
+    record = await import_model(
+        bus,
+        path,
+        name,
+        node=node,
+        blocks=blocks,
+        min_instances=min_instances,
+        max_instances=max_instances,
+        say=say,
+    )
+    if record.min_instances:
+        await served.wait()
+    return record
+
+
 async def _add(args: argparse.Namespace) -> int:
     if min(args.blocks, args.min_instances, args.max_instances) < 0:
         raise BadInput("--blocks, --min-instances and --max-instances must not be negative")
+    if 0 < args.max_instances < args.min_instances:
+        raise BadInput(f"--max-instances {args.max_instances} is less than --min-instances")
     async with connect(args) as bus:
-        record = await import_model(
+        record = await publish(
             bus,
             args.path,
             ModelName(args.name or args.path.name),
@@ -131,12 +209,12 @@ async def _add(args: argparse.Namespace) -> int:
 
 async def _list(args: argparse.Namespace) -> int:
     async with connect(args) as bus:
-        models = await bus.request(
-            subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=TIMEOUT_S
-        )
+        models = await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)
     if args.json:
         print_json(models.records)
         return 0
+    if not models.records:
+        say("no models: publish one with `lambdascale model add PATH`")
     for record in models.records:
         sys.stdout.write(
             f"{record.name:<32} {record.nbytes / 1e6:>10.1f} MB {record.n_blocks:>4} blocks  "
@@ -149,18 +227,22 @@ async def _list(args: argparse.Namespace) -> int:
 async def _remove(args: argparse.Namespace) -> int:
     async with connect(args) as bus:
         request = ModelRemove(name=ModelName(args.name))
-        await bus.request(subjects.REGISTRY_MODEL_REMOVE, request, Ok, timeout=TIMEOUT_S)
+        await ask(bus, subjects.REGISTRY_MODEL_REMOVE, request, Ok)
     if args.json:
         print_json({"removed": args.name})
+    else:
+        say(f"removed {args.name}")
     return 0
 
 
 async def _scale(args: argparse.Namespace) -> int:
     async with connect(args) as bus:
         request = SetInstances(name=ModelName(args.name), instances=args.instances)
-        reply = await bus.request(subjects.PLANNER_SCALE, request, ScaleAccepted, timeout=TIMEOUT_S)
+        reply = await ask(bus, subjects.PLANNER_SCALE, request, ScaleAccepted)
     if args.json:
         print_json({"model": args.name, "instances": args.instances, "event": reply.event})
     elif reply.event:
         sys.stdout.write(f"{reply.event}\n")
+    else:
+        say(f"{args.name}: no scaling event was needed")
     return 0

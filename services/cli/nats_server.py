@@ -1,21 +1,20 @@
 """A nats-server of our own as a child process: the bus of a single machine, and of the tests."""
 
 import asyncio
-import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from services.cli.processes import die_with_parent
 from shared.errors import BusError, ConfigError
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.01
 _STOP_S = 5.0
 
@@ -68,6 +67,11 @@ class NatsServer:
         if self._process is None:
             raise BusError("the nats-server is not running")
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._process is None else self._process.poll()
 
     async def start(self, *, timeout: float = 10.0) -> str:
         """Starts the server and returns its URL once it takes connections; BusError if it fails."""
@@ -131,8 +135,7 @@ class NatsServer:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
-                # Safe with threads: it makes system calls only.
-                preexec_fn=None if self._detached else _die_with(os.getpid()),  # noqa: PLW1509
+                preexec_fn=None if self._detached else die_with_parent(),  # noqa: PLW1509
             )
 
     def _write_config(self) -> Path:
@@ -171,15 +174,3 @@ def _url_in(ports: Path) -> str:
         return str(json.loads(ports.read_text())["nats"][0])
     except (FileNotFoundError, json.JSONDecodeError):  # not there, or half written
         return ""
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """Has the kernel kill the child when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the request took effect
-            os._exit(1)
-
-    return in_child

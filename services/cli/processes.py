@@ -2,16 +2,19 @@
 
 A cluster lives in a data directory. `cluster.json` there names its processes; each of them also
 carries the directory in its environment (LS_CLUSTER), so that `down` finds even one that was
-started a moment before a crash and never written down.
+started a moment before a crash and never written down. Whoever starts a cluster holds a lock on
+the directory until it is up, and one that stays keeps it.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,11 +22,16 @@ import msgspec
 from shared.errors import Conflict, LambdaScaleError, NotFound
 
 STATE_FILE = "cluster.json"
+LOCK_FILE = ".lock"
 MARK = "LS_CLUSTER"
+NATS = "nats"
+"""Name and role of the nats-server, and its directory."""
+LAUNCHER_STOP_S = 30.0
 STOP_S = 10.0
 POLL_S = 0.05
-ORDER = ("gateway", "planner", "node", "registry", "nats")
+ORDER = ("gateway", "planner", "node", "registry", NATS)
 """The order in which roles are ended."""
+_PR_SET_PDEATHSIG = 1
 
 
 class StartFailed(LambdaScaleError):
@@ -43,9 +51,19 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    nats_url: str
+    nats_url: str = ""
+    """Empty until nats-server is up."""
     gateway_url: str = ""
+    """Empty until everything is up."""
+    config: str = ""
+    """The file that the cluster was started with: commands find the bus's user there."""
+    launcher: ProcessRecord | None = None
+    """The `up` that started it, and ends it if it is there still."""
     processes: tuple[ProcessRecord, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        return any(process.state == "running" for process in self.processes)
 
 
 def _stat(pid: int) -> list[str]:
@@ -66,7 +84,7 @@ def read_state(directory: Path) -> ClusterState:
     """NotFound if no cluster was started there."""
     try:
         return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=ClusterState)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(
             f"no cluster runs in {directory}: start one with `lambdascale up`, "
             "or name another with --data"
@@ -83,14 +101,27 @@ def write_state(directory: Path, state: ClusterState) -> None:
     temporary.rename(directory / STATE_FILE)
 
 
-def check_free(directory: Path) -> None:
-    """Conflict if a cluster runs in the directory."""
-    running = strays(directory)
+def claim(directory: Path) -> int:
+    """Takes the directory for a new cluster; closing the returned descriptor gives it back.
+
+    Conflict if a cluster runs or starts there.
+    """
+    lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        running = strays(directory)
+    except BlockingIOError:
+        running = strays(directory) or [0]
+    except BaseException:
+        os.close(lock)
+        raise
     if running:
+        os.close(lock)
         raise Conflict(
-            f"a cluster runs in {directory} already ({len(running)} processes): "
-            "end it with `lambdascale down`, or name another directory with --data"
+            f"a cluster runs in {directory} already: end it with `lambdascale down`, "
+            "or name another directory with --data"
         )
+    return lock
 
 
 def record(name: str, role: str, pid: int) -> ProcessRecord:
@@ -101,30 +132,53 @@ def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **settings, MARK: str(directory.resolve())}
 
 
+def die_with_parent() -> Callable[[], None]:
+    """For Popen's preexec_fn: the kernel kills the child when the thread that started it ends.
+
+    Safe with threads: it makes system calls only.
+    """
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the request took effect
+            os._exit(1)
+
+    return in_child
+
+
+def log_of(directory: Path, name: str) -> Path:
+    if name == NATS:
+        return directory / NATS / "nats-server.log"
+    return directory / "logs" / f"{name}.log"
+
+
 def spawn(
-    directory: Path, name: str, role: str, arguments: Iterable[str], settings: Mapping[str, str]
-) -> tuple[ProcessRecord, "subprocess.Popen[bytes]"]:
-    """Starts `lambdascale ROLE ...` in a session of its own, its logs in logs/NAME.log."""
-    logs = directory / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
+    directory: Path,
+    name: str,
+    role: str,
+    arguments: Iterable[str],
+    settings: Mapping[str, str],
+    *,
+    detached: bool,
+) -> "subprocess.Popen[bytes]":
+    """Starts `lambdascale ROLE ...` in a session of its own, its log in logs/NAME.log.
+
+    It outlives this process if `detached`, and else dies with it, whatever kills it.
+    """
+    path = log_of(directory, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        return subprocess.Popen(
             [sys.executable, "-m", "services.cli", role, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
             env=environment(directory, settings),
+            preexec_fn=None if detached else die_with_parent(),  # noqa: PLW1509
         )
-    return record(name, role, process.pid), process
-
-
-def last_lines(directory: Path, name: str, count: int = 5) -> str:
-    try:
-        lines = (directory / "logs" / f"{name}.log").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-count:])
 
 
 def strays(directory: Path) -> list[int]:
@@ -146,34 +200,35 @@ def end_all(directory: Path) -> int:
     """Ends the cluster's processes: gateways first, nats-server last; then whatever is left.
 
     SIGTERM and, past STOP_S, SIGKILL. Returns how many there were. Safe to call at any time, also
-    when the state file is damaged or gone.
+    when the state file is damaged or gone, or an `up` is at work: that one is ended first.
     """
     try:
-        processes = list(read_state(directory).processes)
+        state = read_state(directory)
     except LambdaScaleError:
-        processes = []
-    count = 0
-    for role in ORDER:
-        pids = [p.pid for p in processes if p.role == role and p.state == "running"]
-        count += len(pids)
-        _end(pids)
-    rest = strays(directory)
-    count += len(rest)
-    _end(rest)
+        state = ClusterState()
+    running = [process for process in state.processes if process.state == "running"]
+    there = {process.pid for process in running}.union(strays(directory))
+    launcher = state.launcher
+    if launcher and launcher.pid != os.getpid() and launcher.state == "running":
+        _end([launcher.pid], LAUNCHER_STOP_S)
+    if any(process.role == NATS for process in running):
+        for role in ORDER:
+            _end([process.pid for process in running if process.role == role])
+    _end(strays(directory))  # all at once where the bus is gone: nothing is left to settle
     (directory / STATE_FILE).unlink(missing_ok=True)
-    return count
+    return len(there)
 
 
-def _end(pids: list[int]) -> None:
+def _end(pids: Collection[int], patience_s: float = STOP_S) -> None:
     alive = {pid: ticks for pid in pids if (ticks := _start_ticks(pid))}
-    for number, patience in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+    for number, patience in ((signal.SIGTERM, patience_s), (signal.SIGKILL, STOP_S)):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + patience
         while alive and time.monotonic() < deadline:
-            alive = {pid: t for pid, t in alive.items() if _start_ticks(pid) == t}
             time.sleep(POLL_S)
+            alive = {pid: t for pid, t in alive.items() if _start_ticks(pid) == t}
         if not alive:
             return
     raise LambdaScaleError(f"processes {sorted(alive)} cannot be ended")

@@ -3,23 +3,32 @@
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.client import add_cluster_options, add_json_option, connect, print_json, state_of
+from services.cli.client import (
+    add_cluster_options,
+    add_json_option,
+    ask,
+    connect,
+    print_json,
+    say,
+    state_of,
+)
 from services.cli.processes import ClusterState
 from shared import subjects
-from shared.bus.base import Bus
+from shared.errors import BusError
 from shared.ids import ModelId, NodeId
 from shared.messages.instances import InstanceSet
 from shared.messages.pool import NodeView, PoolQuery, PoolState
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 
-TIMEOUT_S = 5.0
 EVENTS = 10
+PIPED_WIDTH = 160
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -27,44 +36,66 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "status",
         help="show the cluster: processes, nodes, blocks, instances, events",
         description="Shows the cluster: processes, nodes and the blocks they hold, instances, "
-        "and the last scaling events.",
+        "and the last scaling events. Exits with 1 if no cluster runs, or if a part of it does "
+        "not answer; then it shows what does.",
     )
     add_cluster_options(parser)
     add_json_option(parser)
     parser.set_defaults(run=lambda args: asyncio.run(_run(args)))
 
 
-async def query(bus: Bus) -> tuple[PoolState, PlannerState]:
-    return await asyncio.gather(
-        bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=TIMEOUT_S),
-        bus.request(
-            subjects.PLANNER_STATE, PlannerQuery(events=EVENTS), PlannerState, timeout=TIMEOUT_S
-        ),
-    )
-
-
 async def _run(args: argparse.Namespace) -> int:
     state = state_of(args)
-    async with connect(args) as bus:
-        pool, planner = await query(bus)
-    document = describe(state, pool, planner)
+    pool, planner, errors = await _query(args)
+    if state.launcher and state.launcher.state == "dead":
+        errors.append("its `up` was killed before all was ready: `lambdascale down` ends the rest")
+    document = describe(state, pool, planner, errors)
     if args.json:
         print_json(document)
     else:
         _print(document)
-    return 0
+    for error in errors:
+        say(f"lambdascale: {error}")
+    return 1 if errors else 0
 
 
-def describe(state: ClusterState, pool: PoolState, planner: PlannerState) -> dict[str, Any]:
+async def _query(
+    args: argparse.Namespace,
+) -> tuple[PoolState, PlannerState, list[str]]:
+    """What registry and planner say, and the errors of those that say nothing."""
+    pool, planner = PoolState(nodes=(), models=()), PlannerState(sets=(), events=())
+    errors: list[str] = []
+    try:
+        async with connect(args) as bus:
+            try:
+                pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+            except BusError as error:
+                errors.append(str(error))
+            try:
+                query = PlannerQuery(events=EVENTS)
+                planner = await ask(bus, subjects.PLANNER_STATE, query, PlannerState)
+            except BusError as error:
+                errors.append(str(error))
+    except BusError as error:
+        errors.append(str(error))
+    return pool, planner, errors
+
+
+def processes_of(state: ClusterState) -> list[dict[str, Any]]:
+    return [
+        {"name": p.name, "role": p.role, "pid": p.pid, "state": p.state} for p in state.processes
+    ]
+
+
+def describe(
+    state: ClusterState, pool: PoolState, planner: PlannerState, errors: Sequence[str] = ()
+) -> dict[str, Any]:
     """The document that `status --json` prints."""
     names = {record.model_id: record.name for record in pool.models}
     serving = _serving(planner.sets)
     return {
         "gateway_url": state.gateway_url,
-        "processes": [
-            {"name": p.name, "role": p.role, "pid": p.pid, "state": p.state}
-            for p in state.processes
-        ],
+        "processes": processes_of(state),
         "models": [msgspec.to_builtins(record) for record in pool.models],
         "nodes": [_node(view, names, serving) for view in pool.nodes],
         "instances": [
@@ -81,14 +112,15 @@ def describe(state: ClusterState, pool: PoolState, planner: PlannerState) -> dic
             for instance in instances.instances
         ],
         "events": [_event(record) for record in planner.events],
+        "errors": list(errors),
     }
 
 
-def _serving(sets: tuple[InstanceSet, ...]) -> set[NodeId]:
+def _serving(sets: Iterable[InstanceSet]) -> set[NodeId]:
     return {s.node for one in sets for instance in one.instances for s in instance.stages}
 
 
-def _node(view: NodeView, names: dict[ModelId, Any], serving: set[NodeId]) -> dict[str, Any]:
+def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) -> dict[str, Any]:
     blocks: dict[str, dict[str, list[int]]] = {}
     for holding in view.holdings:
         tiers = blocks.setdefault(names.get(holding.model_id, holding.model_id), {})
@@ -123,47 +155,61 @@ def _event(record: EventRecord) -> dict[str, Any]:
     }
 
 
-def _print(document: dict[str, Any]) -> None:
-    console = Console(file=sys.stdout)
+def _print(document: Mapping[str, Any]) -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
     if document["gateway_url"]:
-        console.print(f"gateway {document['gateway_url']}")
+        console.print(f"[bold]gateway[/]\n{document['gateway_url']}")
     if document["processes"]:
-        console.print(_table("processes", ("name", "role", "pid", "state"), document["processes"]))
+        columns: tuple[str, ...] = ("name", "role", "pid", "state")
+        _print_table(console, "processes", columns, document["processes"])
+    sizes = {record["name"]: record["n_blocks"] for record in document["models"]}
     nodes = [
-        {**node, "blocks": _blocks_text(node["blocks"]),
+        {**node, "blocks": _blocks_text(node["blocks"], sizes),
          "free MB": f"{node['arena_free'] / 1e6:.0f}"}
         for node in document["nodes"]
     ]  # fmt: skip
-    console.print(_table("nodes", ("id", "state", "device", "free MB", "blocks"), nodes))
+    _print_table(console, "nodes", ("id", "state", "device", "free MB", "blocks"), nodes)
     paths = [
-        {**i, "stages": " -> ".join(
+        {**i, "blocks": " -> ".join(
             f"{s['node']} {s['blocks'][0]}-{s['blocks'][1] - 1}" for s in i["stages"]
         )}
         for i in document["instances"]
     ]  # fmt: skip
-    columns = ("id", "model", "state", "capacity", "slots", "stages")
-    console.print(_table("instances", columns, paths))
+    columns = ("id", "model", "state", "capacity", "slots", "blocks")
+    _print_table(console, "instances", columns, paths)
     events = [
-        {**e, "targets": ",".join(e["targets"]), "seconds": e["actual"]["all_complete_s"]}
+        {**e, "targets": ",".join(e["targets"]), "seconds": e["actual"]["all_complete_s"],
+         "why": e["error"] or e["cause"]}
         for e in document["events"]
-    ]
-    columns = ("id", "model", "state", "targets", "seconds", "cause")
-    console.print(_table("events", columns, events))
+    ]  # fmt: skip
+    columns = ("id", "model", "state", "targets", "seconds", "why")
+    _print_table(console, "events", columns, events)
 
 
-def _blocks_text(blocks: dict[str, dict[str, list[int]]]) -> str:
+def _blocks_text(blocks: Mapping[str, Mapping[str, list[int]]], sizes: Mapping[str, int]) -> str:
+    """`m: gpu 9/16, disk 16/16`"""
     return "; ".join(
-        f"{model}: " + ", ".join(f"{tier} {len(held)}" for tier, held in tiers.items())
+        f"{model}: "
+        + ", ".join(f"{tier} {len(held)}/{sizes.get(model, '?')}" for tier, held in tiers.items())
         for model, tiers in blocks.items()
     )
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", expand=False)
+def _print_table(
+    console: Console, title: str, columns: Iterable[str], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    console.print(f"\n[bold]{title}[/]")
+    if not rows:
+        console.print("none")
+        return
+    columns = tuple(columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         value = [row[column] for column in columns]
         table.add_row(*("" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v)
                         for v in value))  # fmt: skip
-    return table
+    console.print(table)

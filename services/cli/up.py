@@ -2,21 +2,28 @@
 
 import argparse
 import asyncio
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from services.cli import processes
-from services.cli.client import DEFAULT_DATA, absolute, connect, say
-from services.cli.cluster import Cluster, ClusterSpec
-from services.cli.models import import_model
+from services.cli.client import (
+    absolute,
+    add_data_option,
+    add_json_option,
+    ended_by_signals,
+    print_json,
+    say,
+)
+from services.cli.cluster import Cluster, ClusterSpec, bus_config
+from services.cli.models import publish
+from services.cli.status import processes_of
+from shared.bus.nats import NatsBus
 from shared.config import load
-from shared.errors import BadInput
-from shared.ids import ModelName
+from shared.errors import BadInput, LambdaScaleError
+from shared.ids import ModelName, check_model_name
 
 WATCH_S = 0.5
-DATA = "directory of the cluster: logs, stores, traces, state (default: %(default)s)"
+DATA = "directory of the cluster: logs, stores, traces, state"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -24,78 +31,115 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "up",
         help="start a cluster on this machine",
         description="Starts nats-server, registry, planner, gateway and N nodes on this machine, "
-        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`).",
+        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`). What was "
+        "published in the data directory before is served again.",
     )
     up.add_argument("--nodes", type=int, default=3, metavar="N", help="default: %(default)s")
     up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint too")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
-    up.add_argument("--port", type=int, default=8000, help="of the gateway; 0: any free one")
+    port = "of the gateway; 0: any free one (default: the configured one, 8000)"
+    up.add_argument("--port", type=int, metavar="N", help=port)
     up.add_argument("--detach", action="store_true", help="return when everything is ready")
-    up.add_argument("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help=DATA)
-    up.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
-    up.set_defaults(run=run_up, nats=None)
+    add_data_option(up, DATA)
+    up.add_argument("--config", type=absolute, metavar="FILE", help="configuration (TOML)")
+    add_json_option(up)
+    up.set_defaults(run=run_up)
     down = commands.add_parser(
         "down",
         help="end the cluster on this machine",
-        description="Ends every process of the cluster, also after a crash.",
+        description="Ends every process of the cluster, also after a crash, or while `up` is at "
+        "work. What is published stays in the data directory.",
     )
-    down.add_argument("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help=DATA)
+    add_data_option(down, DATA)
+    add_json_option(down)
     down.set_defaults(run=run_down)
 
 
 def run_up(args: argparse.Namespace) -> int:
+    """What can be wrong is told before anything starts."""
     if not 1 <= args.nodes <= 64:
         raise BadInput(f"--nodes {args.nodes}: one machine carries 1 to 64")
-    load(args.config)  # a mistake in it is told here, not in five logs
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise BadInput(f"--port {args.port}: use 0 to 65535")
+    if args.name is not None and args.model is None:
+        raise BadInput("--name names the model of --model PATH, which is missing")
+    if args.model is not None:
+        check_model_name(args.name or args.model.name)
+        if not (args.model / "config.json").is_file():
+            raise BadInput(f"--model {args.model}: not a checkpoint directory (no config.json)")
+    load(args.config)
     return asyncio.run(_up(args))
 
 
 def run_down(args: argparse.Namespace) -> int:
     count = processes.end_all(args.data)
-    sys.stderr.write(f"{count} processes ended\n" if count else "nothing was running\n")
+    if args.json:
+        print_json({"ended": count})
+    else:
+        ended = "1 process ended" if count == 1 else f"{count} processes ended"
+        say(ended if count else f"nothing was running in {args.data}")
     return 0
 
 
 async def _up(args: argparse.Namespace) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    spec = ClusterSpec(
-        directory=args.data, nodes=args.nodes, config=args.config, gateway_port=args.port
+    cluster = Cluster(
+        ClusterSpec(
+            directory=args.data,
+            nodes=args.nodes,
+            config=args.config,
+            gateway_port=args.port,
+            detached=args.detach,
+            launcher=True,
+        )
     )
-    cluster = Cluster(spec)
-    try:
-        await _start(cluster, args)
-        if args.detach:
-            return 0
-        say("Ctrl-C ends it")
-        while not stop.is_set():
-            for name, code in cluster.ended().items():
-                say(f"{name} ended with {code}; see {args.data / 'logs' / name}.log")
-            try:
-                async with asyncio.timeout(WATCH_S):
-                    await stop.wait()
-            except TimeoutError:
-                continue
-    except BaseException:
-        await cluster.stop()
-        raise
-    say("ending the cluster")
-    await cluster.stop()
-    return 0
+    with ended_by_signals():
+        try:
+            await _start(cluster, args)
+            return 0 if args.detach else await _stay(cluster, args.data)
+        except BaseException:
+            await cluster.stop()
+            raise
 
 
 async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
     await cluster.start(say)
-    say(f"ready: {cluster.state.gateway_url} (data in {args.data})")
-    if args.model is None:
+    url = cluster.state.gateway_url
+    say(f"ready: {url} (data in {args.data})")
+    if args.model is not None:
+        name = ModelName(args.name or args.model.name)
+        async with NatsBus(bus_config(cluster.state), "cli") as bus:
+            await publish(bus, args.model, name, say=say)
+        key = '-H "Authorization: Bearer $KEY" ' if load(args.config).gateway.api_keys else ""
+        body = f'{{"model": "{name}", "prompt": "Hello", "max_tokens": 16}}'
+        say(
+            f"try it:\n  curl {url}/v1/completions {key}-H 'Content-Type: application/json' "
+            f"-d '{body}'"
+        )
+    else:
         say("publish a model: lambdascale model add PATH")
-        return
-    name = ModelName(args.name or args.model.name)
-    async with connect(args) as bus:
-        record = await import_model(bus, args.model, name, say=say)
-    body = f'{{"model": "{record.name}", "prompt": "Hello", "max_tokens": 16}}'
-    say(
-        f"try it:\n  curl {cluster.state.gateway_url}/v1/completions "
-        f"-H 'Content-Type: application/json' -d '{body}'"
-    )
+    if args.json:
+        print_json(
+            {
+                "gateway_url": url,
+                "nats_url": cluster.state.nats_url,
+                "data": str(args.data.absolute()),
+                "processes": processes_of(cluster.state),
+            }
+        )
+
+
+async def _stay(cluster: Cluster, data: Path) -> int:
+    """Until a signal, or until the bus is gone, without which nothing can be mended."""
+    say("Ctrl-C ends it")
+    try:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            ended = cluster.ended()
+            for name, code in ended.items():
+                say(f"{name} ended with {code}; see {processes.log_of(data, name)}")
+            if processes.NATS in ended:
+                raise LambdaScaleError("the cluster cannot go on without its bus and was ended")
+    except asyncio.CancelledError:
+        say("ending the cluster")
+    await cluster.stop()
+    return 0
