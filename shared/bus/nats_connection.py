@@ -77,18 +77,22 @@ class Connection:
         self._calls: set[asyncio.Timeout] = set()
         self._subscriptions: set[NatsSubscription] = set()
         self._last_error: Exception | None = None
-        self._opening: asyncio.Timeout | None = None
+        self._opening = False
 
     async def open(self) -> None:
         timeout = self._config.connect_timeout_s
+        self._opening = True
         try:
             with _cancellation_kept():
-                async with asyncio.timeout(timeout) as self._opening:
+                async with asyncio.timeout(timeout):
                     client = await self._connect()
         except TimeoutError as error:
-            raise BusError(self._why_closed(timeout)) from error
+            raise BusError(
+                f"no NATS server at {self._config.url} within {timeout} s ({self._last_error}): "
+                "start one, or set bus.url, bus.user and bus.password"
+            ) from error
         finally:
-            self._opening = None
+            self._opening = False
         self._use(client)
         try:
             check_version(_version(client))
@@ -96,16 +100,6 @@ class Connection:
             await self.close()
             raise
         self._open = True
-
-    def _why_closed(self, timeout: float) -> str:
-        config = self._config
-        if _is_refusal(self._last_error):
-            user = f"user {config.user!r}" if config.user else "a client without a user"
-            return f"NATS at {config.url} refuses {user}: set bus.user and bus.password"
-        return (
-            f"no NATS server at {config.url} within {timeout} s ({self._last_error}): "
-            "start one, or set bus.url, bus.user and bus.password"
-        )
 
     async def close(self) -> None:
         """Sends what is buffered and ends every call in progress with BusError."""
@@ -200,11 +194,13 @@ class Connection:
             change()
 
     async def _on_error(self, error: Exception) -> None:
-        if self._opening is not None and _is_refusal(self._last_error):
-            return  # what follows from it says less
         self._last_error = error
-        if self._opening is not None and not self._opening.expired() and _is_refusal(error):
-            self._opening.reschedule(asyncio.get_running_loop().time())  # it would not change
+        if self._opening and "authorization violation" in str(error).lower():
+            config = self._config
+            user = f"user {config.user!r}" if config.user else "a client without a user"
+            raise BusError(  # out of the client's connect: trying again would change nothing
+                f"NATS at {config.url} refuses {user}: set bus.user and bus.password"
+            )
         if self._up.is_set():
             self.log.warning("NATS error", error=repr(error))
 
@@ -244,10 +240,6 @@ def _cancellation_kept() -> Iterator[None]:
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
-
-
-def _is_refusal(error: Exception | None) -> bool:
-    return error is not None and "authorization violation" in str(error).lower()
 
 
 def _version(client: Client) -> str:
