@@ -123,6 +123,7 @@ class NodeService(Service):
         self._worker.start()
         self.resources.push_async_callback(self._worker.stop)
         self.spawn(self._worker.wait(), name="engine")
+        await self._worker.ready()
 
     async def drain(self) -> None:
         """No new work; what runs ends at once, and its gateways resume it elsewhere."""

@@ -68,6 +68,10 @@ class Worker:
         self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
         self._thread.start()
 
+    async def ready(self) -> None:
+        """Until the engine is made; Conflict if it could not be (`wait` raises why)."""
+        await self._ask(lambda steps: None)
+
     async def wait(self) -> None:
         """Until the thread has ended; raises what it failed with."""
         await self._ended.wait()

@@ -126,22 +126,19 @@ async def test_a_newer_revision_goes_on_from_what_is_there(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
-        await up.apply("a", promote=FIRST_HALF)
-        await up.until_arrived("a", FIRST_HALF)
-        await up.apply("b", FROM_A)  # waits for the second half
-        await up.until_arrived("b", FIRST_HALF)
-        await up.apply("c", dict.fromkeys(FIRST_HALF, "a"))
-        await up.until_arrived("c", FIRST_HALF)
-        await up.release("a")
         await up.promoted("a")
-        await up.apply("c", FROM_A, revision=1)
-        await up.apply("b", dict.fromkeys(ALL, "c"), revision=1)
+        await up.apply("c", dict.fromkeys(FIRST_HALF, "a"))
+        await up.apply("b", dict.fromkeys(ALL, "c"))  # waits for the second half
+        await up.until_arrived("b", FIRST_HALF)
+        await up.apply("b", FROM_A, revision=1)
         arrivals = await up.until_arrived("b", ALL)
+        assert {(m.block, m.source) for m in arrivals if m.transport == "tcp"} == {
+            *((block, "c") for block in FIRST_HALF),
+            *((block, "a") for block in SECOND_HALF),
+        }
         again = [m for m in arrivals if m.revision == 1]
         assert {m.block for m in again if m.transport == "held"} == set(FIRST_HALF)
-        assert {(m.block, m.source) for m in again if m.transport == "tcp"} == {
-            (block, "c") for block in SECOND_HALF
-        }
+        assert {m.block for m in again} == set(ALL)
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
 
 
