@@ -311,6 +311,20 @@ async def test_release_during_a_promotion_waits_for_the_disk(
         await up.promoted("a")
 
 
+async def test_a_node_that_stops_waits_for_the_disk(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        with reading(monkeypatch) as gate:
+            await up.apply("a", promote=ALL)
+            await gate.wait()
+            stopping = asyncio.create_task(up.stop("a"))
+            await asyncio.wait([stopping], timeout=0.3)
+            assert not stopping.done()  # the thread writes into the arena
+            gate.open()
+            await stopping
+
+
 async def test_sequences_of_a_released_model_end_and_say_so(
     tmp_path: Path, checkpoint: Path
 ) -> None:

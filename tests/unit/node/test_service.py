@@ -169,6 +169,24 @@ async def test_an_engine_that_dies_ends_the_node_with_its_error(
         assert (await up.pool()).nodes == ()
 
 
+async def test_a_data_plane_that_dies_ends_the_node(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint) as up, MemoryBus(up.broker, "a") as bus:
+
+        async def broken() -> None:
+            raise ZeroDivisionError("a bug in the data thread")
+
+        async def live() -> None:
+            async with NodeService(bus, up.config("a")) as service:
+                data = service._data
+                data._loop.call_soon_threadsafe(lambda: data._group.create_task(broken()))
+                await asyncio.Event().wait()
+
+        with nothing_left(), pytest.raises(BaseExceptionGroup) as caught:
+            async with asyncio.timeout(WAIT_S):
+                await live()
+        assert caught.group_contains(ZeroDivisionError)
+
+
 async def test_a_node_that_stops_fails_its_sequences_before_it_goes(
     tmp_path: Path, checkpoint: Path
 ) -> None:

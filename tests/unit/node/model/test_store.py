@@ -222,6 +222,44 @@ def test_shortened_block_is_found(wide: Path, tmp_path: Path, store: Store) -> N
         read(store, imported, 2)
 
 
+def test_chunks_that_are_there_already_are_left_alone(
+    wide: Path, tmp_path: Path, store: Store
+) -> None:
+    imported = store.import_checkpoint(wide)
+    right = read(store, imported, 1)
+    path = tmp_path / "store" / imported.model_id / "block-001.bin"
+    with path.open("r+b") as file:
+        file.write(b"damaged")
+    chunk = imported.manifest.chunk_bytes
+    buffer = bytearray(len(right))
+    buffer[:chunk] = right[:chunk]
+    store.read_block(imported.model_id, 1, memoryview(buffer), skip=frozenset({0}))
+    assert buffer == right
+
+
+def test_a_disk_that_cannot_be_read_is_a_model_error(
+    tiny: Path, tmp_path: Path, store: Store
+) -> None:
+    imported = store.import_checkpoint(tiny)
+    path = tmp_path / "store" / imported.model_id / "block-000.bin"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ModelError, match=r"block-000.bin cannot be read: Is a directory"):
+        read(store, imported, 0)
+
+
+def test_a_model_that_cannot_be_removed(
+    tiny: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    imported = store.import_checkpoint(tiny)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ModelError, match="cannot be removed: Permission denied"):
+        store.remove(imported.model_id)
+
+
 @pytest.mark.parametrize("damage", ["garbage", "other", "gone", "short block", "no block"])
 def test_damaged_models_are_reported_and_left_out(
     tiny: Path, wide: Path, tmp_path: Path, store: Store, damage: str
