@@ -109,19 +109,27 @@ def claim(directory: Path) -> int:
     lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        running = strays(directory)
-    except BlockingIOError:
-        running = strays(directory) or [0]
+        check_free(directory)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _taken(directory) from error
     except BaseException:
         os.close(lock)
         raise
-    if running:
-        os.close(lock)
-        raise Conflict(
-            f"a cluster runs in {directory} already: end it with `lambdascale down`, "
-            "or name another directory with --data"
-        )
     return lock
+
+
+def check_free(directory: Path) -> None:
+    """Conflict if a cluster runs there."""
+    if strays(directory):
+        raise _taken(directory)
+
+
+def _taken(directory: Path) -> Conflict:
+    return Conflict(
+        f"a cluster runs in {directory} already: end it with `lambdascale down`, "
+        "or name another directory with --data"
+    )
 
 
 def record(name: str, role: str, pid: int) -> ProcessRecord:

@@ -28,6 +28,9 @@ PROMPTS = (
     "The last replica keeps a copy because",
     "It took five seconds to move",
 )
+REFERENCE_S = 35.0
+SILENT_S = 30.0
+"""A stream that says nothing for this long is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ async def run_burst(
     outcomes: list[Outcome],
 ) -> None:
     """Sends `requests[i]` after `gaps_s[i]` seconds; returns when all have ended."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
@@ -143,7 +146,8 @@ async def reference(
     distinct = list(dict.fromkeys(requests))
     outcomes: list[Outcome] = []
     limit = asyncio.Semaphore(parallel)
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+    timeout = aiohttp.ClientTimeout(total=REFERENCE_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
 
         async def one(ask: Ask) -> None:
             async with limit:

@@ -1,12 +1,12 @@
 """The demo's course: cluster, model, reference answers, burst, scale-in, report."""
 
 import asyncio
+import contextlib
 import math
 import random
 import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from services.cli import processes
+from services.cli.client import ended_by_signals
 from services.cli.cluster import Cluster, ClusterSpec, bus_config, node_id
 from services.cli.demo import scenario
 from services.cli.demo.burst import Ask, Outcome, asks, reference, run_burst
 from services.cli.demo.figure import draw
-from services.cli.demo.report import make_report
+from services.cli.demo.report import headline, make_report
 from services.cli.demo.view import render
 from services.cli.demo.watch import Watch
 from services.cli.demo_model import make_demo_model
@@ -29,7 +31,10 @@ from shared.errors import LambdaScaleError
 
 PARALLEL_REFERENCE = scenario.SLOTS
 READY_S = 30.0
-SCALE_IN_S = 30.0
+PLAY_S = 80.0
+"""For everything after that, besides the time over which requests are sent."""
+SCALE_IN_S = 20.0
+"""The part of it that is kept for the scale-in."""
 REFRESH_S = 0.1
 
 
@@ -42,32 +47,43 @@ def play(out: Path, count: int) -> dict[str, Any]:
 class Demo:
     def __init__(self, out: Path, count: int) -> None:
         self.out = out
-        self.count = count
-        self.phase = ""
         self.console = Console(stderr=True)
         self.figure = self.out / "event.png"
         self.nodes = [node_id(number) for number in range(scenario.NODES)]
         self.watch = Watch()
+        self.requests = asks(count, scenario.TOKENS)
+        self.gaps = gaps(count)
         self.outcomes: list[Outcome] = []
-        self.requests = asks(self.count, scenario.TOKENS)
+        self.start: float | None = None
+        """When the burst began (monotonic)."""
+        self._phase = ""
+        self._live: Live | None = None
 
     async def run(self) -> dict[str, Any]:
-        model = self.out / "model"
-        if not (model / "config.json").exists():
-            self._say("making a small model")
-            await asyncio.to_thread(make_demo_model, model)
-        with tempfile.TemporaryDirectory(prefix="lambdascale-demo-") as directory:
-            cluster = Cluster(self._spec(Path(directory), model))
+        with ended_by_signals():
+            model = await self._model()
+            directory = self.out / "cluster"
+            processes.check_free(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+            cluster = Cluster(self._spec(directory, model))
             self._say(f"starting a cluster of {scenario.NODES} nodes")
-            await cluster.start()
             try:
-                report = await self._on(cluster, model)
+                await cluster.start()
+                expected = await self._on(cluster, model)
             finally:
-                self._say("ending the cluster")
+                self._say(f"ending the cluster (logs: {self.out / 'logs'})")
                 await cluster.stop()
-                keep_records(Path(directory), self.out)
-        self._write(report)
-        return report
+                keep_records(directory, self.out)
+        return self._report(expected)
+
+    async def _model(self) -> Path:
+        model = self.out / "model"
+        if not model.exists():
+            self._say("making a small model")
+            unfinished = self.out / "model.unfinished"
+            await asyncio.to_thread(make_demo_model, unfinished)
+            unfinished.rename(model)
+        return model
 
     def _spec(self, directory: Path, model: Path) -> ClusterSpec:
         nbytes = (model / "model.safetensors").stat().st_size
@@ -77,76 +93,84 @@ class Demo:
             "LAMBDASCALE_NODE_STEP_FLOOR_S": str(scenario.STEP_FLOOR_S),
             "LAMBDASCALE_NODE_SLOTS": str(scenario.SLOTS),
             "LAMBDASCALE_NODE_THREADS": "1",
+            "LAMBDASCALE_GATEWAY_API_KEYS": "",
         }
         return ClusterSpec(
-            directory=directory, nodes=scenario.NODES, gateway_port=0, settings=settings
+            directory=directory,
+            nodes=scenario.NODES,
+            gateway_port=0,
+            settings=settings,
+            launcher=True,
         )
 
-    async def _on(self, cluster: Cluster, model: Path) -> dict[str, Any]:
+    async def _on(self, cluster: Cluster, model: Path) -> Mapping[Ask, tuple[int, ...]]:
+        """Returns the reference answers; the rest is in `watch` and `outcomes`."""
         url = cluster.state.gateway_url
-        async with NatsBus(bus_config(cluster.state), "demo") as bus, self._live():
+        async with NatsBus(bus_config(cluster.state), "demo") as bus, self._view():
             await self.watch.follow(bus)
             self._say("publishing the model on node-0")
             record = await import_model(bus, model, scenario.MODEL, say=lambda _: None)
             self.watch.n_blocks = record.n_blocks
-            await self._until(lambda: len(self.watch.replicas) == 1, READY_S, "the first replica")
+            if not await self._until(lambda: len(self.watch.replicas) == 1, READY_S):
+                raise LambdaScaleError(f"no node served the model within {READY_S:.0f} s")
+            end = time.monotonic() + PLAY_S + sum(self.gaps)
             self._say("one complete node answers the reference requests")
             expected = await reference(url, scenario.MODEL, self.requests, PARALLEL_REFERENCE)
-            self._say(f"a burst of {self.count} requests")
-            start = time.monotonic()
-            await run_burst(url, scenario.MODEL, self.requests, gaps(self.count), self.outcomes)
+            self._say(f"a burst of {len(self.requests)} requests")
+            self.start = time.monotonic()
+            with contextlib.suppress(TimeoutError):  # what has not ended by then is lost
+                async with asyncio.timeout(end - SCALE_IN_S - self.start):
+                    await run_burst(url, scenario.MODEL, self.requests, self.gaps, self.outcomes)
             self._say("the burst is over: the cluster shrinks")
-            await self._until(self._small_again, SCALE_IN_S, "the scale-in")
-        return self._report(expected, start)
+            await self._until(self._small_again, end - time.monotonic())
+        return expected
 
     def _small_again(self) -> bool:
         return len(self.watch.instances) == 1 and len(self.watch.replicas) == 1
 
-    def _report(self, expected: dict[Ask, tuple[int, ...]], start: float) -> dict[str, Any]:
-        report = make_report(
-            self.watch, self.outcomes, expected, start, replicas_at_end=len(self.watch.replicas)
-        )
-        draw(self.figure, self.watch, self.nodes, self.outcomes, start)
-        return report
-
-    def _write(self, report: dict[str, Any]) -> None:
+    def _report(self, expected: Mapping[Ask, tuple[int, ...]]) -> dict[str, Any]:
+        start = self.start or 0.0
+        report = make_report(self.watch, self.outcomes, expected, start, figure=str(self.figure))
+        draw(self.figure, self.watch, self.nodes, self.outcomes, start, headline(report))
         document = msgspec.json.format(msgspec.json.encode(report), indent=2)
         (self.out / "report.json").write_bytes(document + b"\n")
+        return report
 
-    async def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+    async def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Whether it came true in time."""
         try:
             async with asyncio.timeout(limit_s):
                 while not condition():
                     await self.watch.change()
-        except TimeoutError as error:
-            raise LambdaScaleError(f"{what} did not happen within {limit_s:.0f} s") from error
+        except TimeoutError:
+            return False
+        return True
 
     def _say(self, phase: str) -> None:
-        self.phase = phase
-        if not self.console.is_terminal:
+        self._phase = phase
+        if self._live is None:
             self.console.print(phase)
 
     @asynccontextmanager
-    async def _live(self) -> AsyncIterator[None]:
+    async def _view(self) -> AsyncIterator[None]:
         """The live picture, where there is a terminal to draw it on."""
         if not self.console.is_terminal:
             yield
             return
-        with Live(console=self.console, auto_refresh=False) as live:
-
-            async def refresh() -> None:
-                while True:
-                    live.update(
-                        render(self.watch, self.nodes, self.outcomes, self.phase), refresh=True
-                    )
-                    await asyncio.sleep(REFRESH_S)
-
-            task = asyncio.get_running_loop().create_task(refresh())
+        with Live(console=self.console, auto_refresh=False) as self._live:
             try:
-                yield
+                async with asyncio.TaskGroup() as group:
+                    refreshing = group.create_task(self._refresh(self._live))
+                    yield
+                    refreshing.cancel()
             finally:
-                task.cancel()
-                await asyncio.wait([task])
+                self._live = None
+
+    async def _refresh(self, live: Live) -> None:
+        while True:
+            picture = render(self.watch, self.nodes, self.outcomes, self._phase, self.start)
+            live.update(picture, refresh=True)
+            await asyncio.sleep(REFRESH_S)
 
 
 def gaps(count: int) -> list[float]:
@@ -163,4 +187,5 @@ def keep_records(directory: Path, out: Path) -> None:
     for name in ("logs", "traces"):
         shutil.rmtree(out / name, ignore_errors=True)
         if (directory / name).exists():
-            shutil.copytree(directory / name, out / name)
+            (directory / name).rename(out / name)
+    shutil.rmtree(directory, ignore_errors=True)

@@ -80,7 +80,7 @@ def make_report(
     expected: Mapping[Ask, tuple[int, ...]],
     start: float,
     *,
-    replicas_at_end: int,
+    figure: str,
 ) -> dict[str, Any]:
     """The document of `demo --json`."""
     return {
@@ -91,50 +91,85 @@ def make_report(
         "tokens_per_s": throughput(outcomes, start),
         "scale_in": {
             "instances_before": max((sample.replicas for sample in watch.samples), default=0),
-            "instances_after": replicas_at_end,
+            "instances_after": len(watch.instances),
         },
         "errors": sorted({outcome.error for outcome in outcomes if outcome.error}),
+        "figure": figure,
     }
 
 
 def good(report: Mapping[str, Any]) -> bool:
-    """Nothing lost, nothing wrong, and there was something."""
+    """Nothing lost, nothing wrong, and there was something; one instance is left."""
     requests = report["requests"]
-    return bool(requests["completed"]) and not requests["lost"] and not requests["wrong"]
+    return (
+        bool(requests["completed"])
+        and not requests["lost"]
+        and not requests["wrong"]
+        and report["scale_in"]["instances_after"] == 1
+    )
 
 
-def as_text(report: Mapping[str, Any], directory: str) -> str:
+def headline(report: Mapping[str, Any]) -> str:
     requests, event = report["requests"], report["event"]
+    burst = (
+        f"{requests['completed']} of {requests['accepted']} requests served, "
+        f"{requests['lost']} lost, {requests['wrong']} wrong"
+    )
+    if event["t_all_s"] is None:
+        return burst
+    copies = f"{len(event['targets'])} copies of the model in {event['t_all_s']:.2f} s"
+    return f"{burst}; {copies}, serving while they arrive"
+
+
+def as_text(report: Mapping[str, Any]) -> str:
     scale_in = report["scale_in"]
+    requests = report["requests"]
     lines = [
         f"requests   {requests['completed']} of {requests['accepted']} completed, "
-        f"{requests['lost']} lost, {requests['wrong']} with wrong tokens",
+        f"{requests['lost']} lost, {requests['wrong']} with wrong tokens"
     ]
-    if event["t_all_s"] is not None:
-        limit, t_all = event["physical_limit_s"], event["t_all_s"]
-        lines += [
-            f"scaling    {event['id']}: {', '.join(event['sources'])} -> "
-            f"{', '.join(event['targets'])}, {event['bytes_moved'] / 1e6:.1f} MB moved",
-            f"           why: {event['cause']}",
-            f"           all complete after {t_all:.2f} s (predicted "
-            f"{event['predicted_t_all_s']:.2f} s, physical limit {limit:.2f} s: "
-            f"{t_all / limit:.3f} x)",
-            f"           first byte after {event['decision_to_first_byte_s'] * 1e3:.1f} ms",
-        ]
-        if event["first_partial_token_s"] is not None:
-            share = event["first_partial_token_s"] / t_all
-            lines.append(
-                f"           first token over a partly loaded node after "
-                f"{event['first_partial_token_s']:.2f} s ({share:.2f} of the whole)"
-            )
+    if requests["refused"]:
+        lines.append(f"           {requests['refused']} more refused")
+    lines += _event_lines(report["event"])
     for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
         p = report[key]
-        lines.append(f"{name:<10} p50 {p['p50']} ms, p90 {p['p90']} ms, p99 {p['p99']} ms")
+        if p["p50"] is not None:
+            lines.append(
+                f"{name:<10} p50 {p['p50']:.0f} ms, p90 {p['p90']:.0f} ms, p99 {p['p99']:.0f} ms"
+            )
     rates = [rate for _, rate in report["tokens_per_s"]]
     lines.append(f"tokens/s   peak {max(rates, default=0):.0f}")
     lines.append(
         f"scale-in   {scale_in['instances_before']} instances -> {scale_in['instances_after']}"
     )
     lines += [f"error      {error}" for error in report["errors"]]
-    lines.append(f"figure     {directory}/event.png")
+    lines.append(f"figure     {report['figure']}")
     return "\n".join(lines)
+
+
+def _event_lines(event: Mapping[str, Any]) -> list[str]:
+    if event["id"] is None:
+        return ["scaling    none: one instance was enough"]
+    lines = [
+        f"scaling    {event['id']} ({event['state']}): {', '.join(event['sources'])} -> "
+        f"{', '.join(event['targets'])}, {event['bytes_moved'] / 1e6:.1f} MB moved",
+        f"           why: {event['cause']}",
+    ]
+    t_all, limit = event["t_all_s"], event["physical_limit_s"]
+    predicted, partial = event["predicted_t_all_s"], event["first_partial_token_s"]
+    if t_all is not None:
+        beside = []
+        if predicted is not None:
+            beside.append(f"predicted {predicted:.2f} s")
+        if limit is not None:
+            beside.append(f"physical limit {limit:.2f} s: {t_all / limit:.3f} x")
+        lines.append(f"           all complete after {t_all:.2f} s ({', '.join(beside)})")
+    if event["decision_to_first_byte_s"] is not None:
+        first = event["decision_to_first_byte_s"] * 1e3
+        lines.append(f"           first byte after {first:.1f} ms")
+    if partial is not None:
+        share = f" ({partial / t_all:.2f} of the whole)" if t_all else ""
+        lines.append(
+            f"           first token over a partly loaded node after {partial:.2f} s{share}"
+        )
+    return lines

@@ -1,6 +1,7 @@
 """What an observer on the bus sees of the cluster while the demo runs."""
 
 import asyncio
+import enum
 import time
 from dataclasses import dataclass, field
 
@@ -12,6 +13,16 @@ from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import NodeStatus, Tier
 from shared.messages.scaling import BlockArrived, EventChanged, EventRecord, FirstPartialToken
+
+
+class Role(enum.Enum):
+    """How a node takes part in serving."""
+
+    IDLE = "idle"
+    PATH = "path"
+    """As a stage of paths, with the blocks it has so far."""
+    REPLICA = "replica"
+    """Alone, with all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +46,10 @@ class Watch:
     records: dict[EventId, EventRecord] = field(default_factory=dict)
     partial_tokens: list[FirstPartialToken] = field(default_factory=list)
     instances: tuple[Instance, ...] = ()
-    held: dict[NodeId, int] = field(default_factory=dict)
+    held: dict[NodeId, frozenset[int]] = field(default_factory=dict)
     """Blocks that each node can run."""
+    roles: dict[NodeId, list[tuple[float, Role]]] = field(default_factory=dict)
+    """What each node was from when on, in order of time."""
     load: ModelLoad | None = None
     samples: list[Sample] = field(default_factory=list)
     switched: list[tuple[float, InstanceId]] = field(default_factory=list)
@@ -57,7 +70,8 @@ class Watch:
         match message:
             case BlockArrived():
                 self.arrivals.append(message)
-                self.held[message.node] = self.held.get(message.node, 0) + 1
+                held = self.held.get(message.node, frozenset())
+                self.held[message.node] = held | {message.block}
             case EventChanged():
                 self.records[message.record.id] = message.record
             case FirstPartialToken():
@@ -65,8 +79,8 @@ class Watch:
             case InstanceSet():
                 self._on_instances(message.instances)
             case NodeStatus():
-                held = [len(h.blocks) for h in message.holdings if h.tier is Tier.GPU]
-                self.held[message.node] = max(held, default=0)
+                blocks = [h.blocks for h in message.holdings if h.tier is Tier.GPU]
+                self.held[message.node] = frozenset().union(*blocks)
             case GatewayLoad():
                 self._on_load(message)
             case _:
@@ -85,6 +99,14 @@ class Watch:
             if instance.state is InstanceState.MOVING and instance.id not in before:
                 self.switched.append((at, instance.id))
         self.instances = instances
+        stages = {stage.node for path in self.paths for stage in path.stages}
+        alone = {instance.leader for instance in instances if instance.is_replica}
+        for node in stages | alone | set(self.roles):
+            shared = Role.PATH if node in stages else Role.IDLE
+            role = Role.REPLICA if node in alone else shared
+            history = self.roles.setdefault(node, [])
+            if not history or history[-1][1] is not role:
+                history.append((at, role))
 
     def _on_load(self, message: GatewayLoad) -> None:
         if not message.models:
@@ -99,6 +121,10 @@ class Watch:
                 len(self.paths),
             )
         )
+
+    def role(self, node: NodeId) -> Role:
+        history = self.roles.get(node)
+        return history[-1][1] if history else Role.IDLE
 
     @property
     def replicas(self) -> list[Instance]:
