@@ -227,9 +227,9 @@ def end_all(directory: Path) -> int:
     return len(there)
 
 
-def _end(pids: Collection[int], patience_s: float = STOP_S) -> None:
+def _end(pids: Collection[int], patience_s: float | None = None) -> None:
     alive = {pid: ticks for pid in pids if (ticks := _start_ticks(pid))}
-    for number, patience in ((signal.SIGTERM, patience_s), (signal.SIGKILL, STOP_S)):
+    for number, patience in ((signal.SIGTERM, patience_s or STOP_S), (signal.SIGKILL, STOP_S)):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -64,9 +64,9 @@ class Watch:
             subjects.LOAD_GATEWAY,
             subjects.POOL_STATUS,
         ):
-            await bus.subscribe(subject, self._on)
+            await bus.subscribe(subject, self.hear)
 
-    async def _on(self, message: Message) -> None:
+    async def hear(self, message: Message) -> None:
         match message:
             case BlockArrived():
                 self.arrivals.append(message)

@@ -1,0 +1,115 @@
+"""`lambdascale events` and `trace`: lines of events, trees of spans."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import events
+from services.cli.events import event_line, read_spans, tree_lines
+from shared.errors import BadInput, NotFound
+from shared.messages.scaling import EventState
+from tests.unit.cli.records import record
+
+ROOT, PLAN, BLOCK, LOST = "1" * 16, "2" * 16, "3" * 16, "4" * 16
+
+
+def span(
+    name: str, span_id: str, parent: str | None, *, at_ms: float, took_ms: float = 1, **more: Any
+) -> dict[str, Any]:
+    start = 10**18 + int(at_ms * 1e6)
+    return {
+        "trace_id": more.pop("trace_id", "t1"),
+        "span_id": span_id,
+        "parent_id": parent,
+        "name": name,
+        "service": more.pop("service", "planner"),
+        "start_ns": start,
+        "end_ns": start + int(took_ms * 1e6),
+        "attributes": more.pop("attributes", {}),
+        "links": [],
+        "error": more.pop("error", None),
+    }
+
+
+SPANS = [
+    span("scale_event", ROOT, None, at_ms=0, took_ms=90, attributes={"event": "ev-1"}),
+    span("plan", PLAN, ROOT, at_ms=1, attributes={"cause": "two words", "rate": 1.23456}),
+    span("apply_plan", "5" * 16, PLAN, at_ms=2, service="node-1"),
+    span("block_arrival", BLOCK, ROOT, at_ms=3, service="node-1", error="digest"),
+]
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    events.add_parser(parser.add_subparsers())
+    args = parser.parse_args(words)
+    return int(args.run(args))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """The traces of two finished events, in two processes' files."""
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    later = span(
+        "scale_event", "9" * 16, None, at_ms=500, trace_id="t2", attributes={"event": "ev-2"}
+    )
+    planner = [json.dumps(each) for each in (SPANS[1], later, SPANS[0])]
+    (traces / "planner.jsonl").write_text("\n".join(planner) + "\n")
+    node = [json.dumps(each) for each in (SPANS[2], SPANS[3])]
+    (traces / "node-1.jsonl").write_text("\n".join(node) + '\n{"trace_id": "t1", "na')
+    return tmp_path
+
+
+def test_a_tree_of_spans_by_time() -> None:
+    assert list(tree_lines(SPANS)) == [
+        "scale_event +0.0 ms, 90.0 ms [planner] event=ev-1",
+        '├─ plan +1.0 ms, 1.0 ms [planner] cause="two words" rate=1.235',
+        "│  └─ apply_plan +2.0 ms, 1.0 ms [node-1]",
+        "└─ block_arrival +3.0 ms, 1.0 ms [node-1] ERROR digest",
+    ]
+
+
+def test_a_span_whose_parent_is_missing_is_a_root() -> None:
+    lines = list(tree_lines([*SPANS, span("drain", LOST, "7" * 16, at_ms=8)]))
+    assert lines[-1] == "drain +8.0 ms, 1.0 ms [planner]"
+
+
+def test_spans_of_all_processes_but_not_half_a_line(data: Path) -> None:
+    spans = [s for s in read_spans(data / "traces", "t1") if s["trace_id"] == "t1"]
+    assert spans == SPANS
+    assert read_spans(data / "nowhere", "t1") == []
+
+
+def test_a_trace_is_shown_when_the_cluster_is_gone(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("trace", "ev-1", "--data", str(data)) == 0
+    assert capsys.readouterr().out.splitlines() == list(tree_lines(SPANS))
+    assert run("trace", "ev-1", "--data", str(data), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == SPANS
+    assert run("trace", "last", "--data", str(data)) == 0
+    assert "event=ev-2" in capsys.readouterr().out
+
+
+def test_an_unknown_event_of_no_cluster_is_not_found(data: Path) -> None:
+    with pytest.raises(NotFound):
+        run("trace", "ev-9", "--data", str(data))
+
+
+def test_the_line_of_an_event_says_when_where_and_why() -> None:
+    line = event_line(record())
+    assert line.startswith("ev-1  20")
+    assert line.endswith("m  complete        2.00 s  node-0 -> node-1  9 requests queued")
+    failed = event_line(record(EventState.FAILED, error="no route"))
+    assert failed.endswith(
+        "m  failed               -  node-0 -> node-1  9 requests queued; no route"
+    )
+
+
+def test_a_limit_below_one_is_bad_input() -> None:
+    with pytest.raises(BadInput, match="--limit 0"):
+        run("events", "--limit", "0")
