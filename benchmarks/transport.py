@@ -11,6 +11,8 @@ import socket
 import time
 from multiprocessing.connection import Connection
 
+import uvloop
+
 from services.node.transport.tcp import TcpTransport
 
 MIB = 1 << 20
@@ -26,7 +28,7 @@ def source(pipe: Connection, nbytes: int, rates: list[int]) -> None:
         with peer:
             peer.sendall(data)
     for rate in rates:
-        asyncio.run(serve(pipe, data, rate))
+        uvloop.run(serve(pipe, data, rate))
 
 
 async def serve(pipe: Connection, data: memoryview, rate: int) -> None:
@@ -89,7 +91,7 @@ def main() -> None:
     for rate in rates:
         # About two seconds of a paced link say enough.
         part = into[: min(nbytes, 2 * rate)] if rate else into
-        moved = len(part) / asyncio.run(pull(pipe.recv(), rate, part)) / 1e6
+        moved = len(part) / uvloop.run(pull(pipe.recv(), rate, part)) / 1e6
         pipe.send("done")
         if rate:
             print(f"paced {rate / 1e6:6.0f} MB/s   {moved:8.2f} MB/s   {moved * 1e6 / rate:.4f}")
