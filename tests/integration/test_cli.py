@@ -1,0 +1,225 @@
+"""The commands on a real cluster, from `up` to `down`, as an operator and a script use them."""
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.cli import processes
+from services.cli.demo_model import make_checkpoint
+from tests.support import commands
+from tests.support.commands import Ran
+from tests.support.models import TINY
+
+KEY = "sk-of-the-test"
+CONFIG = f"""
+[bus]
+user = "operator"
+password = "open sesame"
+
+[gateway]
+api_keys = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
+port = 0
+
+[node]
+arena_bytes = 67108864
+kv_tokens = 8192
+threads = 1
+"""
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+async def directory(tmp_path: Path) -> AsyncIterator[Path]:
+    """Where the commands run; whatever a test leaves running there is ended."""
+    make_checkpoint(tmp_path / "tiny", TINY)
+    (tmp_path / "cluster.toml").write_text(CONFIG)
+    yield tmp_path
+    await asyncio.to_thread(processes.end_all, tmp_path / "lambdascale-data")
+
+
+async def test_from_up_to_down(directory: Path) -> None:
+    async def run(*words: str | Path) -> Ran:
+        return await commands.run(*words, cwd=directory)
+
+    up = await run(
+        "up", "--nodes", "3", "--model", "tiny", "--config", "cluster.toml", "--detach", "--json"
+    )
+    assert up.code == 0, up.err
+    assert "published tiny" in up.err
+    url = up.document["gateway_url"]
+    assert {p["state"] for p in up.document["processes"]} == {"running"}
+
+    again = await run("up", "--detach")
+    assert again.code == 1
+    assert again.err.startswith("lambdascale: a cluster runs in lambdascale-data already")
+
+    status = await run("status", "--json")  # the user of the bus is found where `up` found it
+    assert status.code == 0, status.err
+    check_status(status.document, url)
+    assert "open sesame" not in (directory / "lambdascale-data" / "cluster.json").read_text()
+
+    await check_keys(url)
+    await check_models(run, url)
+    await check_scaling(run)
+    await check_crash(run, directory)
+
+
+def check_status(document: dict[str, Any], url: str) -> None:
+    assert document["gateway_url"] == url
+    assert document["errors"] == []
+    roles = [process["role"] for process in document["processes"]]
+    assert sorted(roles) == ["gateway", "nats", "node", "node", "node", "planner", "registry"]
+    for process in document["processes"]:
+        assert process["state"] == "running"
+        os.kill(process["pid"], 0)
+    nodes = {node["id"]: node for node in document["nodes"]}
+    assert sorted(nodes) == ["node-0", "node-1", "node-2"]
+    blocks = list(range(document["models"][0]["n_blocks"]))
+    assert nodes["node-0"]["blocks"]["tiny"] == {"gpu": blocks, "disk": blocks}
+    assert [node["state"] for node in nodes.values()] == ["serving", "idle", "idle"]
+    (instance,) = document["instances"]
+    assert instance["stages"] == [{"node": "node-0", "blocks": [0, len(blocks)]}]
+    (event,) = document["events"]
+    assert event["state"] == "complete"
+
+
+async def check_keys(url: str) -> None:
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        for key, expected in ((None, 401), ("sk-other", 401), (KEY, 200)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == expected
+                document = await answer.json()
+        assert document["usage"]["completion_tokens"] == 4
+
+
+async def check_models(run: Callable[..., Any], url: str) -> None:
+    listed = await run("model", "ls", "--json")
+    assert [record["name"] for record in listed.document] == ["tiny"]
+
+    for words, complaint in (
+        (("model", "add", "nowhere"), "there is no checkpoint directory"),
+        (("model", "add", "tiny", "--name", "second"), "is published as 'tiny' already"),
+        (("model", "add", "tiny", "--node", "node-9"), "nodes are node-0, node-1, node-2"),
+        (("model", "rm", "second"), "no model is named 'second'"),
+    ):
+        refused = await run(*words)
+        assert refused.code == 1
+        assert refused.out == ""
+        assert complaint in refused.err
+    assert (await run("model", "add", "tiny", "--json")).document["name"] == "tiny"  # once more
+
+
+async def check_scaling(run: Callable[..., Any]) -> None:
+    too_many = await run("scale", "tiny", "--instances", "4")
+    assert too_many.code == 2
+    scaled = await run("scale", "tiny", "--instances", "3", "--json")
+    event = scaled.document["event"]
+    await until(run, lambda document: len(document["instances"]) == 3)
+
+    events = await run("events", "--json")
+    found = next(record for record in events.document if record["id"] == event)
+    assert found["state"] == "complete"
+    assert sorted(found["targets"]) == ["node-1", "node-2"]
+    lines = (await run("events", "--limit", "1")).out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(event)
+
+    trace = await run("trace", event, "--json")
+    names = [span["name"] for span in trace.document]
+    assert {"scale_event", "detect", "decide", "plan", "block_arrival"} <= set(names)
+    assert names.count("block_arrival") == 2 * found["n_blocks"]
+    tree = (await run("trace", "last")).out.splitlines()
+    assert tree[0].startswith("scale_event")
+    assert len(tree) == len(names)
+
+    removed = await run("model", "rm", "tiny", "--json")
+    assert removed.document == {"removed": "tiny"}
+    assert (await run("model", "ls", "--json")).document == []
+
+
+async def until(run: Callable[..., Any], condition: Callable[[Any], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition((await run("status", "--json")).document):
+            continue
+
+
+async def check_crash(run: Callable[..., Any], directory: Path) -> None:
+    data = directory / "lambdascale-data"
+    pids = {process.name: process.pid for process in processes.read_state(data).processes}
+    os.kill(pids["planner"], signal.SIGKILL)
+    status = await run("status", "--json")
+    assert status.code == 1
+    assert status.document["errors"] == [
+        "the planner does not answer: `lambdascale status` shows what runs"
+    ]
+    assert len(status.document["nodes"]) == 3
+
+    os.kill(pids["nats"], signal.SIGKILL)
+    status = await run("status", "--json")
+    assert status.code == 1
+    states = {process["name"]: process["state"] for process in status.document["processes"]}
+    assert [name for name, state in states.items() if state == "dead"] == ["nats", "planner"]
+
+    (data / "cluster.json").write_text("damaged")
+    down = await run("down")
+    assert down.code == 0
+    assert "5 processes ended" in down.err
+    assert processes.strays(data) == []
+    assert (await run("status")).code == 1
+    assert (await run("trace", "last")).code == 0  # after the end of the cluster, too
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL, None])
+async def test_a_cluster_ends_with_its_up(directory: Path, number: signal.Signals | None) -> None:
+    """By a signal, or by `down` in another terminal."""
+    data = directory / "lambdascale-data"
+    words = ("up", "--nodes", "1", "--port", "0")
+    up = await commands.start(*words, cwd=directory)
+    assert up.stderr
+    async with asyncio.timeout(LIMIT_S):
+        while b"Ctrl-C" not in (line := await up.stderr.readline()):
+            assert line
+    assert len(processes.strays(data)) == 5
+    if number is None:
+        down = await commands.run("down", "--json", cwd=directory)
+        assert down.document == {"ended": 5}
+    else:
+        up.send_signal(number)
+    async with asyncio.timeout(LIMIT_S):
+        await up.communicate()
+        while processes.strays(data):  # noqa: ASYNC110 - they are no children of ours
+            await asyncio.sleep(0.01)
+    assert up.returncode == (-signal.SIGKILL if number is signal.SIGKILL else 0)
+
+
+async def test_up_that_is_interrupted_while_it_starts_leaves_nothing(directory: Path) -> None:
+    up = await commands.start("up", "--port", "0", cwd=directory)
+    assert up.stderr
+    async with asyncio.timeout(LIMIT_S):
+        while b"starting registry" not in (line := await up.stderr.readline()):
+            assert line
+        up.send_signal(signal.SIGINT)
+        await up.communicate()
+    assert up.returncode == 130
+    assert processes.strays(directory / "lambdascale-data") == []
+
+
+async def test_a_port_in_use_is_one_clear_line(directory: Path) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = str(taken.sockets[0].getsockname()[1])
+    async with taken:
+        up = await commands.run("up", "--nodes", "1", "--port", port, cwd=directory)
+    assert up.code == 1
+    assert up.err.splitlines()[-1].startswith(
+        f"lambdascale: gateway: gateway.host/port 127.0.0.1:{port} cannot be used"
+    )
+    assert processes.strays(directory / "lambdascale-data") == []

@@ -1,0 +1,197 @@
+"""The openai client against a real cluster: what its users rely on, with real tokens."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
+
+from services.cli.demo_model import make_checkpoint
+from shared import subjects
+from shared.messages import Message
+from shared.messages.load import NodeLoad
+from tests.support.cluster import MODEL, Running, running
+from tests.support.models import TINY
+
+KEY = "sk-of-the-test"
+SETTINGS = {
+    "LAMBDASCALE_GATEWAY_API_KEYS": hashlib.sha256(KEY.encode()).hexdigest(),
+    "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.005",
+}
+PROMPT = "The scheduler decided that"
+CHAT: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+]
+NO_END = {"ignore_eos": True}
+LONG = 480
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    directory = tmp_path_factory.mktemp("openai")
+    make_checkpoint(directory / "tiny", TINY)
+    async with running(directory / "data", directory / "tiny", nodes=1, settings=SETTINGS) as up:
+        yield up
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(up: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{up.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+async def greedy(client: openai.AsyncOpenAI, tokens: int) -> str:
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=NO_END
+    )
+    return answer.choices[0].text
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_a_completion_and_its_usage(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body=NO_END
+    )
+    (choice,) = answer.choices
+    assert choice.text
+    assert choice.finish_reason == "length"
+    assert answer.usage
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+    assert answer.usage.prompt_tokens > 1
+
+
+async def test_a_stream_says_the_same_and_ends_with_usage(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=NO_END,
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == await greedy(client, 12)
+    assert len(chunks) > 6  # as it is generated, not in one piece
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+async def test_chat_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=10, temperature=0, extra_body=NO_END
+    )
+    message = answer.choices[0].message
+    assert message.role == "assistant"
+    assert message.content
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        max_completion_tokens=10,
+        temperature=0,
+        stream=True,
+        extra_body=NO_END,
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(deltas) == message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_a_seed_makes_sampling_repeatable(client: openai.AsyncOpenAI) -> None:
+    async def sample(seed: int) -> str:
+        answer = await client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=1.0,
+            top_p=0.95,
+            seed=seed,
+            extra_body=NO_END,
+        )
+        return answer.choices[0].text
+
+    texts = await asyncio.gather(sample(1), sample(1), sample(2))
+    assert texts[0] == texts[1] != texts[2]
+
+
+async def test_n_answers_to_each_of_several_prompts(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=[PROMPT, "Another"], n=2, max_tokens=16, seed=5, extra_body=NO_END
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) == 4
+    assert answer.usage
+    assert answer.usage.completion_tokens == 4 * 16
+
+
+async def test_a_stop_string_ends_the_text_before_it(client: openai.AsyncOpenAI) -> None:
+    text = await greedy(client, 40)
+    stop = text[20:24]
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop], extra_body=NO_END
+    )
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_errors_are_those_of_the_api(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        await client.completions.create(model="other", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=-1)
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await client.completions.create(model=MODEL, prompt=[5] * 600)
+    with pytest.raises(openai.BadRequestError):
+        await client.completions.create(model=MODEL, prompt=PROMPT, temperature=-3)
+
+
+async def test_a_key_is_asked_for(up: Running) -> None:
+    for key in ("sk-other", KEY[:-1], KEY.upper()):
+        url = f"{up.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as other:
+            with pytest.raises(openai.AuthenticationError):
+                await other.completions.create(model=MODEL, prompt=PROMPT)
+            with pytest.raises(openai.AuthenticationError):
+                await other.models.list()
+
+
+async def test_a_client_that_leaves_cancels_its_request(
+    up: Running, client: openai.AsyncOpenAI
+) -> None:
+    sampled: asyncio.Queue[int] = asyncio.Queue()
+
+    async def hear(message: Message) -> None:
+        if isinstance(message, NodeLoad) and message.running == 0:
+            sampled.put_nowait(message.tokens_out)
+
+    stream = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=LONG, stream=True, extra_body=NO_END
+    )
+    await anext(aiter(stream))
+    subscription = await up.bus.subscribe(subjects.LOAD_NODE, hear)
+    await stream.close()
+    async with asyncio.timeout(30):
+        before = await sampled.get()
+    assert await greedy(client, 4)
+    async with asyncio.timeout(30):
+        while (after := await sampled.get()) < before + 4:
+            continue
+    await subscription.close()
+    assert after == before + 4
+    assert before < LONG  # all tests before it took fewer, so that this one can't have ended

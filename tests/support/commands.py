@@ -1,0 +1,51 @@
+"""The commands of `lambdascale` as a script would run them."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 110.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+async def start(
+    *words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.cli",
+        *map(str, words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+async def run(*words: str | Path, cwd: Path) -> Ran:
+    """Runs a command to its end."""
+    process = await start(*words, cwd=cwd)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            out, err = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    return Ran(process.returncode or 0, out.decode(), err.decode())
