@@ -223,7 +223,8 @@ def end_all(directory: Path) -> int:
         for role in ORDER:
             _end([process.pid for process in running if process.role == role])
     _end(strays(directory))  # all at once where the bus is gone: nothing is left to settle
-    (directory / STATE_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(NotADirectoryError):
+        (directory / STATE_FILE).unlink(missing_ok=True)
     return len(there)
 
 

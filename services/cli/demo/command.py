@@ -163,14 +163,18 @@ class Demo:
                     refreshing = group.create_task(self._refresh(self._live))
                     yield
                     refreshing.cancel()
+                self._draw(self._live)  # the end of it stays on the screen
             finally:
                 self._live = None
 
     async def _refresh(self, live: Live) -> None:
         while True:
-            picture = render(self.watch, self.nodes, self.outcomes, self._phase, self.start)
-            live.update(picture, refresh=True)
+            self._draw(live)
             await asyncio.sleep(REFRESH_S)
+
+    def _draw(self, live: Live) -> None:
+        picture = render(self.watch, self.nodes, self.outcomes, self._phase, self.start)
+        live.update(picture, refresh=True)
 
 
 def gaps(count: int) -> list[float]:

@@ -140,7 +140,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     rates = [rate for _, rate in report["tokens_per_s"]]
     lines.append(f"tokens/s   peak {max(rates, default=0):.0f}")
     lines.append(
-        f"scale-in   {scale_in['instances_before']} instances -> {scale_in['instances_after']}"
+        f"scale-in   {scale_in['instances_before']} -> {scale_in['instances_after']} instances"
     )
     lines += [f"error      {error}" for error in report["errors"]]
     lines.append(f"figure     {report['figure']}")

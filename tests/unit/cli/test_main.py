@@ -142,6 +142,8 @@ def test_down_without_a_cluster_is_done(capsys: pytest.CaptureFixture[str]) -> N
     assert "nothing was running" in capsys.readouterr().err
     assert main(["down", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ended": 0}
+    Path("file").touch()
+    assert main(["down", "--data", "file"]) == 0
 
 
 def test_a_key_and_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
