@@ -4,9 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
-from services.cli.demo_model import make_checkpoint
 from shared import subjects
 from shared.ids import GatewayId, InstanceId, NodeId, RequestId
 from shared.messages import Message, Ok
@@ -23,18 +20,6 @@ SLOW_LINKS = {
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
     "LAMBDASCALE_NODE_SLOTS": "4",
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    make_checkpoint(path, TINY)
-    return path
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint)
 
 
 def check(

@@ -4,9 +4,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import pytest
-
-from services.cli.demo_model import make_checkpoint
 from shared import subjects
 from shared.errors import BusError
 from shared.ids import NodeId
@@ -20,18 +17,6 @@ PACED = {
     "LAMBDASCALE_NODE_SLOTS": "4",
     "LAMBDASCALE_PLANNER_IDLE_S": "0.5",
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    make_checkpoint(path, TINY)
-    return path
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint)
 
 
 async def test_asleep_until_a_request_comes_and_asleep_again(
