@@ -123,7 +123,12 @@ async def check_scaling(run: Callable[..., Any]) -> None:
     assert too_many.code == 2
     scaled = await run("scale", "tiny", "--instances", "3", "--json")
     event = scaled.document["event"]
-    await until(run, lambda document: len(document["instances"]) == 3)
+    status = await until(
+        run,
+        lambda shown: shown["events"][0]["state"] == "complete" and len(shown["instances"]) == 3,
+    )
+    assert [len(instance["stages"]) for instance in status["instances"]] == [1, 1, 1]
+    assert [node["state"] for node in status["nodes"]] == ["serving"] * 3
 
     events = await run("events", "--json")
     found = next(record for record in events.document if record["id"] == event)
@@ -132,24 +137,29 @@ async def check_scaling(run: Callable[..., Any]) -> None:
     lines = (await run("events", "--limit", "1")).out.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(event)
-
-    trace = await run("trace", event, "--json")
-    names = [span["name"] for span in trace.document]
-    assert {"scale_event", "detect", "decide", "plan", "block_arrival"} <= set(names)
-    assert names.count("block_arrival") == 2 * found["n_blocks"]
-    tree = (await run("trace", "last")).out.splitlines()
-    assert tree[0].startswith("scale_event")
-    assert len(tree) == len(names)
+    await check_trace(run, event, found["n_blocks"])
 
     removed = await run("model", "rm", "tiny", "--json")
     assert removed.document == {"removed": "tiny"}
     assert (await run("model", "ls", "--json")).document == []
 
 
-async def until(run: Callable[..., Any], condition: Callable[[Any], bool]) -> None:
+async def until(run: Callable[..., Any], condition: Callable[[Any], bool]) -> Any:
+    """Asks for the status, which takes its time, until it is as wanted; returns it."""
     async with asyncio.timeout(LIMIT_S):
-        while not condition((await run("status", "--json")).document):
+        while not condition(shown := (await run("status", "--json")).document):
             continue
+    return shown
+
+
+async def check_trace(run: Callable[..., Any], event: str, n_blocks: int) -> None:
+    trace = await run("trace", event, "--json")
+    names = [span["name"] for span in trace.document]
+    assert {"scale_event", "detect", "decide", "plan"} <= set(names)
+    assert names.count("block_arrival") == 2 * n_blocks
+    tree = (await run("trace", "last")).out.splitlines()
+    assert tree[0].startswith("scale_event")
+    assert len(tree) == len(names)
 
 
 async def check_crash(run: Callable[..., Any], directory: Path) -> None:
