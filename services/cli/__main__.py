@@ -1,6 +1,9 @@
 import sys
 
-from services.cli.main import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from services.cli.main import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # while the modules are still being imported
+        sys.exit(130)

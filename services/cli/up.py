@@ -96,7 +96,9 @@ async def _up(args: argparse.Namespace) -> int:
         try:
             await _start(cluster, args)
             return 0 if args.detach else await _stay(cluster, args.data)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                say("interrupted: ending what was started")
             await cluster.stop()
             raise
 
