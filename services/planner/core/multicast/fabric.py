@@ -1,0 +1,85 @@
+"""What moves blocks: the nodes' ports, the racks' trunks, and the links within a host.
+
+A node has one port each way (full duplex). Nodes of one rack reach those of others through the
+rack's trunk, nodes of one host reach each other over a local link (NVLink, shared memory) that
+takes nothing from the ports.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One node's connection. Rates in bytes/s."""
+
+    out: float
+    """0: it sends nothing, since its out-link carries serving traffic (the KV of a prefill node:
+    BlitzScale, section 5.1)."""
+    into: float
+    rack: str = ""
+    host: str = ""
+    """Nodes of the same (named) host share a local link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    ports: tuple[Port, ...]
+    """By node, 0..N-1."""
+    overhead_s: float
+    """alpha: the fixed time of one block transfer, from port to port."""
+    trunks: Mapping[str, float] = field(default_factory=dict)
+    """Rack -> bytes/s each way between it and all others; a rack that is not here has no limit."""
+    local_bytes_per_s: float = 0.0
+    """Between nodes of one host; 0: no faster than their ports."""
+
+    def is_local(self, src: int, dst: int) -> bool:
+        """The move crosses no port."""
+        host = self.ports[src].host
+        return self.local_bytes_per_s > 0 and host != "" and host == self.ports[dst].host
+
+    def crosses(self, src: int, dst: int) -> tuple[str, str] | None:
+        """The racks whose trunks the move takes (out of, into); None within a rack."""
+        out, into = self.ports[src].rack, self.ports[dst].rack
+        return None if out == into else (out, into)
+
+    def rate(self, src: int, dst: int) -> float:
+        """bytes/s of a move that has its links for itself."""
+        if self.is_local(src, dst):
+            return self.local_bytes_per_s
+        racks = self.crosses(src, dst) or ()
+        limits = [self.trunks[rack] for rack in racks if rack in self.trunks]
+        return min(self.ports[src].out, self.ports[dst].into, *limits)
+
+
+def uniform(nodes: int, bytes_per_s: float = 1.0, overhead_s: float = 0.0) -> Fabric:
+    """N equal nodes in one rack. The default is the step model: a block of one byte a step."""
+    return Fabric((Port(bytes_per_s, bytes_per_s),) * nodes, overhead_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Every block of a model to every node of a fabric, from those that have them all."""
+
+    fabric: Fabric
+    block_bytes: tuple[int, ...]
+    sources: tuple[int, ...]
+    """Nodes that hold every block, best first."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.fabric.ports)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_bytes)
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        sources = set(self.sources)
+        return tuple(node for node in range(self.nodes) if node not in sources)
+
+
+def step_task(nodes: int, blocks: int, sources: Sequence[int]) -> Task:
+    """The step model's task: equal blocks, equal links, no overhead."""
+    return Task(uniform(nodes), (1,) * blocks, tuple(sources))
