@@ -31,6 +31,10 @@ class Schedule:
     sources: tuple[int, ...]
     """They hold every block from the start."""
     moves: tuple[Move, ...]
+    own: tuple[int, ...] = ()
+    """Destinations that bring the model up from their own host memory or disk instead."""
+    setup_s: float = 0.0
+    """What must happen first, such as forming a group, takes so long."""
 
     @property
     def steps(self) -> int:
