@@ -41,6 +41,9 @@ class Call:
         self.pieces: asyncio.Queue[Emit | End] = asyncio.Queue()
         """What the requests give, in order."""
 
+    def take(self, piece: Emit | End) -> None:
+        self.pieces.put_nowait(piece)
+
 
 class _Switch:
     """A mode switch is over when every request that moved has its next token, or has ended."""
@@ -134,11 +137,11 @@ class Frontend:
             self._settle(request)
         call = self._forget(request) if command.finish else self._calls.get(request)
         if call:
-            call.pieces.put_nowait(command)
+            call.take(command)
 
     def _end(self, command: End) -> None:
         if call := self._forget(command.request):
-            call.pieces.put_nowait(command)
+            call.take(command)
 
     def _forget(self, request: RequestId) -> Call | None:
         call = self._calls.pop(request, None)

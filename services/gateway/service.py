@@ -21,7 +21,7 @@ from shared.errors import BusError, ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name
 from shared.messages import Message
 from shared.messages.instances import InstanceSets, InstancesQuery
-from shared.messages.load import GatewayLoad
+from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import (
     ModelAdded,
     ModelRecord,
@@ -33,6 +33,7 @@ from shared.messages.pool import (
 from shared.service import Service
 
 LOAD_S = 0.1
+SAME_LOAD_S = 0.5
 TICK_S = 0.05
 LEARN_S = 0.2
 """Between questions until they are answered the first time."""
@@ -47,7 +48,8 @@ HANG_UP_S = 0.5
 class GatewayService(Service):
     role: ClassVar[str] = "gateway"
 
-    def __init__(self, bus: Bus, config: GatewayConfig) -> None:
+    def __init__(self, bus: Bus, config: GatewayConfig, *, listen: bool = True) -> None:
+        """`listen`: serve HTTP. Without it requests come in through `frontend` only."""
         super().__init__(check_name("gateway id", config.id))
         self.id = GatewayId(config.id)
         self._bus = bus
@@ -62,13 +64,11 @@ class GatewayService(Service):
             max_attempts=config.max_attempts,
         )
         self._dispatch = Dispatch(rules)
-        self._frontend = Frontend(bus, self._dispatch, self._metrics, self._start, self.log)
-
-    @property
-    def url(self) -> str:
+        self.frontend = Frontend(bus, self._dispatch, self._metrics, self._start, self.log)
+        self.url = ""
         """Where HTTP is served; known once the service is open."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._listen = listen
+        self._api: Api | None = None
 
     async def open(self) -> None:
         self._check_keys()
@@ -76,14 +76,15 @@ class GatewayService(Service):
         for subject, handler in (
             (subjects.POOL_MODELS, self._on_models),
             (subjects.POOL_NODES, self._on_nodes),
-            (subjects.INSTANCES, self._frontend.on_instances),
-            (subjects.gateway_tokens(self.id), self._frontend.on_tokens),
+            (subjects.INSTANCES, self.frontend.on_instances),
+            (subjects.gateway_tokens(self.id), self.frontend.on_tokens),
         ):
             subscription = await self._bus.subscribe(subject, handler)
             self.resources.push_async_callback(subscription.close)
         # Nodes must not go on for clients whose streams the end of this service cuts off.
-        self.resources.push_async_callback(self._frontend.withdrawn)
-        await self._open_http()
+        self.resources.push_async_callback(self.frontend.withdrawn)
+        if self._listen:
+            await self._open_http()
         self.spawn(self._learn_models(), name="models")
         self.spawn(self._learn_instances(), name="instances")
         self.spawn(self._tick(), name="tick")
@@ -91,18 +92,20 @@ class GatewayService(Service):
 
     async def _open_http(self) -> None:
         config = self._config
-        self._api = Api(config, self._catalog, self._frontend, self._metrics, self.log)
+        self._api = api = Api(config, self._catalog, self.frontend, self._metrics, self.log)
         # A client that leaves cancels its handler, and the handler its requests.
-        self._runner = web.AppRunner(
-            self._api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S
+        runner = web.AppRunner(
+            api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S
         )
-        await self._runner.setup()
-        self.resources.push_async_callback(self._runner.cleanup)
+        await runner.setup()
+        self.resources.push_async_callback(runner.cleanup)
         try:
-            await web.TCPSite(self._runner, config.host, config.port).start()
+            await web.TCPSite(runner, config.host, config.port).start()
         except OSError as error:
             where = f"{config.host}:{config.port}"
             raise ConfigError(f"gateway.host/port {where} cannot be used: {error}") from error
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.log.info("serving", url=self.url)
 
     def _check_keys(self) -> None:
@@ -114,8 +117,9 @@ class GatewayService(Service):
 
     async def drain(self) -> None:
         """New requests are sent away; those that run may end."""
-        self._api.draining = True
-        await self._frontend.idle()
+        if self._api is not None:
+            self._api.draining = True
+        await self.frontend.idle()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.spawn(work, name=name)
@@ -158,11 +162,12 @@ class GatewayService(Service):
             self._remove(known.name, known.model_id)
         self._catalog.records[record.name] = record
         self._dispatch.add_model(record.name, record.model_id)
-        self.spawn(self._prefetch(record), name=f"prefetch {record.name}")
+        if self._listen:
+            self.spawn(self._prefetch(record), name=f"prefetch {record.name}")
 
     def _remove(self, name: ModelName, model_id: ModelId) -> None:
         self._catalog.remove(name, model_id)
-        self._frontend.run(self._dispatch.remove_model(model_id, now()))
+        self.frontend.run(self._dispatch.remove_model(model_id, now()))
 
     async def _prefetch(self, record: ModelRecord) -> None:
         """So that the first request need not wait for it; what fails is tried again then."""
@@ -188,27 +193,32 @@ class GatewayService(Service):
                 await asyncio.sleep(LEARN_S)
             else:
                 for found in answer.sets:
-                    await self._frontend.on_instances(found)
+                    await self.frontend.on_instances(found)
                 return
 
     async def _on_nodes(self, message: Message) -> None:
         if isinstance(message, NodeGone):
-            self._frontend.run(self._dispatch.on_node_gone(message.node, now()))
+            self.frontend.run(self._dispatch.on_node_gone(message.node, now()))
 
     # --- time and load -------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._frontend.run(self._dispatch.on_tick(now()))
+            self.frontend.run(self._dispatch.on_tick(now()))
 
     async def _report(self) -> None:
+        """Ten times a second while the load changes, twice when it does not."""
+        said: tuple[ModelLoad, ...] | None = None
+        said_at = 0.0
         while True:
             loads = self._dispatch.loads()
-            self._metrics.set_loads(loads)
-            message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
-            try:
-                await self._bus.publish(subjects.LOAD_GATEWAY, message)
-            except BusError as error:
-                self.log.debug("load not reported", error=str(error))
+            if loads != said or now() - said_at >= SAME_LOAD_S:
+                said, said_at = loads, now()
+                self._metrics.set_loads(loads)
+                message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
+                try:
+                    await self._bus.publish(subjects.LOAD_GATEWAY, message)
+                except BusError as error:
+                    self.log.debug("load not reported", error=str(error))
             await asyncio.sleep(LOAD_S)

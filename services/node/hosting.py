@@ -7,12 +7,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from services.node.core.residency import Mode, Residency
-from services.node.data_plane import DataPlane
 from services.node.library import Library
 from services.node.memory.arena import Arena, ModelSpace, Span
 from services.node.mover import Arrival, Failure
+from services.node.parts import AnyDataPlane, AnyWorker
 from services.node.reports import DISK, HELD, Reports
-from services.node.worker import Worker
 from shared import telemetry
 from shared.clock import wall_ns
 from shared.errors import BadInput, LambdaScaleError
@@ -55,8 +54,8 @@ class Hosting:
         node: NodeId,
         arena: Arena,
         library: Library,
-        data: DataPlane,
-        worker: Worker,
+        data: AnyDataPlane,
+        worker: AnyWorker,
         reports: Reports,
         *,
         changed: Callable[[], None],

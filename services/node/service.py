@@ -4,22 +4,19 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar, TypeVarTuple
 
-from services.node.data_plane import DataPlane
-from services.node.engine.engine import TorchEngine
 from services.node.hosting import Hosting
 from services.node.lease import Lease
 from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
-from services.node.model.store import Store
+from services.node.parts import Parts, RealParts
 from services.node.reports import Reports
+from services.node.steps import WorkerLoad
 from services.node.transport.base import Buffer
-from services.node.worker import Worker
 from shared import subjects
 from shared.bus.base import Bus
-from shared.clock import wall_ns
+from shared.clock import now, wall_ns
 from shared.config import NodeConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
@@ -57,11 +54,13 @@ Args = TypeVarTuple("Args")
 class NodeService(Service):
     role: ClassVar[str] = "node"
 
-    def __init__(self, bus: Bus, config: NodeConfig) -> None:
+    def __init__(self, bus: Bus, config: NodeConfig, parts: Parts | None = None) -> None:
+        """`parts`: other than this machine's own."""
         check_name("node.id", config.id)
         super().__init__(config.id)
         self._bus = bus
         self._config = config
+        self._parts = parts or RealParts(config)
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_seq = 0
@@ -76,9 +75,7 @@ class NodeService(Service):
     async def open(self) -> None:
         config = self._config
         self._loop = asyncio.get_running_loop()
-        self._library = Library(
-            self._bus, Store(Path(config.data_dir) / "store"), changed=self._status_due.set
-        )
+        self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         await self._start_threads()
@@ -99,20 +96,11 @@ class NodeService(Service):
         await self._connect_to_bus()
 
     async def _start_threads(self) -> None:
-        config = self._config
-        self._worker = Worker(
-            node=self.node,
-            make_engine=lambda: TorchEngine(config.device, config.kv_tokens, config.threads),
-            slots=config.slots,
-            step_tokens=config.step_tokens,
-            step_floor_s=config.step_floor_s,
+        self._worker = self._parts.worker(
             send=self._send,
             emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
         )
-        self._data = DataPlane(
-            config.host,
-            config.port,
-            config.link_bytes_per_s,
+        self._data = self._parts.data_plane(
             on_message=self._worker.on_message,
             on_peer_lost=self._on_peer_lost,
             on_arrived=lambda arrival: self._call(self._hosting.land, arrival),
@@ -346,14 +334,16 @@ class NodeService(Service):
                 continue
 
     async def _publish_load(self) -> None:
+        """Ten times a second while it changes, once a second when it does not."""
+        said: WorkerLoad | None = None
+        said_at = 0.0
         while True:
             load = self._worker.load()
-            await self._publish(
-                subjects.LOAD_NODE,
-                NodeLoad(
-                    node=self.info.node,
-                    generation=self.info.generation,
-                    **dataclasses.asdict(load),
-                ),
-            )
+            if load != said or now() - said_at >= STATUS_EVERY_S:
+                said, said_at = load, now()
+                info = self.info
+                message = NodeLoad(
+                    node=info.node, generation=info.generation, **dataclasses.asdict(load)
+                )
+                await self._publish(subjects.LOAD_NODE, message)
             await asyncio.sleep(LOAD_EVERY_S)

@@ -1,0 +1,129 @@
+"""What a node's shell is put together from, and how a real machine's parts are made.
+
+The shell (`service`, `hosting`) knows its worker and its data plane by these protocols only, so
+that the same shell runs over a modelled engine and network in virtual time (`simulation`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from services.node.data_plane import DataPlane
+from services.node.engine.engine import TorchEngine
+from services.node.memory.arena import ModelSpace
+from services.node.model.store import Store
+from services.node.mover import Arrival, Failure
+from services.node.steps import EmitTo, SendTo, WorkerLoad
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.worker import Worker
+from shared.config import NodeConfig
+from shared.errors import TransportError
+from shared.ids import EventId, ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.scaling import Pull
+from shared.messages.serving import Cancel, Submit
+
+
+class AnyWorker(Protocol):
+    """Runs blocks. `services.node.worker.Worker` says what each call does."""
+
+    def start(self) -> None: ...
+    async def ready(self) -> None: ...
+    async def wait(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None: ...
+    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None: ...
+    async def close_model(self, model_id: ModelId) -> None: ...
+    async def submit(self, submit: Submit) -> None: ...
+    def cancel(self, cancel: Cancel) -> None: ...
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None: ...
+    def on_peer_lost(self, address: str, error: TransportError) -> None: ...
+    def load(self) -> WorkerLoad: ...
+
+
+class AnyDataPlane(Protocol):
+    """Moves blocks and stage messages. `services.node.data_plane.DataPlane` says how."""
+
+    address: str
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    async def wait(self) -> None: ...
+    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None: ...
+    async def take_over(self, model: ModelId, block: int) -> frozenset[int]: ...
+    async def mark_held(self, model: ModelId, block: int) -> None: ...
+    async def apply(
+        self,
+        model: ModelId,
+        event: EventId,
+        revision: int,
+        pulls: Sequence[Pull],
+        addresses: Mapping[NodeId, str],
+    ) -> None: ...
+    async def drop(self, model: ModelId) -> None: ...
+    async def connect(self, address: str) -> None: ...
+    def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None: ...
+
+
+class Parts(Protocol):
+    """Makes the parts of one node; the shell opens and closes them."""
+
+    def store(self) -> Store: ...
+
+    def worker(self, *, send: SendTo, emit: EmitTo) -> AnyWorker: ...
+
+    def data_plane(
+        self,
+        *,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+    ) -> AnyDataPlane: ...
+
+
+class RealParts:
+    """A thread for the engine (torch), one for the data plane (TCP), packed models on the disk."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+
+    def store(self) -> Store:
+        return Store(Path(self._config.data_dir) / "store")
+
+    def worker(self, *, send: SendTo, emit: EmitTo) -> Worker:
+        config = self._config
+        return Worker(
+            node=NodeId(config.id),
+            make_engine=lambda: TorchEngine(config.device, config.kv_tokens, config.threads),
+            slots=config.slots,
+            step_tokens=config.step_tokens,
+            step_floor_s=config.step_floor_s,
+            send=send,
+            emit=emit,
+        )
+
+    def data_plane(
+        self,
+        *,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+    ) -> DataPlane:
+        config = self._config
+        return DataPlane(
+            config.host,
+            config.port,
+            config.link_bytes_per_s,
+            on_message=on_message,
+            on_peer_lost=on_peer_lost,
+            on_arrived=on_arrived,
+            on_failed=on_failed,
+        )
