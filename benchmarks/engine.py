@@ -36,7 +36,7 @@ class Bench:
         self.engine.open_model(self.model, imported.manifest)
         for index, block in enumerate(imported.manifest.blocks):
             buffer = memoryview(bytearray(block.nbytes))
-            store.read_block(self.model, index, buffer)
+            store.fill(self.model, index, buffer)
             self.engine.attach(self.model, index, buffer)
         self.positions: dict[str, int] = {}
 

@@ -182,7 +182,7 @@ class Hosting:
         into = hosted.space.block(block)
         hosted.span.hold(READER)
         try:
-            await _to_its_end(self._library.read_block, hosted.model, block, into, verified)
+            await self._library.read_block(hosted.model, block, into, verified)
         except LambdaScaleError:
             self._library.on_damaged(hosted.model, block)
             raise
@@ -293,16 +293,3 @@ def _check_blocks(plan: ApplyPlan, manifest: Manifest) -> None:
     wrong = [block for block in plan.promote if not 0 <= block < manifest.n_blocks]
     if wrong:
         raise BadInput(f"model {plan.model_id} has no block {wrong[0]} to promote")
-
-
-async def _to_its_end(function: Callable[..., None], *args: object) -> None:
-    """Runs `function` in a thread. Also when cancelled it ends only when the thread has: what the
-    thread writes to must not be taken away under it."""
-    work = asyncio.get_running_loop().run_in_executor(None, function, *args)
-    try:
-        await asyncio.wait([work])
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        work.exception()
-        raise
-    work.result()

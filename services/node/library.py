@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.node.model.store import Imported, Store
+from services.node.model.store import Imported
+from services.node.parts import AnyStore
 from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns
@@ -21,7 +22,7 @@ REGISTRY_TIMEOUT_S = 2.0
 
 
 class Library:
-    def __init__(self, bus: Bus, store: Store, *, changed: Callable[[], None]) -> None:
+    def __init__(self, bus: Bus, store: AnyStore, *, changed: Callable[[], None]) -> None:
         """`changed`: what lies on the disk is not what it was."""
         self._bus = bus
         self._store = store
@@ -72,11 +73,11 @@ class Library:
 
     # --- the disk ---
 
-    def read_block(
+    async def read_block(
         self, model: ModelId, block: int, into: memoryview, verified: frozenset[int]
     ) -> None:
-        """Synchronous: call it in a thread. Errors: `Store.read_block`'s."""
-        self._store.read_block(model, block, into, skip=verified)
+        """`into` is written to until it returns, cancelled or not. Errors: `Store.fill`'s."""
+        await self._store.read_block(model, block, into, skip=verified)
 
     def on_damaged(self, model: ModelId, block: int) -> None:
         """A block could not be read: it is not offered again, until the model is imported anew."""

@@ -1,7 +1,7 @@
 """What a node's shell is put together from, and how a real machine's parts are made.
 
-The shell (`service`, `hosting`) knows its worker and its data plane by these protocols only, so
-that the same shell runs over a modelled engine and network in virtual time (`simulation`).
+The shell (`service`, `hosting`, `library`) knows its worker, its data plane and its disk by these
+protocols only, so that the same shell runs over modelled ones in virtual time (`simulation`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from services.node.data_plane import DataPlane
 from services.node.engine.engine import TorchEngine
 from services.node.memory.arena import ModelSpace
-from services.node.model.store import Store
+from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, SendTo, WorkerLoad
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
@@ -71,10 +71,21 @@ class AnyDataPlane(Protocol):
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None: ...
 
 
+class AnyStore(Protocol):
+    """Packed models on a disk. `services.node.model.store.Store` says what each call does."""
+
+    def manifests(self) -> dict[ModelId, Manifest]: ...
+    async def read_block(
+        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
+    ) -> None: ...
+    def import_checkpoint(self, path: Path, *, blocks: int) -> Imported: ...
+    def remove(self, name: ModelId) -> None: ...
+
+
 class Parts(Protocol):
     """Makes the parts of one node; the shell opens and closes them."""
 
-    def store(self) -> Store: ...
+    def store(self) -> AnyStore: ...
 
     def worker(self, *, send: SendTo, emit: EmitTo) -> AnyWorker: ...
 
@@ -101,10 +112,14 @@ class RealParts:
         config = self._config
         return Worker(
             node=NodeId(config.id),
-            make_engine=lambda: TorchEngine(config.device, config.kv_tokens, config.threads),
+            make_engine=lambda: TorchEngine(
+                config.device,
+                config.kv_tokens,
+                config.threads,
+                step_floor_s=config.step_floor_s,
+            ),
             slots=config.slots,
             step_tokens=config.step_tokens,
-            step_floor_s=config.step_floor_s,
             send=send,
             emit=emit,
         )

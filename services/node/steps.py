@@ -1,9 +1,9 @@
 """What the engine thread does: the scheduler's commands, and sweeps over blocks, step by step.
 
-Not thread-safe; `services.node.worker` calls everything here on its one thread.
+Not thread-safe; `services.node.worker` calls everything here on its one thread, and does the
+waiting.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import torch
 from services.node import activations
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release
-from services.node.engine.base import Engine, StagePart, Sweep
+from services.node.engine.base import Engine, PartResult, StagePart, Sweep
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -32,8 +32,6 @@ from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
 """(peer's address, header, payload)."""
 EmitTo = Callable[[GatewayId, Tokens], None]
-Hold = Callable[[float], None]
-"""Returns at that time (`time.monotonic`), taking in what comes until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +59,15 @@ class _Run:
 
     model_id: ModelId
     sweep: Sweep
-    until: float
-    """Not before this time (`time.monotonic`) may what has been run be over."""
+    began: float
     parts: dict[int, Part] = field(default_factory=dict)
     """Those that wait for their first block or are aboard, by their number in the sweep."""
+    left: dict[int, PartResult] = field(default_factory=dict)
+    """Got off, and not handed on yet."""
+
+    @property
+    def due(self) -> float:
+        return self.began + self.sweep.due_s
 
 
 class Steps:
@@ -75,7 +78,6 @@ class Steps:
         engine: Engine,
         slots: int,
         step_tokens: int,
-        step_floor_s: float,
         send: SendTo,
         emit: EmitTo,
     ) -> None:
@@ -84,7 +86,6 @@ class Steps:
         self._batcher = Batcher(
             node, slots=slots, step_tokens=step_tokens, kv_capacity=engine.kv_capacity
         )
-        self._step_floor_s = step_floor_s
         self._send = send
         self._emit = emit
         self._models: dict[ModelId, Manifest] = {}
@@ -143,27 +144,41 @@ class Steps:
 
     # --- steps --------------------------------------------------------------
 
-    def step(self, hold: Hold) -> bool:
-        """Runs one block, for all that waits for it; False if there is nothing to run.
+    def begin(self, now: float) -> float | None:
+        """Has the engine run its next block, for all that waits for it. None: nothing can run.
 
-        What comes between two steps may join the sweep at a block ahead.
+        Returns the time, on the clock that `now` is of, until which what was run may not be over:
+        the caller waits, and takes in what comes, then calls `finish`. What comes between two
+        steps may join the sweep at a block ahead.
         """
         run = self._run
         if run is None:
             parts = self._batcher.take()
             if not parts:
-                return False
+                return None
             model_id = parts[0].model_id
-            run = self._run = _Run(model_id, self._engine.begin(model_id), time.monotonic())
+            run = self._run = _Run(model_id, self._engine.begin(model_id), now)
         else:
             parts = self._batcher.join(run.model_id, run.sweep.at, run.parts.values())
         for part in parts:
             self._join(run, part)
         if run.parts:
-            self._advance(run, hold)
+            self._advance(run)
+        return run.due
+
+    def finish(self) -> None:
+        """Hands on what got off after the step that `begin` began."""
+        run = self._run
+        if run is None:
+            return
+        left, run.left = run.left, {}
+        for number, result in left.items():
+            part = run.parts.pop(number)
+            part = part.without(set(part.keys) - {row.sequence for row in result.rows})
+            if part.rows:
+                self._do(self._batcher.ran(part, result.sampled, result.hidden))
         if not run.parts:
             self._run = None
-        return True
 
     def flush(self) -> None:
         """Everything for one gateway goes out in one message."""
@@ -199,23 +214,14 @@ class Steps:
                 )
             self._do(commands)
 
-    def _advance(self, run: _Run, hold: Hold) -> None:
+    def _advance(self, run: _Run) -> None:
         try:
             with self._blamed():
-                left = run.sweep.advance()
+                run.left = run.sweep.advance()
         except LambdaScaleError as error:
             for part in run.parts.values():
                 self._do(self._batcher.failed(part, _failure(error)))
             run.parts = {}
-            return
-        manifest = self._models.get(run.model_id)
-        run.until += self._step_floor_s / manifest.n_blocks if manifest else 0.0
-        hold(run.until)
-        for number, result in left.items():
-            part = run.parts.pop(number)
-            part = part.without(set(part.keys) - {row.sequence for row in result.rows})
-            if part.rows:
-                self._do(self._batcher.ran(part, result.sampled, result.hidden))
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:

@@ -33,7 +33,6 @@ class Worker:
         make_engine: Callable[[], Engine],
         slots: int,
         step_tokens: int,
-        step_floor_s: float,
         send: SendTo,
         emit: EmitTo,
     ) -> None:
@@ -43,7 +42,6 @@ class Worker:
         self._make_engine = make_engine
         self._slots = slots
         self._step_tokens = step_tokens
-        self._step_floor_s = step_floor_s
         self._send = send
         self._emit = emit
         self._log = telemetry.logger("worker", node=node)
@@ -175,7 +173,6 @@ class Worker:
             engine=self._make_engine(),
             slots=self._slots,
             step_tokens=self._step_tokens,
-            step_floor_s=self._step_floor_s,
             send=self._send,
             emit=self._emit,
         )
@@ -183,7 +180,11 @@ class Worker:
         idle = False
         while not self._stopping:
             self._take_in(steps, timeout=None if idle else 0)
-            idle = not self._stopping and not steps.step(lambda until: self._hold(steps, until))
+            until = None if self._stopping else steps.begin(time.monotonic())
+            idle = until is None
+            if until is not None:
+                self._hold(steps, until)
+                steps.finish()
             steps.flush()
             self._load = steps.load
 
@@ -201,6 +202,7 @@ class Worker:
             self._load = steps.load
 
     def _hold(self, steps: Steps, until: float) -> None:
+        """Returns at that time, taking in what comes until then."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             self._take_in(steps, timeout=left)
 

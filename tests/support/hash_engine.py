@@ -70,6 +70,7 @@ class HashSweep:
         self._model_id = model_id
         self._riders: dict[int, _Rider] = {}
         self.at = 0
+        self.due_s = 0.0
         self.parts: list[StagePart] = []
         self.ran: list[int] = []
         """Blocks, in the order in which they were run."""
@@ -116,6 +117,7 @@ class HashSweep:
             for rider in aboard:
                 self._run(rider)
             self.ran.append(self.at)
+            self.due_s += self._engine.floor_s / self._engine.n_blocks[self._model_id]
             self.at += 1
         return self._left()
 
@@ -167,8 +169,10 @@ def _values(part: StagePart) -> dict[SequenceKey, list[int]]:
 
 
 class HashEngine:
-    def __init__(self, kv_capacity: int = 10_000) -> None:
+    def __init__(self, kv_capacity: int = 10_000, *, floor_s: float = 0.0) -> None:
+        """`floor_s`: what a sweep through a whole model should take."""
         self._kv_capacity = kv_capacity
+        self.floor_s = floor_s
         self.attached: dict[ModelId, set[int]] = {}
         self.n_blocks: dict[ModelId, int] = {}
         self.sequences: dict[SequenceKey, _Sequence] = {}

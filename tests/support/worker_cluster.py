@@ -147,7 +147,6 @@ class Cluster:
         kv_capacity: int,
         slots: int,
         step_tokens: int,
-        step_floor_s: float,
     ) -> Worker:
         def make_engine() -> Engine:
             engine = self._make_engine(kv_capacity)
@@ -160,7 +159,6 @@ class Cluster:
             make_engine=make_engine,
             slots=slots,
             step_tokens=step_tokens,
-            step_floor_s=step_floor_s,
             send=lambda address, header, payload: self._send(name, address, header, payload),
             emit=self._emit,
         )
@@ -208,7 +206,6 @@ async def cluster(
     *names: str,
     slots: int = 8,
     step_tokens: int = 4,
-    step_floor_s: float = 0.0,
     kv_capacity: Mapping[str, int] = MappingProxyType({}),
     manifest: Manifest = HASH_MODEL,
     buffers: Sequence[bytearray] = (bytearray(),) * BLOCKS,
@@ -222,7 +219,6 @@ async def cluster(
                 kv_capacity=kv_capacity.get(name, 10_000),
                 slots=slots,
                 step_tokens=step_tokens,
-                step_floor_s=step_floor_s,
             )
             stack.push_async_callback(worker.stop)
         yield made

@@ -46,14 +46,20 @@ class Sweep(Protocol):
     def at(self) -> int:
         """The blocks before this one are behind: parts that start here or later may join."""
 
+    @property
+    def due_s(self) -> float:
+        """How long all that was run in this sweep should have taken: less than that, and the caller
+        waits. 0: as long as it took."""
+
     def join(self, part: StagePart) -> int:
         """The part's number in this sweep. NotFound if a block is not held or a sequence not known;
         CapacityExceeded if the KV budget can't take a new sequence; BadInput or Conflict if rows or
         hidden states do not fit. An error changes nothing, for this part or others."""
 
     def advance(self) -> dict[int, PartResult]:
-        """Runs the next block that is needed; the parts that got off after it, by number. After an
-        error the sweep is over, and sequences with rows in it can only be freed."""
+        """Runs the next block that is needed, or several where nobody gets on or off between them;
+        the parts that got off, by number. After an error the sweep is over, and sequences with rows
+        in it can only be freed."""
 
 
 class Engine(Protocol):

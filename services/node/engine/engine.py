@@ -23,9 +23,13 @@ class TorchEngine:
     is not made for it.
     """
 
-    def __init__(self, device: str, kv_tokens: int, threads: int) -> None:
-        """`threads` 0: torch's default. Make it on the thread that calls it."""
+    def __init__(
+        self, device: str, kv_tokens: int, threads: int, *, step_floor_s: float = 0.0
+    ) -> None:
+        """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
+        (see NodeConfig). Make it on the thread that calls it."""
         self._device = _device(device)
+        self._step_floor_s = step_floor_s
         self._kv = KvCache(kv_tokens, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
@@ -72,7 +76,7 @@ class TorchEngine:
         return self._kv.capacity
 
     def begin(self, model_id: ModelId) -> TorchSweep:
-        return TorchSweep(model_id, self._kv, self._model)
+        return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)
 
     def _model(self, model_id: ModelId) -> Model:
         if model_id not in self._models:

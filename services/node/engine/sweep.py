@@ -67,7 +67,16 @@ class _Rider:
 class TorchSweep:
     """Implements services.node.engine.base.Sweep."""
 
-    def __init__(self, model_id: ModelId, kv: KvCache, find: Callable[[ModelId], Model]) -> None:
+    def __init__(
+        self,
+        model_id: ModelId,
+        kv: KvCache,
+        find: Callable[[ModelId], Model],
+        floor_s: float,
+    ) -> None:
+        """`floor_s`: least time for all of the model's blocks; a part of them has its share."""
+        self._floor_s = floor_s
+        self._due_s = 0.0
         self._model_id = model_id
         self._kv = kv
         self._find = find
@@ -84,6 +93,10 @@ class TorchSweep:
     @property
     def at(self) -> int:
         return self._at
+
+    @property
+    def due_s(self) -> float:
+        return self._due_s
 
     def join(self, part: StagePart) -> int:
         model = self._find(self._model_id)
@@ -111,8 +124,10 @@ class TorchSweep:
                 self._aboard += boarding
                 self._step = None
             if self._aboard:
-                self._run(self._find(self._model_id))
+                model = self._find(self._model_id)
+                self._run(model)
                 self._at += 1
+                self._due_s += self._floor_s / model.manifest.n_blocks
                 left |= self._let_off(lambda rider: rider.stop == self._at)
             return left
 

@@ -5,9 +5,11 @@
                       files/tokenizer.json ...
 
 A model is written to a hidden directory and renamed into place, so a crash leaves a whole model
-or none; the next import clears what it left. Everything is synchronous: call it in a thread.
+or none; the next import clears what it left. All but `read_block` is synchronous: call it in a
+thread.
 """
 
+import asyncio
 import fcntl
 import os
 import re
@@ -16,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -99,7 +102,22 @@ class Store:
                 found[name] = manifest
         return found
 
-    def read_block(
+    async def read_block(
+        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
+    ) -> None:
+        """`fill` in a thread. Also when cancelled it ends only when the thread has: what the thread
+        writes to must not be taken away under it."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, partial(self.fill, name, index, into, skip=skip))
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            work.exception()
+            raise
+        work.result()
+
+    def fill(
         self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int] = frozenset()
     ) -> None:
         """Fills `into`, of the block's length, with the block's bytes, each chunk checked.

@@ -40,7 +40,7 @@ class Gate:
 def reading(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[Gate]:
     """A gate before every read of a block from a disk."""
     gate = Gate(after)
-    read = Store.read_block
+    read = Store.fill
 
     def gated(
         self: Store, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
@@ -49,7 +49,7 @@ def reading(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[Gate]:
         read(self, name, index, into, skip=skip)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "read_block", gated)
+        patch.setattr(Store, "fill", gated)
         try:
             yield gate
         finally:

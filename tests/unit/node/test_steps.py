@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -20,21 +18,23 @@ FROM_E = Path(MODEL, stages(("e", 0, 3), ("a", 3, BLOCKS)))
 EARLY = Path(MODEL, stages(("d", 0, 2), ("a", 2, 4), ("f", 4, BLOCKS)))
 LATE = Path(MODEL, stages(("g", 0, 5), ("a", 5, BLOCKS)))
 
+NOW = 1000.0
+
 
 class Rig:
     """One node's steps, and what leaves it."""
 
     def __init__(self, *, step_floor_s: float = 0.0) -> None:
-        self.engine = HashEngine(100)
+        self.engine = HashEngine(100, floor_s=step_floor_s)
         self.sent: list[tuple[str, bytes, list[Buffer]]] = []
         self.emitted: list[tuple[GatewayId, Tokens]] = []
-        self.held_until: list[float] = []
+        self.until: list[float] = []
+        """What each step waited for."""
         self.steps = Steps(
             node=NodeId("a"),
             engine=self.engine,
             slots=4,
             step_tokens=16,
-            step_floor_s=step_floor_s,
             send=lambda address, header, payload: self.sent.append(
                 (address, header, list(payload))
             ),
@@ -46,7 +46,12 @@ class Rig:
 
     def step(self) -> bool:
         """One block."""
-        return self.steps.step(self.held_until.append)
+        until = self.steps.begin(NOW)
+        if until is None:
+            return False
+        self.until.append(until)
+        self.steps.finish()
+        return True
 
     def run(self) -> None:
         """Until there is nothing to do."""
@@ -64,24 +69,36 @@ def hidden_states(*values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("path", "n_blocks"), [(WHOLE, BLOCKS), (TWO, 2), (THREE, 1)])
-def test_a_step_takes_its_share_of_the_floor(
-    path: tuple[Stage, ...], n_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_takes_its_share_of_the_floor(path: tuple[Stage, ...], n_blocks: int) -> None:
     rig = Rig(step_floor_s=60.0)
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     rig.steps.submit(submit("r", path, max_tokens=1))
     rig.run()
-    assert rig.held_until == pytest.approx([1000.0 + 10.0 * i for i in range(1, n_blocks + 1)])
+    assert rig.until == pytest.approx([1000.0 + 10.0 * i for i in range(1, n_blocks + 1)])
 
 
-def test_a_sweep_takes_the_share_of_all_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_takes_the_share_of_all_its_blocks() -> None:
     rig = Rig(step_floor_s=60.0)
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     rig.receive(EARLY, (Row("x#1", 0, 1, 9),), hidden_states(1))
     rig.receive(FROM_E, (Row("y#1", 0, 1, 9),), hidden_states(1))
     rig.receive(LATE, (Row("z#1", 0, 1, 9),), hidden_states(1))
     rig.run()
-    assert rig.held_until == pytest.approx([1010.0, 1020.0, 1030.0, 1040.0])
+    assert rig.until == pytest.approx([1010.0, 1020.0, 1030.0, 1040.0])
+
+
+def test_what_got_off_is_handed_on_when_its_time_is_over() -> None:
+    rig = Rig()
+    rig.receive(LATE, (Row("x#1", 0, 1, 9), Row("y#1", 0, 1, 9)), hidden_states(1, 2))
+    assert rig.steps.begin(NOW) is not None
+    header, _ = activations.encode(Free(("x#1",)), None)
+    rig.steps.received("mem://g", memoryview(header), memoryview(b""))
+    assert rig.sent == []
+    rig.steps.finish()
+    ((_, sent, _),) = rig.sent
+    sampled, _ = activations.decode(memoryview(sent), memoryview(b""))
+    assert isinstance(sampled, Sampled)
+    assert rig.steps.load.running == 1
+    rig.steps.finish()
+    assert len(rig.sent) == 1
 
 
 def test_nothing_to_run_is_no_step() -> None:

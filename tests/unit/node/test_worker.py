@@ -17,7 +17,7 @@ from shared.errors import (
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
-from tests.support.hash_engine import VOCAB, continuation, hash_manifest
+from tests.support.hash_engine import VOCAB, HashEngine, continuation, hash_manifest
 from tests.support.worker_cluster import (
     BLOCKS,
     GATEWAY,
@@ -295,7 +295,7 @@ async def test_a_step_is_one_message_a_gateway() -> None:
 
 async def test_a_step_floor_takes_calls_in_and_does_not_delay_the_stop() -> None:
     ran = threading.Event()
-    async with cluster("a", step_floor_s=3600) as nodes:
+    async with cluster("a", make_engine=lambda kv: HashEngine(kv, floor_s=3600)) as nodes:
         nodes.engines["a"].before_run = lambda block, part: ran.set()
         held = await nodes.submit(submit("held", WHOLE))
         assert await asyncio.to_thread(ran.wait, 10)
@@ -342,7 +342,6 @@ async def test_a_thread_that_cannot_start_says_why() -> None:
         make_engine=no_engine,
         slots=1,
         step_tokens=1,
-        step_floor_s=0,
         send=lambda *_: None,
         emit=lambda *_: None,
     )

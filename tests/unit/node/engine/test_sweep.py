@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.node.engine.base import PartResult, Row, StagePart, Sweep
+from services.node.engine.engine import TorchEngine
 from services.node.engine.llama import LayerStep
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
@@ -220,3 +221,19 @@ def test_a_model_closed_on_the_way(model: Model) -> None:
     assert sweep.advance() == {number: PartResult((), None, ()), waiting: PartResult((), None, ())}
     with pytest.raises(NotFound):
         sweep.join(part([row("t", 0, [1])], 1, LAST))
+
+
+def test_the_floor_is_shared_among_the_blocks_that_are_run(model: Model) -> None:
+    engine = TorchEngine("cpu", 1024, threads=1, step_floor_s=0.6)
+    engine.open_model(MODEL, model.manifest)
+    for block in (3, 4):
+        engine.attach(MODEL, block, memoryview(model.buffers[block]))
+    sweep = engine.begin(MODEL)
+    assert sweep.due_s == 0
+    one = row("s", 0, [1])
+    sweep.join(part(untokened([one]), 3, 5, hidden_before(model, 3, [one])))
+    due = []
+    while not sweep.advance():
+        due.append(sweep.due_s)
+    assert [*due, sweep.due_s] == pytest.approx([0.1, 0.2])
+    assert model.engine().begin(MODEL).due_s == 0

@@ -51,7 +51,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(store: Store, imported: Imported, index: int) -> bytearray:
     buffer = bytearray(imported.manifest.blocks[index].nbytes)
-    store.read_block(imported.model_id, index, memoryview(buffer))
+    store.fill(imported.model_id, index, memoryview(buffer))
     return buffer
 
 
@@ -171,7 +171,7 @@ def test_empty_store(store: Store) -> None:
     for call in (
         lambda: store.files(missing),
         lambda: store.remove(missing),
-        lambda: store.read_block(missing, 0, memoryview(bytearray(1))),
+        lambda: store.fill(missing, 0, memoryview(bytearray(1))),
         lambda: store.files(ModelId("../../etc")),
     ):
         with pytest.raises(NotFound):
@@ -191,9 +191,9 @@ def test_block_that_is_not_there_or_buffer_that_does_not_fit(tiny: Path, store: 
     imported = store.import_checkpoint(tiny)
     for index in (-1, 6):
         with pytest.raises(NotFound, match="6 blocks"):
-            store.read_block(imported.model_id, index, memoryview(bytearray(8)))
+            store.fill(imported.model_id, index, memoryview(bytearray(8)))
     with pytest.raises(BadInput, match="buffer 8"):
-        store.read_block(imported.model_id, 0, memoryview(bytearray(8)))
+        store.fill(imported.model_id, 0, memoryview(bytearray(8)))
 
 
 @pytest.mark.parametrize("position", [0, 300_000, -1])
@@ -233,7 +233,7 @@ def test_chunks_that_are_there_already_are_left_alone(
     chunk = imported.manifest.chunk_bytes
     buffer = bytearray(len(right))
     buffer[:chunk] = right[:chunk]
-    store.read_block(imported.model_id, 1, memoryview(buffer), skip=frozenset({0}))
+    store.fill(imported.model_id, 1, memoryview(buffer), skip=frozenset({0}))
     assert buffer == right
 
 
