@@ -1,0 +1,364 @@
+"""An engine that takes the time of a real one, and draws right tokens without computing them.
+
+Times are rooflines, block by block: a run of layers over n positions reads its weights once or
+computes n times, whichever takes longer; so does attention, with the keys and values of the
+sequences. Tokens are a hash of the request and the index, so that every path gives the same ones
+and whoever reads them can tell. What the torch engine refuses is refused here too: blocks that are
+not attached, sequences that do not go on where they ended, more KV than there is.
+"""
+
+import mmap
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from services.node.activations import DTYPES
+from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.model.packing import digest
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
+from shared.ids import ModelId
+from shared.layout import Manifest
+from simulation.hardware import Hardware
+from simulation.models import Model
+
+_ZEROS = memoryview(mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+"""What all hidden states are views of. Nothing reads or writes it: it costs address space only."""
+
+
+def token_of(request: str, index: int, vocab: int) -> int:
+    """The token with that index of a request, in [0, vocab)."""
+    return xxhash.xxh3_64_intdigest(request.encode(), seed=index) % vocab
+
+
+class Costs:
+    """Seconds that a model's parts take on one kind of accelerator."""
+
+    def __init__(self, model: Model, hardware: Hardware) -> None:
+        read, compute = hardware.read_bytes_per_s, hardware.compute_flops
+        self._read_layer = model.layer_parameters * model.itemsize / read
+        self._run_layer = 2 * model.layer_parameters / compute
+        self._read_head = model.head_parameters * model.itemsize / read
+        self._run_head = 2 * model.head_parameters / compute
+        self._read_kv = model.kv_bytes / model.layers / read
+        self._run_pair = 4 * model.heads * model.head_dim / compute
+        self._layer_overhead = hardware.layer_overhead_s
+        self.sweep_overhead = hardware.sweep_overhead_s
+
+    def layers(self, layers: int, positions: int, context: int, pairs: float) -> float:
+        """`context`: positions of KV that are read; `pairs`: (query, key) pairs of attention."""
+        weights = max(self._read_layer, positions * self._run_layer)
+        attention = max(context * self._read_kv, pairs * self._run_pair)
+        return layers * (weights + attention + self._layer_overhead)
+
+    def head(self, draws: int) -> float:
+        return max(self._read_head, draws * self._run_head) if draws else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    model_id: ModelId
+    start: int
+    stop: int
+    limit: int
+    cost: int
+    """Positions of the KV budget; a stage without layers has none."""
+    length: int = 0
+    live: bool = True
+
+
+@dataclass(slots=True)
+class _Open:
+    """A model that is open."""
+
+    model: Model
+    manifest: Manifest
+    costs: Costs
+    layers: tuple[int, ...]
+    """Of the blocks before each block, and of all."""
+    hidden: torch.Tensor
+    """[very many, hidden size]"""
+    held: set[int] = field(default_factory=set)
+    stages: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Live sequences by their (start, stop)."""
+
+
+@dataclass(slots=True)
+class _Rider:
+    part: StagePart
+    sequences: list[_Sequence]
+    positions: int
+    context: int
+    pairs: float
+    draws: int
+
+
+class ModelledEngine:
+    """Implements services.node.engine.base.Engine."""
+
+    def __init__(self, hardware: Hardware, kv_tokens: int) -> None:
+        self._hardware = hardware
+        self._kv_capacity = kv_tokens
+        self._kv_used = 0
+        self._models: dict[ModelId, _Open] = {}
+        self.sequences: dict[SequenceKey, _Sequence] = {}
+        self.changes = 0
+        """Grows when sequences end."""
+
+    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+        if model_id in self._models:
+            raise Conflict(f"model {model_id} is open already")
+        model = Model.of(manifest)
+        layers = [0]
+        for block in manifest.blocks:
+            layers.append(layers[-1] + model.block_layers(block))
+        hidden = torch.frombuffer(_ZEROS, dtype=DTYPES[model.dtype])
+        rows = hidden.numel() // model.hidden
+        self._models[model_id] = _Open(
+            model,
+            manifest,
+            Costs(model, self._hardware),
+            tuple(layers),
+            hidden[: rows * model.hidden].view(rows, model.hidden),
+        )
+
+    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        """AssertionError if the bytes are not the manifest's: who attaches them verified them."""
+        model = self.open(model_id)
+        manifest = model.manifest
+        if not 0 <= block < manifest.n_blocks:
+            raise NotFound(f"model {model_id} has no block {block}")
+        for chunk, expected in enumerate(manifest.blocks[block].digests):
+            offset, length = manifest.chunk_range(block, chunk)
+            if digest(buffer[offset : offset + length]) != expected:
+                raise AssertionError(f"block {block} of model {model_id} was not verified")
+        model.held.add(block)
+
+    def held(self, model_id: ModelId) -> frozenset[int]:
+        model = self._models.get(model_id)
+        return frozenset(model.held) if model else frozenset()
+
+    def close_model(self, model_id: ModelId) -> None:
+        self.free(tuple(key for key, s in self.sequences.items() if s.model_id == model_id))
+        self._models.pop(model_id, None)
+
+    def begin(self, model_id: ModelId) -> "ModelledSweep":
+        return ModelledSweep(self, model_id)
+
+    def free(self, sequences: tuple[SequenceKey, ...]) -> None:
+        for key in sequences:
+            sequence = self.sequences.pop(key, None)
+            if sequence is None:
+                continue
+            sequence.live = False
+            self.changes += 1
+            self._kv_used -= sequence.cost
+            stages, stage = self._models[sequence.model_id].stages, (sequence.start, sequence.stop)
+            stages[stage] -= 1
+            if not stages[stage]:
+                del stages[stage]
+
+    @property
+    def kv_used(self) -> int:
+        return self._kv_used
+
+    @property
+    def kv_capacity(self) -> int:
+        return self._kv_capacity
+
+    # --- for sweeps ---------------------------------------------------------
+
+    def open(self, model_id: ModelId) -> _Open:
+        if model_id not in self._models:
+            raise NotFound(f"model {model_id} is not open here")
+        return self._models[model_id]
+
+    def admit(self, model_id: ModelId, model: _Open, part: StagePart) -> list[_Sequence]:
+        """The rows' sequences, new ones made, each with its row's positions. All or nothing."""
+        stage = part.start, part.stop
+        found, cost = [], 0
+        layers = model.layers[part.stop] - model.layers[part.start]
+        for row in part.rows:
+            sequence = self.sequences.get(row.sequence)
+            if sequence is None and row.position == 0:
+                sequence = _Sequence(model_id, *stage, row.limit, row.limit if layers else 0)
+                cost += sequence.cost
+            self._check_row(row, sequence, model_id, stage)
+            assert sequence is not None
+            found.append(sequence)
+        if self._kv_used + cost > self._kv_capacity:
+            raise CapacityExceeded(
+                f"new sequences need {cost} positions of KV cache, "
+                f"{self._kv_capacity - self._kv_used} of {self._kv_capacity} are free"
+            )
+        self._kv_used += cost
+        for row, sequence in zip(part.rows, found, strict=True):
+            if row.position == 0:
+                self.sequences[row.sequence] = sequence
+                model.stages[stage] = model.stages.get(stage, 0) + 1
+            sequence.length += row.count
+        return found
+
+    def _check_row(
+        self, row: Row, sequence: _Sequence | None, model_id: ModelId, stage: tuple[int, int]
+    ) -> None:
+        if sequence is None:
+            raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
+        if (sequence.model_id, sequence.start, sequence.stop) != (model_id, *stage):
+            raise Conflict(f"sequence {row.sequence} was begun by another stage here")
+        if row.position != sequence.length:
+            raise Conflict(
+                f"sequence {row.sequence} has {sequence.length} positions here; a row cannot "
+                f"start at {row.position}"
+            )
+        if row.count < 1 or row.position + row.count > sequence.limit:
+            raise BadInput(
+                f"sequence {row.sequence}: {row.count} positions from {row.position} on, "
+                f"of {sequence.limit}"
+            )
+
+
+class ModelledSweep:
+    """Implements services.node.engine.base.Sweep.
+
+    It goes at once from each block where somebody may get on or off to the next one: where parts
+    aboard or sequences that live here have their starts and stops.
+    """
+
+    def __init__(self, engine: ModelledEngine, model_id: ModelId) -> None:
+        self._engine = engine
+        self._model_id = model_id
+        self._at = 0
+        self._due_s = 0.0
+        self._joined = 0
+        self._waiting: dict[int, _Rider] = {}
+        self._aboard: dict[int, _Rider] = {}
+        self._changes = engine.changes
+
+    @property
+    def at(self) -> int:
+        return self._at
+
+    @property
+    def due_s(self) -> float:
+        return self._due_s
+
+    def join(self, part: StagePart) -> int:
+        model = self._engine.open(self._model_id)
+        n_blocks = model.manifest.n_blocks
+        if not part.rows or not self._at <= part.start < part.stop <= n_blocks:
+            raise BadInput(
+                f"{len(part.rows)} rows for blocks {part.start}-{part.stop - 1} of {n_blocks} in a "
+                f"sweep at block {self._at}"
+            )
+        if len(model.held) < n_blocks:
+            missing = [b for b in range(part.start, part.stop) if b not in model.held]
+            if missing:
+                raise NotFound(f"blocks {missing} of model {self._model_id} are not held here")
+        positions, context, draws, pairs = 0, 0, 0, 0.0
+        for row in part.rows:
+            positions += row.count
+            context += row.position + row.count
+            pairs += row.count * (row.position + (row.count + 1) / 2)
+            draws += row.draw is not None
+        _check_input(part, positions, model.model)
+        sequences = self._engine.admit(self._model_id, model, part)
+        self._joined += 1
+        self._waiting[self._joined] = _Rider(part, sequences, positions, context, pairs, draws)
+        return self._joined
+
+    def advance(self) -> dict[int, PartResult]:
+        left: dict[int, PartResult] = {}
+        if self._changes != self._engine.changes:
+            left = self._drop_freed()
+        if not self._aboard and not self._waiting:
+            return left
+        model = self._engine.open(self._model_id)
+        if not self._aboard:
+            self._at = min(rider.part.start for rider in self._waiting.values())
+        for number in [n for n, r in self._waiting.items() if r.part.start == self._at]:
+            self._aboard[number] = self._waiting.pop(number)
+        stop = self._next_stop(model)
+        self._due_s += self._cost(model, stop)
+        self._at = stop
+        for number in [n for n, r in self._aboard.items() if r.part.stop == stop]:
+            left[number] = _result(self._aboard.pop(number), model)
+        return left
+
+    def _next_stop(self, model: _Open) -> int:
+        """The next block where somebody gets on or off, or a live sequence's part might."""
+        stop = min(rider.part.stop for rider in self._aboard.values())
+        for start, _ in model.stages:
+            if self._at < start < stop:
+                stop = start
+        return stop
+
+    def _cost(self, model: _Open, stop: int) -> float:
+        """Seconds that the blocks from here to `stop` take for all aboard."""
+        aboard = self._aboard.values()
+        layers = model.layers[stop] - model.layers[self._at]
+        cost = model.costs.layers(
+            layers,
+            sum(rider.positions for rider in aboard),
+            sum(rider.context for rider in aboard),
+            sum(rider.pairs for rider in aboard),
+        )
+        if stop == model.manifest.n_blocks:
+            cost += model.costs.head(sum(rider.draws for rider in aboard))
+        return cost if self._due_s else cost + model.costs.sweep_overhead
+
+    def _drop_freed(self) -> dict[int, PartResult]:
+        """Takes rows of freed sequences out; parts that nothing is left of get off."""
+        self._changes = self._engine.changes
+        left: dict[int, PartResult] = {}
+        for riders in (self._waiting, self._aboard):
+            for number, rider in list(riders.items()):
+                if all(sequence.live for sequence in rider.sequences):
+                    continue
+                kept = _without_freed(rider)
+                if kept is None:
+                    left[number] = PartResult((), None, ())
+                    del riders[number]
+                else:
+                    riders[number] = kept
+        return left
+
+
+def _check_input(part: StagePart, positions: int, model: Model) -> None:
+    if part.start == 0:
+        given = sum(len(row.tokens) for row in part.rows)
+        if given != positions:
+            raise BadInput(f"{given} tokens for {positions} positions")
+        return
+    expected = positions, model.hidden
+    if part.hidden is None or tuple(part.hidden.shape) != expected:
+        got = None if part.hidden is None else tuple(part.hidden.shape)
+        raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
+
+
+def _without_freed(rider: _Rider) -> _Rider | None:
+    kept = [i for i, sequence in enumerate(rider.sequences) if sequence.live]
+    if not kept:
+        return None
+    rows = tuple(rider.part.rows[i] for i in kept)
+    return _Rider(
+        StagePart(rider.part.start, rider.part.stop, rows),
+        [rider.sequences[i] for i in kept],
+        sum(row.count for row in rows),
+        sum(row.position + row.count for row in rows),
+        sum(row.count * (row.position + (row.count + 1) / 2) for row in rows),
+        sum(row.draw is not None for row in rows),
+    )
+
+
+def _result(rider: _Rider, model: _Open) -> PartResult:
+    part = rider.part
+    if part.stop < model.manifest.n_blocks:
+        hidden = model.hidden[: rider.positions]
+        return PartResult(part.rows, hidden, (None,) * len(part.rows))
+    vocab = model.model.vocab
+    sampled = tuple(
+        token_of(row.sequence.rpartition("#")[0], row.draw.index, vocab) if row.draw else None
+        for row in part.rows
+    )
+    return PartResult(part.rows, None, sampled)

@@ -1,0 +1,140 @@
+"""A node's disk in virtual time, with what of it lies in host memory: `services.node.model.store`.
+
+Blocks come over the SSD, or over PCIe where a copy is in host memory. `Cache.KEEP_ALIVE` is
+ServerlessLLM's (OSDI 2024): models that were read stay in host memory, the least recently read one
+leaves when there is no room, and each leaves when nobody has read it for a time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.node.model.store import Imported
+from shared.clock import now
+from shared.errors import BadInput, NotFound
+from shared.ids import ModelId
+from shared.layout import Manifest, model_id
+from simulation.hardware import Channel
+from simulation.models import Model, block_content
+from simulation.systems import Cache
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Of a model, in host memory."""
+
+    nbytes: dict[int, int] = field(default_factory=dict)
+    """By block."""
+    read_at: float = 0.0
+
+
+class HostCache:
+    """LRU over models, with a byte budget and a keep-alive time. Blocks enter one by one."""
+
+    def __init__(self, budget: float, keep_alive_s: float) -> None:
+        self._budget = budget
+        self._keep_alive_s = keep_alive_s
+        self._copies: OrderedDict[ModelId, _Copy] = OrderedDict()
+        """The least recently read one first."""
+
+    def nbytes(self, at: float) -> int:
+        self._expire(at)
+        return sum(sum(copy.nbytes.values()) for copy in self._copies.values())
+
+    def has(self, model: ModelId, block: int, at: float) -> bool:
+        """Whether the block is here; then it counts as read."""
+        self._expire(at)
+        copy = self._copies.get(model)
+        if copy is None or block not in copy.nbytes:
+            return False
+        self._touch(model, copy, at)
+        return True
+
+    def put(self, model: ModelId, block: int, nbytes: int, at: float) -> None:
+        """It was read from below: it is kept, if there is room for it beside its own model."""
+        self._expire(at)
+        copy = self._copies.setdefault(model, _Copy())
+        self._touch(model, copy, at)
+        while self.nbytes(at) + nbytes > self._budget and len(self._copies) > 1:
+            self._copies.popitem(last=False)
+        if self.nbytes(at) + nbytes <= self._budget:
+            copy.nbytes[block] = nbytes
+
+    def _touch(self, model: ModelId, copy: _Copy, at: float) -> None:
+        copy.read_at = at
+        self._copies.move_to_end(model)
+
+    def _expire(self, at: float) -> None:
+        while self._copies:
+            oldest = next(iter(self._copies.values()))
+            if oldest.read_at + self._keep_alive_s > at:
+                return
+            self._copies.popitem(last=False)
+
+
+class ModelledStore:
+    """Every model that it is given, whole. Stands for `Store` where the library asks for one."""
+
+    def __init__(
+        self,
+        manifests: Iterable[Manifest],
+        cache: Cache,
+        *,
+        ssd: Channel,
+        pcie: Channel,
+        host: HostCache,
+    ) -> None:
+        """`host` is used with `Cache.KEEP_ALIVE` only; stores of one machine may share it."""
+        self._manifests = {model_id(manifest): manifest for manifest in manifests}
+        self._models = {name: Model.of(m) for name, m in self._manifests.items()}
+        self._cache = cache
+        self._ssd = ssd
+        self._pcie = pcie
+        self._host = host
+
+    @property
+    def host_bytes(self) -> int:
+        """Modelled bytes of copies in host memory, now."""
+        if self._cache is Cache.ALL:
+            return sum(model.nbytes for model in self._models.values())
+        return self._host.nbytes(now()) if self._cache is Cache.KEEP_ALIVE else 0
+
+    def manifests(self) -> dict[ModelId, Manifest]:
+        return dict(self._manifests)
+
+    async def read_block(
+        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
+    ) -> None:
+        """As Store.fill, when the block has come. Nothing is written before."""
+        manifest = self._manifests.get(name)
+        if manifest is None or not 0 <= index < manifest.n_blocks:
+            raise NotFound(f"there is no block {index} of model {name} on this disk")
+        if into.nbytes != manifest.blocks[index].nbytes:
+            raise BadInput(f"block {index} of model {name} does not fit {into.nbytes} bytes")
+        nbytes = self._models[name].block_bytes(manifest.blocks[index])
+        await self._carry(name, index, nbytes)
+        content = memoryview(block_content(manifest, index))
+        for chunk in range(manifest.n_chunks(index)):
+            if chunk not in skip:
+                offset, length = manifest.chunk_range(index, chunk)
+                into[offset : offset + length] = content[offset : offset + length]
+
+    def import_checkpoint(self, path: Path, *, blocks: int) -> Imported:
+        raise BadInput(f"{path}: a modelled disk has the models that it was made with, no others")
+
+    def remove(self, name: ModelId) -> None:
+        if self._manifests.pop(name, None) is None:
+            raise NotFound(f"model {name} is not on this disk")
+        del self._models[name]
+
+    async def _carry(self, name: ModelId, index: int, nbytes: int) -> None:
+        if self._cache is Cache.INSTANT:
+            return
+        keeps = self._cache is Cache.KEEP_ALIVE
+        if self._cache is Cache.ALL or (keeps and self._host.has(name, index, now())):
+            await self._pcie.carry(nbytes)
+            return
+        await self._ssd.carry(nbytes)
+        if keeps:
+            self._host.put(name, index, nbytes, now())

@@ -1,0 +1,160 @@
+"""The node's engine in virtual time: what `services.node.worker.Worker` does, without a thread.
+
+The scheduler and the steps are the node's own; only the waiting differs. A step sets one timer for
+when it is over, and calls run at once, as they do in the thread while a step waits for its time.
+"""
+
+import asyncio
+from collections.abc import Callable
+from weakref import ReferenceType, ref
+
+from services.node.steps import EmitTo, SendTo, Steps, WorkerLoad
+from shared import telemetry
+from shared.clock import now
+from shared.errors import Conflict, TransportError
+from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.serving import Cancel, Submit
+from simulation.engine import ModelledEngine
+from simulation.hardware import Channel
+from simulation.models import Model
+
+
+class ModelledWorker:
+    """`send` and `emit` must not call back before they return.
+
+    A block whose model was closed and opened again in the same memory was asleep in host memory
+    meanwhile: attaching it takes its way over `pcie`. One that has just been written there went
+    to the accelerator as it came.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        engine: ModelledEngine,
+        pcie: Channel,
+        slots: int,
+        step_tokens: int,
+        send: SendTo,
+        emit: EmitTo,
+    ) -> None:
+        self._node = node
+        self._engine = engine
+        self._pcie = pcie
+        self._steps = Steps(
+            node=node, engine=engine, slots=slots, step_tokens=step_tokens, send=send, emit=emit
+        )
+        self._log = telemetry.logger("worker", node=node)
+        self._open: dict[ModelId, Manifest] = {}
+        self._attached: dict[tuple[ModelId, int], ReferenceType[memoryview]] = {}
+        """Where each block was last attached."""
+        self._asleep: set[tuple[ModelId, int]] = set()
+        self._next: asyncio.Handle | None = None
+        """The end of the step that runs, or the begin of the next one."""
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def ready(self) -> None:
+        """At once."""
+
+    async def wait(self) -> None:
+        """Until it is stopped, or has failed; raises what it failed with."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def stop(self) -> None:
+        """Fails what is running; its gateways resume it elsewhere."""
+        if not self._ended.is_set():
+            self._steps.close()
+            self._end()
+
+    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+        self._do(lambda steps: steps.open_model(model_id, manifest))
+        self._open[model_id] = manifest
+
+    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        key = model_id, block
+        last = self._attached.get(key)
+        if key in self._asleep and last is not None and last() is buffer:
+            manifest = self._open[model_id]
+            await self._pcie.carry(Model.of(manifest).block_bytes(manifest.blocks[block]))
+        self._do(lambda steps: steps.attach(model_id, block, buffer))
+        self._asleep.discard(key)
+        self._attached[key] = ref(buffer)
+
+    async def close_model(self, model_id: ModelId) -> None:
+        held = self._engine.held(model_id)
+        self._do(lambda steps: steps.close_model(model_id))
+        self._open.pop(model_id, None)
+        self._asleep |= {(model_id, block) for block in held}
+
+    async def submit(self, submit: Submit) -> None:
+        """As Worker.submit, with its errors."""
+        self._do(lambda steps: steps.submit(submit))
+
+    def cancel(self, cancel: Cancel) -> None:
+        self._tell(lambda steps: steps.cancel(cancel))
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        self._tell(lambda steps: steps.received(sender, header, payload))
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        self._tell(lambda steps: steps.peer_lost(address, error))
+
+    def load(self) -> WorkerLoad:
+        return self._steps.load
+
+    # --- calls --------------------------------------------------------------
+
+    def _do(self, call: Callable[[Steps], None]) -> None:
+        if self._ended.is_set():
+            raise Conflict(f"the engine of node {self._node} has ended: {self._error}")
+        call(self._steps)
+        self._steps.flush()
+        if self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def _tell(self, call: Callable[[Steps], None]) -> None:
+        if self._ended.is_set():
+            return
+        try:
+            self._do(call)
+        except Exception as error:  # as in the thread, it ends the node: `wait` raises it
+            self._fail(error)
+
+    # --- steps --------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """All calls of one moment are in before a sweep is begun."""
+        try:
+            until = self._steps.begin(now())
+            self._steps.flush()
+        except Exception as error:  # the engine's boundary: `wait` raises it
+            self._fail(error)
+            return
+        self._next = None if until is None else self._loop.call_at(until, self._finish)
+
+    def _finish(self) -> None:
+        try:
+            self._steps.finish()
+            self._steps.flush()
+        except Exception as error:  # the engine's boundary: `wait` raises it
+            self._fail(error)
+            return
+        self._begin()
+
+    def _fail(self, error: Exception) -> None:
+        self._log.error("engine failed", error=repr(error))
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        self._ended.set()
