@@ -18,6 +18,7 @@ from services.cli import (
     plan,
     run_service,
     self_test,
+    simulate,
     status,
     up,
 )
@@ -38,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, up, status, models, events, plan, keys, self_test):
+    for module in (demo, up, status, models, events, plan, simulate, keys, self_test):
         module.add_parser(commands)
     run_service.add_parsers(commands)
     return parser

@@ -1,0 +1,326 @@
+"""`lambdascale simulate`: systems side by side on one workload, in virtual time."""
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.cli.client import absolute, add_json_option, ended_by_signals, print_json, say
+from shared.errors import BadInput
+from simulation.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from simulation.capacity import Capacity
+    from simulation.measures import Objective
+    from simulation.results import RequestResult, SystemRun
+    from simulation.setting import Setting
+    from simulation.traces import Workload
+
+FIT = "fit"
+EACH = "*"
+SLO_FACTOR = 5.0
+DATA = Path(__file__).parents[2] / "simulation" / "data"
+DESCRIPTION = """\
+Replays a workload on a cluster of modelled nodes, once for each system, and compares what their
+clients and their operators saw: latencies, requests served in time, accelerators held, memory.
+The control plane is the real one, on a clock that skips the waiting; links, memory and
+accelerators are models of the hardware named. A run of the same arguments gives the same numbers.
+
+systems:  {systems}
+models:   {models}
+hardware: {hardware}
+
+workloads (--trace):
+  FILE                            a recorded trace as its publishers give it (Azure LLM inference
+                                  CSV, BurstGPT CSV, Mooncake JSON lines), or a CSV with the header
+                                  arrival_s,prompt_tokens,output_tokens,model
+  spike:rate=20,seconds=30        nothing for idle=5 s, then 20 requests a second (Poisson)
+  gamma:rate=4,cv=8,seconds=600   bursts: gaps of a Gamma distribution
+  poisson:rate=4,seconds=600      no bursts
+  hourly:file=FILE,day=9          from counts by hour (day,hour,...), column=all, compress=1
+  The last four are synthetic and take prompt=1024,output=128 (tokens) as well.
+"""
+EXAMPLES = """\
+examples:
+  lambdascale simulate --trace spike:rate=30,seconds=20 --systems lambdascale,serverlessllm
+  lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --nodes 12 --plots figures --jobs 4
+  lambdascale simulate --trace both.csv --model code=llama-2-7b,chat=llama-2-13b --until 600
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="compare systems on a recorded workload, in virtual time",
+        description=DESCRIPTION.format(
+            systems=", ".join(SYSTEMS), models=_known("models"), hardware=_known("hardware")
+        ),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_workload(parser)
+    _add_cluster(parser)
+    slo = parser.add_argument_group(
+        "SLO", f"by default {SLO_FACTOR:g} times what a request of its length takes on an idle node"
+    )
+    slo.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="to the first token")
+    slo.add_argument("--slo-tpot-ms", type=_positive, metavar="MS", help="a token after the first")
+    parser.add_argument(
+        "--jobs", type=_count, default=1, metavar="N", help="systems simulated at once (1)"
+    )
+    parser.add_argument(
+        "--plots", type=absolute, metavar="DIR", help="draw the comparison: PNGs in this directory"
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def _known(kind: str) -> str:
+    return ", ".join(sorted(path.stem for path in (DATA / kind).glob("*.toml")))
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--trace", required=True, metavar="FILE|KIND:...", help="see above")
+    group.add_argument(
+        "--from", dest="from_s", type=_seconds, default=0.0, metavar="S",
+        help="begin here, seconds on the trace's clock (0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--until", dest="until_s", type=_seconds, default=math.inf, metavar="S",
+        help="end before here",
+    )  # fmt: skip
+    group.add_argument(
+        "--rate-factor", type=_factor, metavar=f"F|{FIT}",
+        help=f"requests are thinned (below 1) or copied (above), in the same time; {FIT}: so that "
+        f"the peak just fits when every node serves (default: {FIT}; 1 for synthetic workloads)",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, help="of all that is drawn at random (0)")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--systems", type=_systems, default=SYSTEMS, metavar="A,B,...", help="default: all"
+    )
+    group.add_argument(
+        "--model", default="llama-2-13b", metavar="MODEL|NAME=MODEL,...",
+        help="the model that serves every request, or one for each model of the trace; "
+        f"{EACH}=MODEL: every other model of the trace is a model of its own, of this "
+        "architecture (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--nodes", type=_count, default=12, metavar="N", help="default: %(default)s")
+    group.add_argument("--racks", type=_count, default=1, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--hardware",
+        default="h800-400g",
+        metavar="NAME",
+        help="of every node; default: %(default)s",
+    )
+    group.add_argument(
+        "--slots", type=_count, default=32, metavar="N",
+        help="requests that a complete node runs at once (default: %(default)s)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """BadInput or ConfigError for what cannot be simulated."""
+    if args.from_s >= args.until_s:
+        raise BadInput(f"--from {args.from_s:g} is not before --until {args.until_s:g}")
+    # Here, since they import numpy, which other commands don't need.
+    from simulation.measures import measure
+    from simulation.report import comparison, document, words
+
+    workload = _workload(args)
+    serves = _serves(args.model, workload.models)
+    capacities = _capacities(args, serves)
+    setting = _setting(args, workload, serves, capacities)
+    objective = _objective(args.slo_ttft_ms, args.slo_tpot_ms, capacities)
+    if not args.json:
+        _print([*words(setting), f"SLO: {objective.words}", ""])
+    runs = asyncio.run(_simulate(setting, args.systems, args.jobs))
+    measured = {system: measure(found, objective) for system, found in runs.items()}
+    if args.plots:
+        from simulation.figures import draw_all
+
+        for path in draw_all(args.plots, setting, runs):
+            say(f"drew {path}")
+    if args.json:
+        print_json(document(setting, objective.words, measured))
+    else:
+        _print(comparison(measured))
+    return 0
+
+
+async def _simulate(
+    setting: "Setting", systems: Sequence[str], jobs: int
+) -> "dict[str, SystemRun]":
+    from simulation.launch import run_all
+
+    with ended_by_signals():
+        return await run_all(setting, systems, jobs=jobs, tell=say)
+
+
+def _print(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
+
+
+# --- the setting ------------------------------------------------------------
+
+
+def _workload(args: argparse.Namespace) -> "Workload":
+    from simulation.synthetic import is_synthetic, synthesize
+    from simulation.traces import read_trace, window
+
+    if is_synthetic(args.trace):
+        return window(synthesize(args.trace, seed=args.seed), args.from_s, args.until_s)
+    path = Path(args.trace).expanduser()
+    return window(read_trace(path, seed=args.seed), args.from_s, args.until_s)
+
+
+def _serves(text: str, traced: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """(name of the model, architecture) that serves each of the trace's models."""
+    if "=" not in text:
+        return dict.fromkeys(traced, (text, text))
+    given = dict(pair.partition("=")[::2] for pair in text.split(","))
+    unknown = sorted(given.keys() - {EACH, *traced})
+    if unknown or "" in given.values():
+        raise BadInput(
+            f"--model {text}: the trace's models are {', '.join(traced)}"
+            + (f"; none is {', '.join(unknown)}" if unknown else ", each needs one that serves it")
+        )
+    missing = [name for name in traced if name not in given and EACH not in given]
+    if missing:
+        raise BadInput(
+            f"--model {text} says nothing about {', '.join(missing)}: name them, or {EACH}=MODEL"
+        )
+    return {name: (name, given.get(name) or given[EACH]) for name in traced}
+
+
+def _capacities(
+    args: argparse.Namespace, serves: Mapping[str, tuple[str, str]]
+) -> "dict[str, Capacity]":
+    """By the name of a model that serves."""
+    from simulation.capacity import Capacity
+    from simulation.hardware import hardware
+    from simulation.models import model
+
+    node = hardware(args.hardware)
+    return {
+        name: Capacity(node, model(architecture, name), args.slots)
+        for name, architecture in sorted(set(serves.values()))
+    }
+
+
+def _setting(
+    args: argparse.Namespace,
+    workload: "Workload",
+    serves: Mapping[str, tuple[str, str]],
+    capacities: "Mapping[str, Capacity]",
+) -> "Setting":
+    from simulation.fit import PEAK_WINDOW_S, fitting_factor, scale_rate
+    from simulation.setting import Setting
+    from simulation.traces import clip, served_by
+
+    served = served_by(workload, {traced: name for traced, (name, _) in serves.items()})
+    served = clip(served, {name: capacity.model.context for name, capacity in capacities.items()})
+    asked: float | str = args.rate_factor or (1.0 if workload.synthetic else FIT)
+    if isinstance(asked, float):
+        served = scale_rate(served, asked, "as asked")
+    else:
+        factor = fitting_factor(
+            served.rows,
+            lambda row: capacities[row.model].work_s(row.prompt_tokens, row.output_tokens),
+            args.nodes,
+        )
+        why = f"so that the peak of {PEAK_WINDOW_S:g} s just fits when every node serves"
+        served = scale_rate(served, factor, why)
+    return Setting(
+        trace=served.rows,
+        models=tuple(sorted(set(serves.values()))),
+        nodes=args.nodes,
+        hardware=args.hardware,
+        racks=args.racks,
+        slots=args.slots,
+        seed=args.seed,
+        workload=served.name,
+        synthetic=served.synthetic,
+        notes=served.notes,
+    )
+
+
+def _objective(
+    ttft_ms: float | None, tpot_ms: float | None, capacities: "Mapping[str, Capacity]"
+) -> "Objective":
+    from simulation.measures import Objective
+
+    idle = f"{SLO_FACTOR:g} x that of an idle node"
+
+    def ttft_s(request: "RequestResult") -> float:
+        if ttft_ms is not None:
+            return ttft_ms / 1000
+        return SLO_FACTOR * capacities[request.model].prefill_s(request.prompt_tokens)
+
+    def tpot_s(request: "RequestResult") -> float:
+        if tpot_ms is not None:
+            return tpot_ms / 1000
+        context = request.prompt_tokens + request.output_tokens // 2
+        return SLO_FACTOR * capacities[request.model].step_s(1, context)
+
+    return Objective(
+        ttft_s,
+        tpot_s,
+        f"TTFT {idle if ttft_ms is None else f'{ttft_ms:g} ms'}, "
+        f"TPOT {idle if tpot_ms is None else f'{tpot_ms:g} ms'}",
+    )
+
+
+# --- arguments --------------------------------------------------------------
+
+
+def _systems(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no system {unknown[0]!r}; there are {', '.join(SYSTEMS)}"
+        )
+    return names
+
+
+def _factor(text: str) -> float | str:
+    return FIT if text == FIT else _positive(text)
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a number")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,114 @@
+"""Runs the systems of a comparison, each in its own process, so that none can touch another's.
+
+Their hash seeds are fixed: a run gives the same numbers every time.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import BadInput, LambdaScaleError
+from simulation.results import SystemRun
+from simulation.setting import Setting
+
+ROOT = Path(__file__).parents[1]
+COMMAND = (sys.executable, "-m", "simulation.process")
+TELL_EVERY_S = 5.0
+
+
+class SimulationFailed(LambdaScaleError):
+    code = "simulation"
+
+
+async def run_all(
+    setting: Setting,
+    systems: Sequence[str],
+    *,
+    jobs: int,
+    tell: Callable[[str], None],
+    command: Sequence[str] = COMMAND,
+) -> dict[str, SystemRun]:
+    """The runs in the order of `systems`, at most `jobs` at a time; `tell` gets progress in words.
+
+    The first that fails ends the others, as does cancelling: BadInput if it cannot be run as asked,
+    SimulationFailed otherwise.
+    """
+    turns = asyncio.Semaphore(jobs)
+    with tempfile.TemporaryDirectory(prefix="lambdascale-simulate-") as name:
+        folder = Path(name)
+        (folder / "setting").write_bytes(msgspec.msgpack.encode(setting))
+
+        async def one(system: str) -> SystemRun:
+            async with turns:
+                return await _run(system, setting, folder, tell, command)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = {system: group.create_task(one(system)) for system in systems}
+    return {system: task.result() for system, task in tasks.items()}
+
+
+async def _run(
+    system: str,
+    setting: Setting,
+    folder: Path,
+    tell: Callable[[str], None],
+    command: Sequence[str],
+) -> SystemRun:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = folder / system
+    process = await asyncio.create_subprocess_exec(
+        *command, system, str(folder / "setting"), str(result),
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": path},
+        stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE,
+        start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends that one
+    )  # fmt: skip
+    try:
+        _, said = await asyncio.gather(_follow(process, system, setting, tell), _errors(process))
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        raise _failure(system, code, said)
+    run = msgspec.msgpack.decode(result.read_bytes(), type=SystemRun)
+    tell(f"{system}: done, {run.virtual_s:.0f} s in {run.wall_s:.1f} s")
+    return run
+
+
+async def _follow(
+    process: Process, system: str, setting: Setting, tell: Callable[[str], None]
+) -> None:
+    assert process.stdout is not None
+    began = told_at = time.monotonic()
+    end_s = setting.trace[-1].arrival_s
+    async for line in process.stdout:
+        now = time.monotonic()
+        if now - told_at >= TELL_EVERY_S:
+            told_at = now
+            at = float(line)
+            share = 100 * min(1.0, at / end_s) if end_s else 100.0
+            tell(f"{system}: {at:.0f} of {end_s:.0f} s ({share:.0f} %), {now - began:.0f} s taken")
+
+
+async def _errors(process: Process) -> str:
+    assert process.stderr is not None
+    return (await process.stderr.read()).decode(errors="replace").strip()
+
+
+def _failure(system: str, code: int, said: str) -> LambdaScaleError:
+    last = said.rpartition("\n")[2] or f"exit code {code}"
+    if code == 2:
+        return BadInput(last)
+    with tempfile.NamedTemporaryFile(
+        "w", prefix=f"lambdascale-{system}-", suffix=".log", delete=False
+    ) as log:
+        log.write(said)
+    return SimulationFailed(f"the simulation of {system} failed: {last} (more in {log.name})")

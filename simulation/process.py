@@ -1,0 +1,42 @@
+"""One system's run in a process of its own: `python -m simulation.process SYSTEM SETTING RESULT`.
+
+SETTING is read and RESULT written as MessagePack. Standard output gets a line of progress (virtual
+seconds) now and then; where nobody reads it any more, the run ends. Exit code 2: the setting
+cannot be run, the last line of standard error says why.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import BadInput, ConfigError
+from simulation.run import run_system
+from simulation.setting import Setting
+
+TELL_EVERY_S = 1.0
+
+
+def main(system: str, setting: Path, result: Path) -> int:
+    told_at = time.monotonic()
+
+    def progress(virtual_s: float) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= TELL_EVERY_S:
+            told_at = time.monotonic()
+            print(virtual_s, flush=True)
+
+    try:
+        run = run_system(
+            system, msgspec.msgpack.decode(setting.read_bytes(), type=Setting), progress
+        )
+    except (BadInput, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    result.write_bytes(msgspec.msgpack.encode(run))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

@@ -1,0 +1,24 @@
+"""What one comparison runs under: the same for every system of it."""
+
+from dataclasses import dataclass
+
+from simulation.traces import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    trace: tuple[Row, ...]
+    """In order of arrival; `model` is one of `models`."""
+    models: tuple[tuple[str, str], ...]
+    """(name that requests ask for, name of the architecture)."""
+    nodes: int
+    hardware: str
+    seed: int
+    racks: int
+    slots: int
+    """Requests that a complete node runs at once."""
+    workload: str
+    """The trace's file, or the description of a synthetic one."""
+    synthetic: bool
+    notes: tuple[str, ...]
+    """What was done to the trace, in words, in order."""
