@@ -1,10 +1,190 @@
-"""One system under one setting, in virtual time."""
+"""One system's run over one setting, from the first request to the last token."""
 
+import asyncio
+import time
 from collections.abc import Callable
+from functools import partial
 
-from simulation.results import SystemRun
+from services.gateway.frontend import Frontend
+from shared import subjects
+from shared.clock import now
+from shared.ids import EventId, RequestId
+from shared.messages import Message
+from shared.messages.instances import InstanceSet
+from shared.messages.pool import Tier
+from shared.messages.scaling import EventChanged, EventRecord
+from simulation import loop, systems
+from simulation.clients import Bins, Replay
+from simulation.cluster import Cluster, ClusterSpec, serves_alone
+from simulation.engine import token_of
+from simulation.hardware import hardware
+from simulation.loop import EPOCH_NS
+from simulation.models import model
+from simulation.results import EventResult, RequestResult, Sample, SystemRun
 from simulation.setting import Setting
+
+SAMPLE_S = 0.25
+BIN_S = 0.1
+TAIL_S = 10.0
+"""The cluster is watched for so long after the last token."""
+LIMIT_S = 7 * 86400.0
+"""Of virtual time, for a run that does not end."""
+
+
+def spec_of(system: str, setting: Setting) -> ClusterSpec:
+    return ClusterSpec(
+        system=systems.named(system),
+        hardware=hardware(setting.hardware),
+        models=tuple(model(architecture, name) for name, architecture in setting.models),
+        nodes=setting.nodes,
+        racks=setting.racks,
+        slots=setting.slots,
+    )
 
 
 def run_system(system: str, setting: Setting, progress: Callable[[float], None]) -> SystemRun:
-    raise NotImplementedError(system)
+    """`progress` is told the virtual time, in seconds of the trace, every second of it."""
+    began = time.perf_counter()
+    watch = loop.run(
+        _run(spec_of(system, setting), setting, progress), seed=setting.seed, limit_s=LIMIT_S
+    )
+    return SystemRun(
+        system=system,
+        requests=tuple(watch.results),
+        events=tuple(watch.events()),
+        samples=tuple(watch.samples),
+        token_bin_s=BIN_S,
+        tokens_by_bin=tuple(watch.bins.counts),
+        virtual_s=watch.end_s,
+        wall_s=time.perf_counter() - began,
+    )
+
+
+async def _run(spec: ClusterSpec, setting: Setting, progress: Callable[[float], None]) -> "Watch":
+    async with Cluster(spec) as cluster:
+        await cluster.serving()
+        await asyncio.sleep(TAIL_S)
+        watch = Watch(cluster)
+        await watch.begin()
+        ticker = asyncio.create_task(watch.tick(progress))
+        await _replay(cluster, setting, watch)
+        await asyncio.sleep(TAIL_S)
+        ticker.cancel()
+        watch.end_s = now() - watch.start
+        return watch
+
+
+async def _replay(cluster: Cluster, setting: Setting, watch: "Watch") -> None:
+    architectures = {m.name: m for m in cluster.spec.models}
+    open_requests: set[Replay] = set()
+    idle = asyncio.Event()
+
+    def ended(replay: Replay) -> None:
+        open_requests.discard(replay)
+        watch.results.append(replay.result(watch.start))
+        if not open_requests:
+            idle.set()
+
+    frontend: Frontend = cluster.gateway.frontend
+    for number, row in enumerate(setting.trace):
+        delay = watch.start + row.arrival_s - now()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        replay = Replay(
+            RequestId(f"req-{number}"),
+            row.model,
+            cluster.model_ids[row.model],
+            row.prompt_tokens,
+            row.output_tokens,
+            partial(_token, architectures[row.model].vocab),
+            watch.bins,
+            ended,
+        )
+        open_requests.add(replay)
+        idle.clear()
+        replay.begin(frontend)
+    if open_requests:
+        await idle.wait()
+
+
+def _token(vocab: int, request: RequestId, index: int) -> int:
+    return token_of(request, index, vocab)
+
+
+class Watch:
+    """What is seen of a cluster from outside, while it serves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.start = now()
+        self.end_s = 0.0
+        self.results: list[RequestResult] = []
+        self.samples: list[Sample] = []
+        self.bins = Bins(self.start, BIN_S)
+        self._cluster = cluster
+        self._records: dict[EventId, EventRecord] = {}
+        self._sets: dict[str, InstanceSet] = {}
+
+    async def begin(self) -> None:
+        await self._cluster.bus.subscribe(subjects.EVENTS, self._on_event)
+        await self._cluster.bus.subscribe(subjects.INSTANCES, self._on_instances)
+
+    async def tick(self, progress: Callable[[float], None]) -> None:
+        while True:
+            sample = self._sample()
+            if not self.samples or _differ(sample, self.samples[-1]):
+                self.samples.append(sample)
+            progress(now() - self.start)
+            await asyncio.sleep(SAMPLE_S)
+
+    def events(self) -> list[EventResult]:
+        return [self._event(record) for record in self._records.values()]
+
+    async def _on_event(self, message: Message) -> None:
+        if isinstance(message, EventChanged):
+            self._records[message.record.id] = message.record
+
+    async def _on_instances(self, message: Message) -> None:
+        if isinstance(message, InstanceSet):
+            self._sets[message.name] = message
+
+    def _sample(self) -> Sample:
+        unit = self._cluster.spec.unit
+        sizes = {
+            self._cluster.model_ids[m.name]: manifest.nbytes
+            for m, manifest in zip(self._cluster.spec.models, self._cluster.manifests, strict=True)
+        }
+        gpus, host = 0, 0.0
+        for name, node in self._cluster.nodes.items():
+            holdings = node.holdings()
+            gpus += any(holding.tier is Tier.GPU for holding in holdings)
+            host += self._cluster.parts[name].host_cache_bytes
+            for holding in holdings:
+                if holding.tier is Tier.HOST:
+                    host += sizes[holding.model_id] * unit
+        serving = sum(serves_alone(i) for s in self._sets.values() for i in s.instances)
+        return Sample(now() - self.start, gpus, serving, host)
+
+    def _event(self, record: EventRecord) -> EventResult:
+        decided = (record.decided_ns - EPOCH_NS) / 1e9 - self.start
+        actual = record.actual
+
+        def after(seconds: float | None) -> float | None:
+            return None if seconds is None else decided + seconds
+
+        return EventResult(
+            model=record.name,
+            state=record.state.value,
+            strategy=record.strategy,
+            sources=len(record.sources),
+            targets=len(record.targets),
+            decided_s=decided,
+            first_path_s=after(actual.first_path_s),
+            first_complete_s=after(actual.first_complete_s),
+            all_complete_s=after(actual.all_complete_s),
+            predicted_s=record.predicted.all_complete_s,
+            bytes_moved=record.bytes_moved * self._cluster.spec.unit,
+        )
+
+
+def _differ(one: Sample, other: Sample) -> bool:
+    return (one.gpus, one.serving, one.host_bytes) != (other.gpus, other.serving, other.host_bytes)

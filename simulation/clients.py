@@ -1,0 +1,132 @@
+"""Clients of the simulated cluster: requests go in through a gateway's front end, tokens come out.
+
+Everything but HTTP and text is the gateway's own: admission, queue, routing, streams, resumption.
+Every token is checked against what the engine's model gives for (request, index), so that a token
+that was lost, repeated or changed anywhere shows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.core.commands import Emit, End
+from services.gateway.core.requests import Request
+from services.gateway.frontend import Call, Frontend
+from shared.clock import now
+from shared.errors import LambdaScaleError
+from shared.ids import ModelId, RequestId
+from shared.messages.serving import Sampling
+from simulation.results import RequestResult
+
+TokenOf = Callable[[RequestId, int], int]
+"""(request, index) -> the token that a right engine gives."""
+
+
+@dataclass(slots=True)
+class Bins:
+    """Counts by bins of equal length from a start."""
+
+    start: float
+    bin_s: float
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, at: float) -> None:
+        index = max(0, int((at - self.start) / self.bin_s))
+        if index >= len(self.counts):
+            self.counts.extend([0] * (index + 1 - len(self.counts)))
+        self.counts[index] += 1
+
+
+class Replay:
+    """One request of a trace, from its arrival to its end."""
+
+    def __init__(
+        self,
+        request: RequestId,
+        model: str,
+        model_id: ModelId,
+        prompt_tokens: int,
+        output_tokens: int,
+        token_of: TokenOf,
+        bins: Bins,
+        on_end: Callable[["Replay"], None],
+    ) -> None:
+        self.id = request
+        self.model = model
+        self.error = ""
+        self.tokens = 0
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self._model_id = model_id
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = output_tokens
+        self._token_of = token_of
+        self._bins = bins
+        self._on_end = on_end
+        self._arrived = 0.0
+        self._call: _Call | None = None
+
+    def begin(self, frontend: Frontend) -> None:
+        self._arrived = now()
+        request = Request(
+            id=self.id,
+            model_id=self._model_id,
+            prompt=(0,) * self._prompt_tokens,
+            max_tokens=self._output_tokens,
+            stop_ids=(),
+            sampling=Sampling(),
+            waiting_since=self._arrived,
+        )
+        self._call = _Call([request], self.on_piece)
+        try:
+            frontend.begin(self._call)
+        except LambdaScaleError as error:
+            self._end(f"{error.code}: {error}")
+
+    def leave(self, frontend: Frontend) -> None:
+        """The client hangs up."""
+        if self._call is not None:
+            call, self._call = self._call, None
+            frontend.end(call)
+            self._end("cancelled")
+
+    def on_piece(self, piece: Emit | End) -> None:
+        at = now()
+        if isinstance(piece, End):
+            self._end(f"{piece.error.code}: {piece.error}")
+            return
+        if piece.token != self._token_of(self.id, self.tokens):
+            self.error = f"token {self.tokens} is {piece.token}"
+        self.tokens += 1
+        self.first_at = at if self.first_at is None else self.first_at
+        self.last_at = at
+        self._bins.add(at)
+        if piece.finish:
+            self._end(self.error)
+
+    def result(self, start: float) -> RequestResult:
+        """Times count from `start`."""
+        return RequestResult(
+            model=self.model,
+            arrival_s=self._arrived - start,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            tokens=self.tokens,
+            first_token_s=None if self.first_at is None else self.first_at - start,
+            last_token_s=None if self.last_at is None else self.last_at - start,
+            error=self.error,
+        )
+
+    def _end(self, error: str) -> None:
+        self.error, self._call = error, None
+        self._on_end(self)
+
+
+class _Call(Call):
+    """Hands pieces on at once: no task waits for them."""
+
+    def __init__(self, requests: Sequence[Request], take: Callable[[Emit | End], None]) -> None:
+        super().__init__(requests)
+        self._take = take
+
+    def take(self, piece: Emit | End) -> None:
+        self._take(piece)

@@ -1,0 +1,268 @@
+"""A cluster in virtual time: the real services over a modelled bus, network and accelerators."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from services.gateway.service import GatewayService
+from services.node.mover import Arrival, Failure
+from services.node.service import NodeService
+from services.node.steps import EmitTo, SendTo
+from services.node.transport.base import OnMessage, OnPeerLost
+from services.planner.service import PlannerService
+from services.registry.service import RegistryService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.clock import wall_ns
+from shared.config import GatewayConfig, NodeConfig, PlannerConfig, RegistryConfig
+from shared.errors import ConfigError
+from shared.ids import ModelId, ModelName, NodeId
+from shared.layout import Manifest, encode_manifest, model_id
+from shared.messages import Ok
+from shared.messages.instances import Instance, InstanceState
+from shared.messages.pool import ModelAdd
+from shared.messages.scaling import PlannerQuery, PlannerState
+from simulation.data_plane import ModelledDataPlane
+from simulation.engine import ModelledEngine
+from simulation.hardware import Channel, Hardware
+from simulation.models import Model, model_record, modelled_manifest
+from simulation.network import Network
+from simulation.store import HostCache, ModelledStore
+from simulation.systems import System
+from simulation.worker import ModelledWorker
+
+USABLE = 0.9
+"""Share of an accelerator's memory for weights and KV; the rest is activations and workspace."""
+WEIGHTS = 0.6
+"""Of that, the weights' part, or what one copy of the largest model takes, if that is more."""
+LEAST_KV = 0.05
+"""A model that leaves less than this share for KV does not fit."""
+QUEUE = 1 << 20
+QUEUE_TIMEOUT_S = 600.0
+"""A simulation measures how long requests wait; it turns none away."""
+LATENCY_S = 10e-6
+"""Of a byte between two nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    system: System
+    hardware: Hardware
+    models: tuple[Model, ...]
+    nodes: int
+    racks: int = 1
+    trunk_bytes_per_s: float = 0.0
+    """Of each rack, each way; 0: no limit."""
+    blocks: int = 16
+    chunks: int = 1
+    """Of the largest block: what a relay forwards before it has the block."""
+    unit: int = 4096
+    """Modelled bytes that one real byte stands for."""
+    slots: int = 16
+    step_tokens: int = 2048
+    min_instances: int = 1
+    idle_s: float = 2.0
+    keep_alive_s: float = 60.0
+    """Of host-memory caches."""
+
+    def rack(self, index: int) -> str:
+        return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Modelled bytes for weights on a node. ConfigError if a model does not fit."""
+        usable = USABLE * self.hardware.memory_bytes
+        largest = max(self.models, key=lambda model: model.nbytes)
+        if largest.nbytes > (1 - LEAST_KV) * usable:
+            raise ConfigError(
+                f"{largest.name} takes {largest.nbytes / 1e9:.0f} GB, a {self.hardware.name} "
+                f"has {usable / 1e9:.0f} GB for weights and KV: use other hardware"
+            )
+        return math.ceil(max(WEIGHTS * usable, largest.nbytes * 1.01))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions, of the model that needs most for one."""
+        free = USABLE * self.hardware.memory_bytes - self.arena_bytes
+        return int(free / max(model.kv_bytes for model in self.models))
+
+
+class NodeParts:
+    """One node's parts, as `services.node.parts.Parts` wants them."""
+
+    def __init__(self, cluster: "Cluster", index: int) -> None:
+        spec = cluster.spec
+        self.name = f"node-{index}"
+        self.config = NodeConfig(
+            id=self.name,
+            host=self.name,
+            machine=self.name,
+            device="modelled",
+            arena_bytes=math.ceil(1.1 * spec.arena_bytes / spec.unit),
+            kv_tokens=spec.kv_tokens,
+            slots=spec.slots,
+            step_tokens=spec.step_tokens,
+            link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
+            rack=spec.rack(index),
+        )
+        self._cluster = cluster
+        self._pcie = Channel(spec.hardware.pcie_bytes_per_s)
+        hardware = spec.hardware
+        self._store = ModelledStore(
+            cluster.manifests,
+            spec.system.cache,
+            ssd=Channel(hardware.ssd_bytes_per_s),
+            pcie=self._pcie,
+            host=HostCache(hardware.host_bytes, spec.keep_alive_s),
+        )
+
+    @property
+    def host_cache_bytes(self) -> float:
+        """Modelled bytes of models in the store's cache."""
+        return self._store.host_bytes
+
+    def store(self) -> ModelledStore:
+        return self._store
+
+    def worker(self, *, send: SendTo, emit: EmitTo) -> ModelledWorker:
+        spec, config = self._cluster.spec, self.config
+        return ModelledWorker(
+            node=NodeId(self.name),
+            engine=ModelledEngine(spec.hardware, config.kv_tokens),
+            pcie=self._pcie,
+            slots=config.slots,
+            step_tokens=config.step_tokens,
+            send=send,
+            emit=emit,
+        )
+
+    def data_plane(
+        self,
+        *,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+    ) -> ModelledDataPlane:
+        return ModelledDataPlane(
+            self._cluster.network,
+            self.name,
+            unit=self._cluster.spec.unit,
+            on_message=on_message,
+            on_peer_lost=on_peer_lost,
+            on_arrived=on_arrived,
+            on_failed=on_failed,
+        )
+
+
+class Cluster:
+    """Every service on a bus of its own, as if on a machine of its own."""
+
+    def __init__(self, spec: ClusterSpec, broker: MemoryBroker | None = None) -> None:
+        self.spec = spec
+        self.broker = broker or MemoryBroker()
+        self.network = Network(
+            latency_s=LATENCY_S,
+            trunks={spec.rack(i): spec.trunk_bytes_per_s for i in range(spec.nodes)}
+            if spec.trunk_bytes_per_s
+            else {},
+        )
+        self.manifests: tuple[Manifest, ...] = tuple(
+            modelled_manifest(model, blocks=spec.blocks, unit=spec.unit, chunks=spec.chunks)
+            for model in spec.models
+        )
+        self.model_ids: dict[str, ModelId] = {
+            model.name: model_id(manifest)
+            for model, manifest in zip(spec.models, self.manifests, strict=True)
+        }
+        self.bus = MemoryBus(self.broker, "observer")
+        """For whoever watches."""
+        self.nodes: dict[str, NodeService] = {}
+        self.parts: dict[str, NodeParts] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        spec = self.spec
+        enter = self._stack.enter_async_context
+        await enter(self.bus)
+        await enter(RegistryService(await self._bus("registry"), RegistryConfig()))
+        await enter(PlannerService(await self._bus("planner"), self.planner_config))
+        config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
+        self.gateway = await enter(GatewayService(await self._bus("gateway"), config, listen=False))
+        for index in range(spec.nodes):
+            await self.add_node(index)
+        await self._publish_models()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def planner_config(self) -> PlannerConfig:
+        spec = self.spec
+        return PlannerConfig(
+            strategy=spec.system.transfer,
+            serving=spec.system.serving,
+            idle_s=spec.idle_s,
+            step_overhead_s=spec.hardware.alpha_s,
+        )
+
+    async def add_node(self, index: int) -> None:
+        spec = self.spec
+        parts = NodeParts(self, index)
+        self.network.add(
+            parts.name,
+            out=spec.hardware.link_bytes_per_s,
+            into=spec.hardware.link_bytes_per_s,
+            rack=spec.rack(index),
+        )
+        service = NodeService(await self._bus(parts.name), parts.config, parts)
+        self.parts[parts.name] = parts
+        self.nodes[parts.name] = await self._stack.enter_async_context(service)
+
+    async def serving(self, timeout_s: float = 600.0) -> None:
+        """Until every model has as many replicas as it should have at least."""
+        wanted = dict.fromkeys(self.model_ids, self.spec.min_instances)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                state = await self.bus.request(
+                    subjects.PLANNER_STATE, PlannerQuery(events=0), PlannerState, timeout=5.0
+                )
+                there = {
+                    s.name: sum(
+                        i.is_replica and i.state is InstanceState.SERVING for i in s.instances
+                    )
+                    for s in state.sets
+                }
+                if all(there.get(ModelName(name), 0) >= n for name, n in wanted.items()):
+                    return
+                await asyncio.sleep(0.1)
+
+    async def _bus(self, name: str) -> MemoryBus:
+        return await self._stack.enter_async_context(MemoryBus(self.broker, name))
+
+    async def _publish_models(self) -> None:
+        objects = await self.bus.objects()
+        for manifest in self.manifests:
+            record = model_record(
+                manifest,
+                stored=await objects.put(encode_manifest(manifest)),
+                created_ns=wall_ns(),
+                min_instances=self.spec.min_instances,
+            )
+            await self.bus.request(
+                subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=5.0
+            )
+
+
+def serves_alone(instance: Instance) -> bool:
+    return instance.is_replica and instance.state is InstanceState.SERVING
