@@ -153,6 +153,9 @@ class NodeService(Service):
             link_bytes_per_s=config.link_bytes_per_s,
             slots=config.slots,
             kv_tokens=config.kv_tokens,
+            rack=config.rack,
+            trunk_bytes_per_s=config.trunk_bytes_per_s,
+            local_bytes_per_s=config.local_bytes_per_s,
         )
 
     async def _connect_to_bus(self) -> None:
