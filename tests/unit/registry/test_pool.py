@@ -1,11 +1,12 @@
 import pytest
 
 from services.registry.core.leases import SILENCE_S
+from services.registry.core.placement import Target
 from services.registry.core.pool import Pool, ReservationEnded, ReservationMade
 from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import EventId, NodeId
-from shared.messages.pool import NodeGone, NodeInfo, NodeJoined, Tier, Unreserve
+from shared.messages.pool import NodeGone, NodeJoined, Tier, Unreserve
 from tests.unit.registry.builders import EVENT, MODEL, OTHER, holding, info, record, reserve, status
 
 EV2 = EventId("ev-2")
@@ -25,8 +26,8 @@ def pool() -> Pool:
     return pool
 
 
-def names(infos: tuple[NodeInfo, ...]) -> list[str]:
-    return [i.node for i in infos]
+def names(targets: tuple[Target, ...]) -> list[str]:
+    return [target.info.node for target in targets]
 
 
 def test_reserves_the_best_nodes(pool: Pool) -> None:
@@ -38,7 +39,8 @@ def test_reserves_the_best_nodes(pool: Pool) -> None:
 def test_asking_again_gives_the_same_nodes_and_reserves_no_more(pool: Pool) -> None:
     first, _ = pool.reserve(reserve(2))
     again, effects = pool.reserve(reserve(2))
-    assert again == first
+    assert names(again) == names(first)
+    assert {target.reason.split(",")[0] for target in again} == {"the event's already"}
     assert effects == []
 
 
@@ -148,7 +150,7 @@ def test_a_dead_node_loses_its_reservation(pool: Pool) -> None:
     pool.reserve(reserve(1))
     pool.lease_dropped(NodeId("b"), LATE)
     assert pool.reservations.all == ()
-    assert names(pool.leases.present) == ["a", "c"]
+    assert [i.node for i in pool.leases.present] == ["a", "c"]
 
 
 def test_ticks_end_what_is_in_doubt_for_too_long(pool: Pool) -> None:
