@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from services.registry.core.leases import SILENCE_S
@@ -6,7 +7,7 @@ from services.registry.core.pool import Pool, ReservationEnded, ReservationMade
 from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import EventId, NodeId
-from shared.messages.pool import NodeGone, NodeJoined, Tier, Unreserve
+from shared.messages.pool import NodeGone, NodeJoined, Profile, Tier, Unreserve
 from tests.unit.registry.builders import EVENT, MODEL, OTHER, holding, info, record, reserve, status
 
 EV2 = EventId("ev-2")
@@ -172,6 +173,12 @@ def test_the_view_tells_who_reserved_what(pool: Pool) -> None:
     }
     assert view.nodes[1].holdings == (holding(Tier.HOST, 0),)
     assert [m.name for m in view.models] == ["llama", "other"]
+
+
+def test_the_view_tells_what_nodes_measured(pool: Pool) -> None:
+    profile = Profile(in_bytes_per_s=1e9)
+    pool.status(msgspec.structs.replace(status("a", seq=2), running=3, profile=profile), 0.1)
+    assert [(v.running, v.profile) for v in pool.view().nodes[:2]] == [(3, profile), (0, Profile())]
 
 
 def kept(node: str, generation: int = 1) -> Reservation:
