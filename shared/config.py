@@ -99,6 +99,14 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Data-plane port; 0: any free one."""
     machine: str = msgspec.field(default_factory=socket.gethostname)
     """Name of the machine: nodes with the same one share local links and disks."""
+    rack: str = ""
+    """Name of the rack: its nodes share a trunk to other racks, and fail together; empty: not
+    known. Replicas of a model are kept in at least two racks."""
+    trunk_bytes_per_s: Size = 0
+    """Rate of the rack's trunk each way; 0: not known, taken to be no limit."""
+    local_bytes_per_s: Size = 0
+    """Rate to other nodes of the same machine (NVLink, shared memory); 0: no faster than the data
+    link."""
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
@@ -114,6 +122,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Torch threads; 0: torch's default."""
     link_bytes_per_s: Size = 0
     """Paces each direction of the data link; 0: as fast as it goes."""
+    mesh_peers: Size = 64
+    """Peers that connections are made to before a plan needs them, the nearest first; the others
+    are connected to when they are."""
     step_floor_s: Seconds = 0.0
     """Least time of a step through the whole model (a part of it: its share). For running many
     nodes on one machine as if each had its own accelerator; 0: as fast as it goes."""

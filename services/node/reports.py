@@ -1,9 +1,13 @@
-"""What a node tells of its blocks: arrivals and failures, on the bus and as spans."""
+"""What a node tells of its blocks: arrivals and failures, on the bus and as spans.
+
+Every arrival also tells the profiler how fast the node's port and disk are.
+"""
 
 from collections.abc import Callable
 
 from structlog.stdlib import BoundLogger
 
+from services.node.core.profile import Profiler
 from services.node.mover import Arrival, Failure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
@@ -19,10 +23,13 @@ HELD = "held"
 
 
 class Reports:
-    def __init__(self, bus: Bus, log: BoundLogger, info: Callable[[], NodeInfo]) -> None:
+    def __init__(
+        self, bus: Bus, log: BoundLogger, info: Callable[[], NodeInfo], profiler: Profiler
+    ) -> None:
         self._bus = bus
         self._log = log
         self._info = info
+        self._profiler = profiler
 
     async def arrived(self, arrival: Arrival, trace: str) -> None:
         info = self._info()
@@ -45,6 +52,7 @@ class Reports:
         )
         if arrival.transport == HELD:
             return
+        self._measure(arrival)
         seconds = max(arrival.finished_ns - arrival.first_byte_ns, 1) / 1e9
         telemetry.record(
             "block_arrival",
@@ -61,6 +69,15 @@ class Reports:
                 "asked_ms_before": round((arrival.first_byte_ns - arrival.started_ns) / 1e6, 1),
             },
         )
+
+    def _measure(self, arrival: Arrival) -> None:
+        asked, first_byte, ended = (
+            ns / 1e9 for ns in (arrival.started_ns, arrival.first_byte_ns, arrival.finished_ns)
+        )
+        if arrival.transport == DISK:
+            self._profiler.loaded(asked, ended, arrival.nbytes)
+        else:
+            self._profiler.pulled(asked, first_byte, ended, arrival.nbytes)
 
     async def failed(self, failure: Failure, trace: str) -> None:
         info, error = self._info(), failure.error

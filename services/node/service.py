@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import ClassVar, TypeVarTuple
 
+from services.node.core.profile import Profiler
 from services.node.hosting import Hosting
 from services.node.lease import Lease
 from services.node.library import REGISTRY_TIMEOUT_S, Library
@@ -64,9 +66,12 @@ class NodeService(Service):
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_seq = 0
+        self._profiler = Profiler()
         self.node = NodeId(config.id)
         self._peers: dict[str, NodeInfo] = {}
         """By data-plane address."""
+        self._connected: set[str] = set()
+        """Peers that connections were made to ahead of need."""
 
     @property
     def info(self) -> NodeInfo:
@@ -88,7 +93,7 @@ class NodeService(Service):
             self._library,
             self._data,
             self._worker,
-            Reports(self._bus, self.log, lambda: self._lease.info),
+            Reports(self._bus, self.log, lambda: self._lease.info, self._profiler),
             changed=self._status_due.set,
             spawn=lambda work, name: self.spawn(work, name=name),
         )
@@ -141,6 +146,9 @@ class NodeService(Service):
             link_bytes_per_s=config.link_bytes_per_s,
             slots=config.slots,
             kv_tokens=config.kv_tokens,
+            rack=config.rack,
+            trunk_bytes_per_s=config.trunk_bytes_per_s,
+            local_bytes_per_s=config.local_bytes_per_s,
         )
 
     async def _connect_to_bus(self) -> None:
@@ -200,8 +208,8 @@ class NodeService(Service):
                 await asyncio.sleep(RETRY_S)
         for record in models.records:
             self._try("learning a model", self._library.learn, record)
-        for view in pool.nodes:
-            self._meet(view.info)
+        for info in sorted((view.info for view in pool.nodes), key=self._distance):
+            self._meet(info)
 
     async def _on_pool(self, message: Message) -> None:
         if isinstance(message, ModelAdded):
@@ -220,10 +228,19 @@ class NodeService(Service):
             await self._library.delete(model)
 
     def _meet(self, info: NodeInfo) -> None:
-        """Makes the connections to a peer before a plan needs them."""
-        if info.node != self.node:
-            self._peers[info.address] = info
+        """Makes the connections to a peer before a plan needs them, to `mesh_peers` of them."""
+        if info.node == self.node:
+            return
+        self._peers[info.address] = info
+        if len(self._connected) < self._config.mesh_peers:
+            self._connected.add(info.address)
             self._try(f"connecting to {info.node}", self._data.connect, info.address)
+
+    def _distance(self, other: NodeInfo) -> tuple[bool, bool, int]:
+        """Own host, own rack, and then at random, so that no node is near to all; the same from
+        either end."""
+        apart = zlib.crc32(self.node.encode()) ^ zlib.crc32(other.node.encode())
+        return other.host != self.info.host, other.rack != self.info.rack, apart
 
     def _on_gone(self, gone: NodeGone) -> None:
         """A peer is no more: what the engine keeps for its paths is freed."""
@@ -236,6 +253,7 @@ class NodeService(Service):
         for address, peer in list(self._peers.items()):
             if peer.node == gone.node and peer.generation <= gone.generation:
                 del self._peers[address]
+                self._connected.discard(address)
                 self._worker.on_peer_lost(address, error)
 
     async def _on_report(self, message: Message) -> None:
@@ -321,6 +339,8 @@ class NodeService(Service):
             seq=self._status_seq,
             arena_free=self._hosting.arena_free,
             holdings=(*self._hosting.holdings(), *self._library.holdings()),
+            running=self._worker.load().running,
+            profile=self._profiler.profile(),
         )
 
     async def _publish_status(self) -> None:

@@ -154,7 +154,10 @@ class RegistryService(Service):
         targets, effects = self.pool.reserve(request)
         self._follow(effects)
         await self._store.settled(STORED_WAIT_S)
-        return Reserved(targets=targets)
+        return Reserved(
+            targets=tuple(target.info for target in targets),
+            reasons=tuple(target.reason for target in targets),
+        )
 
     async def _unreserve(self, request: Unreserve) -> Ok:
         self._follow(self.pool.unreserve(request))

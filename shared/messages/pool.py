@@ -16,7 +16,7 @@ class Tier(enum.Enum):
     DISK = "disk"
 
 
-class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a node is; the value of its lease."""
 
     node: NodeId
@@ -35,6 +35,39 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that a full replica on this node runs at once."""
     kv_tokens: int
     """KV positions that it holds."""
+    rack: str = ""
+    """Nodes of one rack share a trunk to the others, and fail together; empty: not known."""
+    trunk_bytes_per_s: int = 0
+    """Rate of the rack's trunk each way; 0 when not known."""
+    local_bytes_per_s: int = 0
+    """Rate to other nodes of the same host (NVLink, shared memory); 0: no faster than the port."""
+
+
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How fast a node runs a model. 0: not measured yet.
+
+    A pass of t tokens through a share x of the model's blocks takes about
+    x (decode_s + (t - 1) prefill_s_per_token).
+    """
+
+    model_id: ModelId
+    prefill_s_per_token: float = 0.0
+    decode_s: float = 0.0
+    """One pass of one token through the whole model: bound by reading the weights."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node has measured itself, rounded so that noise is no news. 0: not measured yet."""
+
+    out_bytes_per_s: float = 0.0
+    """beta: sustained rate of its port when the port was the limit."""
+    in_bytes_per_s: float = 0.0
+    overhead_s: float = 0.0
+    """alpha: fixed time of a block transfer to it."""
+    load_bytes_per_s: float = 0.0
+    """At which it brings blocks up from its own lower tiers."""
+    models: tuple[ModelProfile, ...] = ()
+    """Of those that it ran lately, by id."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -53,6 +86,9 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Counts up; an older one that arrives late is ignored."""
     arena_free: int
     holdings: tuple[Holding, ...]
+    running: int = 0
+    """Sequences that it leads or is a stage of."""
+    profile: Profile = Profile()
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
@@ -122,7 +158,11 @@ class ModelRemoved(Message, frozen=True, kw_only=True, tag="model_removed"):
 
 
 class SourcesQuery(Message, frozen=True, kw_only=True, tag="sources_query"):
-    """-> Sources: who holds blocks of the model, best first (GPU, host, disk; most blocks)."""
+    """-> Sources: who holds blocks of the model, best first.
+
+    Memory before disk, complete copies, most blocks; then nodes whose port and engine are idle,
+    and those in the racks of the model's reserved targets.
+    """
 
     model_id: ModelId
 
@@ -142,7 +182,8 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     """Planner -> registry: set aside up to `count` nodes for an event. -> Reserved.
 
     Chosen: alive, room for `nbytes`, not reserved by another event, not in `exclude`; first those
-    that hold blocks of the model already (nearest tier, most blocks), then the most free memory.
+    that hold blocks of the model already, then those with the most to spare, in at least two racks
+    where there are two (services/registry/core/placement.py has the order).
     """
 
     event: EventId
@@ -156,6 +197,8 @@ class Reserved(Message, frozen=True, kw_only=True, tag="reserved"):
     """As many targets as could be had, best first; possibly none."""
 
     targets: tuple[NodeInfo, ...]
+    reasons: tuple[str, ...] = ()
+    """Why each of them was chosen, for people."""
 
 
 class Unreserve(Message, frozen=True, kw_only=True, tag="unreserve"):
@@ -169,11 +212,13 @@ class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
     """-> PoolState."""
 
 
-class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     info: NodeInfo
     holdings: tuple[Holding, ...]
     arena_free: int
     reserved_by: EventId | None
+    running: int = 0
+    profile: Profile = Profile()
 
 
 class PoolState(Message, frozen=True, kw_only=True, tag="pool_state"):

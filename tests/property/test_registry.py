@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.registry.core.leases import LEASELESS_S, SILENCE_S
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
 from services.registry.core.reservations import Reservation
-from services.registry.core.sources import source_order
 from shared.ids import EventId, Generation, NodeId
 from shared.messages.pool import (
     Holding,
@@ -123,12 +122,14 @@ class Cluster(RuleBasedStateMachine):
         targets, effects = self.pool.reserve(request)
         self.follow(effects)
         assert len(targets) <= count
-        assert len({target.node for target in targets}) == len(targets)
-        for target in targets:
+        infos = [target.info for target in targets]
+        assert len({target.node for target in infos}) == len(infos)
+        for target in infos:
             assert target.node not in exclude
             assert self.announced[target.node] == target
             assert self.stored[target.node].event == event
-        assert self.pool.reserve(request) == (targets, [])
+        again, effects = self.pool.reserve(request)
+        assert ([target.info for target in again], effects) == (infos, [])
 
     @rule(event=EVENTS, nodes=st.sets(NODES))
     def unreserve(self, event: str, nodes: set[NodeId]) -> None:
@@ -163,9 +164,15 @@ class Cluster(RuleBasedStateMachine):
             assert self.announced[held.node].generation == held.generation
 
     @invariant()
-    def sources_are_alive_sorted_and_say_the_newest(self) -> None:
+    def sources_are_all_alive_and_say_the_newest(self) -> None:
         found = self.pool.sources(MODEL)
-        assert list(found) == sorted(found, key=source_order)
+        assert {(s.info.node, s.tier) for s in found} == {
+            (node.node, holding.tier)
+            for node in self.pool.leases.standing
+            if (said := self.newest.get((node.node, node.generation)))
+            for holding in said.holdings
+            if set(holding.blocks) & set(range(BLOCKS))
+        }
         for source in found:
             node = source.info
             assert self.announced[node.node] == node

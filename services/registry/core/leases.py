@@ -116,6 +116,11 @@ class Leases:
         lease = self._leases.get(node)
         return None if lease is None else lease.info
 
+    def stands(self, node: NodeId) -> NodeInfo | None:
+        """The node, if its lease is not in doubt."""
+        lease = self._leases.get(node)
+        return None if lease is None or lease.ended is not None else lease.info
+
     @property
     def present(self) -> tuple[NodeInfo, ...]:
         """Every node that is not gone, by name."""
@@ -124,7 +129,7 @@ class Leases:
     @property
     def standing(self) -> tuple[NodeInfo, ...]:
         """Nodes whose lease is not in doubt, by name."""
-        return tuple(i for i in self.present if self._leases[i.node].ended is None)
+        return tuple(info for info in self.present if self.stands(info.node))
 
     def _end(self, info: NodeInfo, reason: str) -> NodeGone:
         del self._leases[info.node]

@@ -5,19 +5,19 @@ present; only nodes with a standing lease are sources or targets.
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import msgspec
 
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
 from services.registry.core.leases import Change, Leases
+from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
 from services.registry.core.residency import Residency
-from services.registry.core.sources import Candidate, candidate, sources
+from services.registry.core.survey import Survey
 from shared.errors import BadInput
-from shared.ids import ModelId, NodeId
+from shared.ids import EventId, ModelId, NodeId
 from shared.messages.pool import (
     NodeGone,
     NodeInfo,
@@ -25,6 +25,7 @@ from shared.messages.pool import (
     NodeStatus,
     NodeView,
     PoolState,
+    Profile,
     Reserve,
     Source,
     Unreserve,
@@ -38,12 +39,6 @@ class ReservationMade(msgspec.Struct, frozen=True):
 class ReservationEnded(msgspec.Struct, frozen=True):
     reservation: Reservation
     reason: str
-
-
-class _Preference(NamedTuple):
-    new: bool
-    """Not the event's already."""
-    rank: Candidate
 
 
 Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
@@ -110,7 +105,7 @@ class Pool:
 
     # --- what is asked of the pool ---
 
-    def reserve(self, request: Reserve) -> tuple[tuple[NodeInfo, ...], list[Effect]]:
+    def reserve(self, request: Reserve) -> tuple[tuple[Target, ...], list[Effect]]:
         """Targets for an event, best first. Asking again gives the same nodes: those that the
         event has, and does not exclude, are taken first and count.
 
@@ -122,10 +117,16 @@ class Pool:
                 f"{request.nbytes} must not be negative"
             )
         self.reservations.check_model(request.event, request.model_id)
-        taken = sorted(self._ranked(request))[: request.count]
-        chosen = tuple(info for _, info in sorted(taken, key=lambda t: t[0].rank))
+        survey = self._survey(request.model_id, request.event)
+        chosen = choose(
+            survey.candidates(request.nbytes, frozenset(request.exclude)),
+            request.count,
+            survey.record.n_blocks,
+            survey.serving_racks(),
+        )
         effects: list[Effect] = []
-        for info in chosen:
+        for target in chosen:
+            info = target.info
             if self.reservations.of(info.node) is None:
                 made = Reservation(
                     node=info.node,
@@ -137,31 +138,23 @@ class Pool:
                 effects.append(ReservationMade(made))
         return chosen, effects
 
-    def _ranked(self, request: Reserve) -> list[tuple[_Preference, NodeInfo]]:
-        record = self.catalog.identified(request.model_id)
-        found = []
-        for info in self.leases.standing:
-            held = self.reservations.of(info.node)
-            if info.node in request.exclude or (held and held.event != request.event):
-                continue
-            room = 0 if held else request.nbytes  # its event may have filled it already
-            rank = candidate(record, info, room, self.residency)
-            if rank is not None:
-                found.append((_Preference(held is None, rank), info))
-        return found
+    def _survey(self, model_id: ModelId, event: EventId | None) -> Survey:
+        record = self.catalog.identified(model_id)
+        return Survey(record, event, self.leases, self.residency, self.reservations)
 
     def unreserve(self, request: Unreserve) -> list[Effect]:
         ended = self.reservations.release(request.event, request.nodes)
         return [ReservationEnded(held, "unreserved") for held in ended]
 
     def sources(self, model_id: ModelId) -> tuple[Source, ...]:
-        record = self.catalog.identified(model_id)
-        return tuple(sources(record, self.leases.standing, self.residency))
+        senders = self._survey(model_id, None).senders()
+        return tuple(sender.source for sender in sorted(senders, key=sender_rank))
 
     def copies(self, model_id: ModelId) -> Copies:
         """Where the model is whole, among all nodes that are not gone."""
         record = self.catalog.identified(model_id)
-        return replication.copies(record, self.leases.present, self.residency)
+        holders = (self.leases.info(node) for node in self.residency.holders(model_id))
+        return replication.copies(record, filter(None, holders), self.residency)
 
     def view(self) -> PoolState:
         return PoolState(
@@ -177,4 +170,6 @@ class Pool:
             holdings=status.holdings if status else (),
             arena_free=status.arena_free if status else 0,
             reserved_by=held.event if held else None,
+            running=status.running if status else 0,
+            profile=status.profile if status else Profile(),
         )

@@ -35,6 +35,10 @@ class Reservations:
     def of(self, node: NodeId) -> Reservation | None:
         return self._by_node.get(node)
 
+    def others(self, event: EventId | None) -> list[Reservation]:
+        """Those of other events, in no order."""
+        return [held for held in self._by_node.values() if held.event != event]
+
     def check_model(self, event: EventId, model_id: ModelId) -> None:
         """Conflict if the event moves another model."""
         for held in self._by_node.values():

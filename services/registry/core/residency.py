@@ -1,14 +1,17 @@
-"""What each node holds, by its own last word (NodeStatus).
+"""What each node holds, by its own last word (NodeStatus), and who holds a model.
 
 Kept a generation, whatever the leases say: a report may overtake the lease it belongs to. Reports
 of generations that have no lease, or no longer, are forgotten after a while.
+
+Nodes report every second, mostly what they said before: then nothing is worked out anew. Questions
+about a model look only at the nodes that hold something of it.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.pool import NodeInfo, NodeStatus, Tier
+from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 
 ORPHAN_S = 10.0
 """How long a report is kept without a lease of its generation."""
@@ -16,42 +19,77 @@ TIERS = tuple(Tier)
 """Nearest to execution first."""
 
 Key = tuple[NodeId, Generation]
+Blocks = Mapping[Tier, frozenset[int]]
+"""Tier -> a model's blocks there. A tier that was reported is there, even if empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Report:
     status: NodeStatus
     at: float
+    models: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
 
 
 class Residency:
     def __init__(self) -> None:
         self._latest: dict[Key, _Report] = {}
+        self._holders: dict[ModelId, set[Key]] = {}
 
     def report(self, status: NodeStatus, now: float) -> bool:
         """False if a later report of the same generation is known already."""
         key = (status.node, status.generation)
         known = self._latest.get(key)
-        if known is not None and status.seq <= known.status.seq:
+        if known is None:
+            known = self._latest[key] = _Report(status, now)
+            self._index(key, known)
+            return True
+        if status.seq <= known.status.seq:
             return False
-        self._latest[key] = _Report(status, now)
+        same = status.holdings == known.status.holdings
+        known.status, known.at = status, now
+        if not same:
+            self._index(key, known)
         return True
 
     def of(self, info: NodeInfo) -> NodeStatus | None:
         report = self._latest.get((info.node, info.generation))
         return None if report is None else report.status
 
-    def blocks(self, info: NodeInfo, model_id: ModelId) -> dict[Tier, frozenset[int]]:
-        """Tier -> the model's blocks there. A tier that was reported is there, even if empty."""
-        status = self.of(info)
-        found: dict[Tier, frozenset[int]] = {}
-        for holding in status.holdings if status else ():
-            if holding.model_id == model_id:
-                found[holding.tier] = found.get(holding.tier, frozenset()).union(holding.blocks)
-        return found
+    def blocks(self, info: NodeInfo, model_id: ModelId) -> Blocks:
+        return self.models(info).get(model_id, {})
+
+    def models(self, info: NodeInfo) -> Mapping[ModelId, Blocks]:
+        """All that the node holds."""
+        report = self._latest.get((info.node, info.generation))
+        return {} if report is None else report.models
+
+    def holders(self, model_id: ModelId) -> list[NodeId]:
+        """Nodes some generation of which has reported the model, by name; O(their number)."""
+        return sorted({node for node, _ in self._holders.get(model_id, ())})
 
     def prune(self, present: Collection[Key], now: float) -> None:
         """Forgets old reports of generations that have no lease."""
         for key in [k for k, r in self._latest.items() if now - r.at >= ORPHAN_S]:
             if key not in present:
-                del self._latest[key]
+                self._unlist(key, self._latest.pop(key))
+
+    def _index(self, key: Key, report: _Report) -> None:
+        self._unlist(key, report)
+        report.models = _by_model(report.status.holdings)
+        for model in report.models:
+            self._holders.setdefault(model, set()).add(key)
+
+    def _unlist(self, key: Key, report: _Report) -> None:
+        for model in report.models:
+            keys = self._holders[model]
+            keys.discard(key)
+            if not keys:
+                del self._holders[model]
+
+
+def _by_model(holdings: Collection[Holding]) -> dict[ModelId, dict[Tier, frozenset[int]]]:
+    found: dict[ModelId, dict[Tier, frozenset[int]]] = {}
+    for holding in holdings:
+        tiers = found.setdefault(holding.model_id, {})
+        tiers[holding.tier] = tiers.get(holding.tier, frozenset()).union(holding.blocks)
+    return found

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
+from services.node.data_plane import DataPlane
 from services.node.service import NodeService
 from services.node.steps import Steps
 from shared import subjects
@@ -213,6 +214,21 @@ async def test_ping_is_answered(tmp_path: Path, checkpoint: Path) -> None:
         assert await up.request(subjects.node_ping(NodeId("a")), Ping()) == Ok()
 
 
+async def test_a_node_tells_where_it_is_and_how_fast(tmp_path: Path, checkpoint: Path) -> None:
+    fabric: dict[str, Any] = {"rack": "r", "trunk_bytes_per_s": 3, "local_bytes_per_s": 2}
+    async with nodes(tmp_path, checkpoint, "a", "b", settings=fabric) as up:
+        assert (up.info("a").rack, up.info("a").trunk_bytes_per_s) == ("r", 3)
+        assert up.info("a").local_bytes_per_s == 2
+        await up.promoted("a")
+        await up.apply("b", FROM_A)
+        await up.until_arrived("b", ALL)
+        await up.until_holds("b", {Tier.GPU: ALL})
+        pulled, promoted = up.status("b"), up.status("a")
+        assert pulled is not None
+        assert promoted is not None
+        assert pulled.profile.overhead_s > 0 == promoted.profile.overhead_s
+
+
 async def test_requests_of_another_kind_are_bad_input(tmp_path: Path, checkpoint: Path) -> None:
     async with nodes(tmp_path, checkpoint, "a") as up:
         node = NodeId("a")
@@ -385,6 +401,34 @@ async def test_a_peer_that_dies_is_a_suspect_and_what_it_took_part_in_ends(
         failure = up.failure("r")
         assert failure is not None
         assert failure.code == "peer_lost"
+
+
+async def test_connections_ahead_of_need_are_few_and_to_the_nearest(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, str]] = []
+    heard = Heard()
+
+    async def connect(data: DataPlane, address: str) -> None:
+        made.append((data.address, address))
+        await heard.hear(Ok())
+
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.start("b", rack="r1")
+        await up.start("c", machine="elsewhere")
+        monkeypatch.setattr(DataPlane, "connect", connect)
+        await up.bus.subscribe(subjects.POOL_NODES, heard.hear)
+        x = await up.start("x", machine="elsewhere", rack="r1", mesh_peers=2)
+        near = [(x.info.address, up.info(name).address) for name in "cb"]
+        await heard.until(lambda: set(near) <= set(made))
+        await up.stop("c")
+        await heard.until(lambda: any(isinstance(m, NodeGone) for m in heard.messages))
+        late = msgspec.structs.replace(up.info("a"), node=NodeId("y"), address="tcp://y")
+        await up.bus.publish(subjects.POOL_NODES, NodeJoined(info=late))
+        await heard.until(lambda: (x.info.address, "tcp://y") in made)
+        assert [to for by, to in made if by == x.info.address] == [to for _, to in near] + [
+            "tcp://y"
+        ]
 
 
 async def test_an_old_farewell_does_not_part_from_the_node_that_came_back(

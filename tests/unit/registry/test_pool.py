@@ -1,11 +1,13 @@
+import msgspec
 import pytest
 
 from services.registry.core.leases import SILENCE_S
+from services.registry.core.placement import Target
 from services.registry.core.pool import Pool, ReservationEnded, ReservationMade
 from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import EventId, NodeId
-from shared.messages.pool import NodeGone, NodeInfo, NodeJoined, Tier, Unreserve
+from shared.messages.pool import NodeGone, NodeJoined, Profile, Tier, Unreserve
 from tests.unit.registry.builders import EVENT, MODEL, OTHER, holding, info, record, reserve, status
 
 EV2 = EventId("ev-2")
@@ -25,8 +27,8 @@ def pool() -> Pool:
     return pool
 
 
-def names(infos: tuple[NodeInfo, ...]) -> list[str]:
-    return [i.node for i in infos]
+def names(targets: tuple[Target, ...]) -> list[str]:
+    return [target.info.node for target in targets]
 
 
 def test_reserves_the_best_nodes(pool: Pool) -> None:
@@ -38,7 +40,8 @@ def test_reserves_the_best_nodes(pool: Pool) -> None:
 def test_asking_again_gives_the_same_nodes_and_reserves_no_more(pool: Pool) -> None:
     first, _ = pool.reserve(reserve(2))
     again, effects = pool.reserve(reserve(2))
-    assert again == first
+    assert names(again) == names(first)
+    assert {target.reason.split(",")[0] for target in again} == {"the event's already"}
     assert effects == []
 
 
@@ -148,7 +151,7 @@ def test_a_dead_node_loses_its_reservation(pool: Pool) -> None:
     pool.reserve(reserve(1))
     pool.lease_dropped(NodeId("b"), LATE)
     assert pool.reservations.all == ()
-    assert names(pool.leases.present) == ["a", "c"]
+    assert [i.node for i in pool.leases.present] == ["a", "c"]
 
 
 def test_ticks_end_what_is_in_doubt_for_too_long(pool: Pool) -> None:
@@ -170,6 +173,12 @@ def test_the_view_tells_who_reserved_what(pool: Pool) -> None:
     }
     assert view.nodes[1].holdings == (holding(Tier.HOST, 0),)
     assert [m.name for m in view.models] == ["llama", "other"]
+
+
+def test_the_view_tells_what_nodes_measured(pool: Pool) -> None:
+    profile = Profile(in_bytes_per_s=1e9)
+    pool.status(msgspec.structs.replace(status("a", seq=2), running=3, profile=profile), 0.1)
+    assert [(v.running, v.profile) for v in pool.view().nodes[:2]] == [(3, profile), (0, Profile())]
 
 
 def kept(node: str, generation: int = 1) -> Reservation:

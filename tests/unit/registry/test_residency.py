@@ -50,3 +50,28 @@ def test_a_fresh_report_waits_for_its_lease() -> None:
     held.report(status("b"), 0.0)
     held.prune(set(), ORPHAN_S / 2)
     assert held.of(info("b")) is not None
+
+
+def test_who_holds_a_model_follows_the_reports() -> None:
+    held = Residency()
+    held.report(status("b", holding(Tier.GPU, 0)), 0.0)
+    held.report(status("a", holding(Tier.DISK), holding(Tier.HOST, 1, model_id=OTHER)), 0.0)
+    held.report(status("a", generation=2), 0.0)
+    assert held.holders(MODEL) == ["a", "b"]
+    assert held.holders(OTHER) == ["a"]
+    held.report(status("a", holding(Tier.GPU, 2), seq=2, free=7), 1.0)
+    assert held.holders(OTHER) == []
+    assert held.blocks(info("a"), MODEL) == {Tier.GPU: {2}}
+    held.prune((), ORPHAN_S)
+    assert held.holders(MODEL) == ["a"]
+    held.prune((), 2 * ORPHAN_S)
+    assert held.holders(MODEL) == []
+
+
+def test_a_report_that_repeats_the_holdings_still_says_the_rest() -> None:
+    held = Residency()
+    held.report(status("a", holding(Tier.GPU, 0), free=5), 0.0)
+    before = held.blocks(info("a"), MODEL)
+    held.report(status("a", holding(Tier.GPU, 0), seq=2, free=7), 1.0)
+    assert held.blocks(info("a"), MODEL) is before
+    assert held.of(info("a")) == status("a", holding(Tier.GPU, 0), seq=2, free=7)

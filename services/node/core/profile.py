@@ -1,0 +1,170 @@
+"""How fast a node's port, disk and engine are, by what they did.
+
+Nothing is measured for its own sake: transfers and sweeps that happen anyhow are looked at, and
+most of them say only that the node is *at least* so fast. A relay that waits for its source is not
+slow. So a port's rate is the best that was seen lately, and its fixed time per transfer the least;
+a single wild value (a clock that was set) counts in neither.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import combinations
+from statistics import median
+
+from shared.ids import ModelId
+from shared.messages.pool import ModelProfile, Profile
+
+PERIODS = 8
+"""Busy periods that a rate is remembered for."""
+SHORTEST_S = 0.01
+"""A rate over less time is that of a buffer, not of a link."""
+WAITS = 64
+MODELS = 8
+"""Most models that a profile tells of: those that ran last."""
+SAMPLES = 5
+"""Kept of each size of pass, so that many passes of one token do not drive out those of many."""
+
+
+class Throughput:
+    """bytes/s of one direction of a port, or of a disk.
+
+    A busy period is a time in which some transfer was under way. Bytes of the transfers that it
+    saw whole, over the time since it began, are never more than the port can do, and come close to
+    that in a period in which the port was the limit.
+    """
+
+    def __init__(self) -> None:
+        self._best: deque[float] = deque(maxlen=PERIODS)
+        """By period; 0 where it was too short."""
+        self._began = self._ended = float("-inf")
+        self._bytes = 0
+
+    def add(self, began: float, ended: float, nbytes: int) -> None:
+        """A transfer that has ended; times in s, in about the order of their ends."""
+        if ended <= began:
+            return
+        if began >= self._ended:
+            self._began, self._ended, self._bytes = began, ended, 0
+            self._best.append(0.0)
+        self._began, self._ended = min(self._began, began), max(self._ended, ended)
+        self._bytes += nbytes
+        if (seconds := self._ended - self._began) >= SHORTEST_S:
+            self._best[-1] = max(self._best[-1], self._bytes / seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0: not known yet."""
+        rates = sorted(filter(None, self._best), reverse=True)
+        return rates[1] if len(rates) > 2 else max(rates, default=0.0)
+
+
+class Latency:
+    """Seconds from the asking for a block to its first byte, when nothing else is waited for."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=WAITS)
+
+    def add(self, seconds: float) -> None:
+        if seconds > 0:
+            self._waits.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """0: not known yet."""
+        waits = sorted(self._waits)
+        return waits[1] if len(waits) > 2 else min(waits, default=0.0)
+
+
+class EngineTimes:
+    """One model's: the line through (tokens in the pass, seconds of a pass through the whole).
+
+    The line is Theil and Sen's with pairs weighted by their distance (Scholz 1978): a few wild
+    passes (another process on the device, a page fault) leave it where it was.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, deque[tuple[float, float]]] = {}
+        """By the number of binary digits of the tokens."""
+
+    def add(self, tokens: float, seconds: float) -> None:
+        size = int(tokens).bit_length()
+        self._passes.setdefault(size, deque(maxlen=SAMPLES)).append((tokens, seconds))
+
+    def line(self) -> tuple[float, float]:
+        """(seconds of a pass of one token, of each token more); 0: not known yet.
+
+        Passes that all have the same number of tokens cannot tell one from the other: then they
+        are taken for decode steps of that batch.
+        """
+        passes = [each for some in self._passes.values() for each in some]
+        slopes = [
+            ((y2 - y1) / (x2 - x1), abs(x2 - x1))
+            for (x1, y1), (x2, y2) in combinations(passes, 2)
+            if x1 != x2
+        ]
+        slope = max(0.0, _weighted_median(slopes)) if slopes else 0.0
+        one = median(y - slope * (x - 1) for x, y in passes) if passes else 0.0
+        return max(0.0, one), slope
+
+
+class Profiler:
+    """Everything that one node measures. Times in s of any one clock."""
+
+    def __init__(self) -> None:
+        self._in, self._out, self._load = Throughput(), Throughput(), Throughput()
+        self._overhead = Latency()
+        self._engine: dict[ModelId, EngineTimes] = {}
+        """What ran last comes last."""
+
+    def pulled(self, asked: float, first_byte: float, ended: float, nbytes: int) -> None:
+        """A block came from a peer."""
+        self._in.add(first_byte, ended, nbytes)
+        self._overhead.add(first_byte - asked)
+
+    def sent(self, began: float, ended: float, nbytes: int) -> None:
+        """Bytes went to a peer, in one go."""
+        self._out.add(began, ended, nbytes)
+
+    def loaded(self, began: float, ended: float, nbytes: int) -> None:
+        """A block was brought up from the node's own lower tiers."""
+        self._load.add(began, ended, nbytes)
+
+    def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
+        """The engine took `tokens` (their mean over the blocks) through a `share` of the model's
+        blocks, in (0, 1]."""
+        times = self._engine.pop(model, None) or EngineTimes()
+        self._engine[model] = times
+        times.add(tokens, seconds / share)
+        if len(self._engine) > MODELS:
+            del self._engine[next(iter(self._engine))]
+
+    def profile(self) -> Profile:
+        return Profile(
+            out_bytes_per_s=_rounded(self._out.bytes_per_s),
+            in_bytes_per_s=_rounded(self._in.bytes_per_s),
+            overhead_s=_rounded(self._overhead.seconds),
+            load_bytes_per_s=_rounded(self._load.bytes_per_s),
+            models=tuple(self._models()),
+        )
+
+    def _models(self) -> Iterable[ModelProfile]:
+        for model in sorted(self._engine):
+            one, more = self._engine[model].line()
+            yield ModelProfile(
+                model_id=model, prefill_s_per_token=_rounded(more), decode_s=_rounded(one)
+            )
+
+
+def _weighted_median(values: list[tuple[float, float]]) -> float:
+    """Of (value, weight): half of the weight lies on either side."""
+    half, seen = sum(weight for _, weight in values) / 2, 0.0
+    for value, weight in sorted(values):
+        seen += weight
+        if seen >= half:
+            return value
+    raise ValueError("no values")
+
+
+def _rounded(value: float) -> float:
+    """To two significant digits."""
+    return float(f"{value:.2g}")

@@ -1,0 +1,183 @@
+"""Who should receive a model, and who should send it: the policy, as orders over what is known.
+
+Targets, in the order of what counts (the first difference decides):
+
+1. the event's own nodes: an event that asks again gets what it has (for the choice only, not for
+   the order of the answer);
+2. blocks in memory already, then of these on the device, then blocks on disk: what need not move
+   is faster than any link;
+3. an engine for itself: fewer other models that are open on the device. A replica that shares an
+   engine is worth a part of one for as long as it serves, a link costs once;
+4. a complete copy on the same host, where the local link is faster than the port: it takes nothing
+   from the network;
+5. a faster port, by powers of two, since the slowest port sets the multicast's pace;
+6. a port that is not sending to another event;
+7. fewer models asleep in its memory: each will want the engine when it wakes;
+8. a rack that holds a source, then one with fewer targets of other events: less on trunks;
+9. the least free memory that suffices (best fit), so that large holes stay for large models.
+
+Best fit comes last on purpose. Replicas are given back seconds after a spike, so that holes come
+back by themselves, while two models on one engine halve each other; packing tightly first would
+buy memory that nobody waits for with throughput that everybody does. What stays behind for good
+is one sleeping copy a model (the pool's last one).
+
+Then one correction, for failures: if all replicas, those that serve and those chosen, would lie in
+one rack, the last chosen node that holds nothing in memory gives its place to the best node of
+another rack. Two racks are enough, and cost one crossing of a trunk.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.messages.pool import NodeInfo, Source, Tier
+
+MEMORY = (Tier.GPU, Tier.HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that has room, and what counts for or against it. Blocks are the model's."""
+
+    info: NodeInfo
+    free: int
+    """Bytes of its arena."""
+    own: bool = False
+    """The event's already."""
+    in_memory: int = 0
+    on_device: int = 0
+    on_disk: int = 0
+    active: int = 0
+    """Other models open on the device."""
+    asleep: int = 0
+    """Other models in its memory that are not."""
+    beside: bool = False
+    """A node of the same host has a complete copy, and the local link is faster than the port."""
+    rate: float = 0.0
+    """bytes/s of its port; 0: not known."""
+    sending: bool = False
+    """It holds what another event moves."""
+    source_rack: bool = False
+    crowd: int = 0
+    """Targets of other events in its rack."""
+
+
+class _Rank(NamedTuple):
+    fewer_in_memory: int
+    fewer_on_device: int
+    fewer_on_disk: int
+    active: int
+    apart: bool
+    slower: int
+    sending: bool
+    asleep: int
+    far: bool
+    crowd: int
+    free: int
+    node: str
+
+
+def rank(candidate: Candidate) -> _Rank:
+    """Sorts best first."""
+    return _Rank(
+        fewer_in_memory=-candidate.in_memory,
+        fewer_on_device=-candidate.on_device,
+        fewer_on_disk=-candidate.on_disk,
+        active=candidate.active,
+        apart=not candidate.beside,
+        slower=-int(candidate.rate).bit_length(),
+        sending=candidate.sending,
+        asleep=candidate.asleep,
+        far=not candidate.source_rack,
+        crowd=candidate.crowd,
+        free=candidate.free,
+        node=candidate.info.node,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    info: NodeInfo
+    reason: str
+    """Why this one, for people."""
+
+
+def choose(
+    candidates: Iterable[Candidate], count: int, blocks: int, serving_racks: Collection[str]
+) -> tuple[Target, ...]:
+    """Up to `count` targets, best first. `serving_racks`: where the model is open already.
+
+    Time O(n log n) in the candidates.
+    """
+    order = sorted(candidates, key=lambda c: (not c.own, rank(c)))
+    chosen, rest = sorted(order[:count], key=rank), order[count:]
+    racks = {*serving_racks, *(c.info.rack for c in chosen)}
+    if len(racks) != 1 or not (serving_racks or len(chosen) > 1):
+        return tuple(Target(c.info, _reason(c, blocks)) for c in chosen)
+    (rack,) = racks
+    spread = next((c for c in rest if c.info.rack != rack), None)
+    loser = next((c for c in reversed(chosen) if not (c.own or c.in_memory)), None)
+    if spread is not None and loser is not None:
+        chosen = sorted([*(c for c in chosen if c is not loser), spread], key=rank)
+    return tuple(Target(c.info, _reason(c, blocks, rack if c is spread else "")) for c in chosen)
+
+
+def _reason(candidate: Candidate, blocks: int, not_rack: str = "") -> str:
+    """What speaks for the node and against it. `not_rack`: it was taken for lying elsewhere."""
+    c = candidate
+    others = f"beside {c.active} other models" if c.active else "an engine for itself"
+    parts = (
+        f"another rack than {not_rack!r}, which has the rest" if not_rack else "",
+        "the event's already" if c.own else "",
+        f"{c.in_memory} of {blocks} blocks in memory" if c.in_memory else "",
+        f"{c.on_disk} of {blocks} blocks on disk" if c.on_disk else "",
+        others,
+        "a copy on its host" if c.beside else "",
+        "its port is sending to another event" if c.sending else "",
+        f"{c.asleep} other models asleep in its memory" if c.asleep else "",
+        f"a source in rack {c.info.rack!r}" if c.source_rack and c.info.rack else "",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A source, and how busy it is."""
+
+    source: Source
+    running: int = 0
+    """Sequences on its engine, whose activations share its port."""
+    sending: bool = False
+    """It holds what another event moves."""
+    same_rack: bool = False
+    """Some target of the model is in its rack."""
+    rate: float = 0.0
+
+
+class _SenderRank(NamedTuple):
+    disk: bool
+    partial: bool
+    fewer: int
+    sending: bool
+    running: int
+    far: bool
+    slower: int
+    asleep: bool
+    node: str
+
+
+def sender_rank(sender: Sender) -> _SenderRank:
+    """Sorts best first. Host memory sends as fast as the device's, so that of two copies in memory
+    the one with an idle port counts more than the nearer tier."""
+    source = sender.source
+    return _SenderRank(
+        disk=source.tier not in MEMORY,
+        partial=not source.complete,
+        fewer=-len(source.blocks),
+        sending=sender.sending,
+        running=sender.running,
+        far=not sender.same_rack,
+        slower=-int(sender.rate).bit_length(),
+        asleep=source.tier is Tier.HOST,
+        node=source.info.node,
+    )

@@ -1,0 +1,135 @@
+"""What the pool knows that placement goes by, gathered for one question about one model."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from services.registry.core.leases import Leases
+from services.registry.core.placement import MEMORY, Candidate, Sender
+from services.registry.core.reservations import Reservations
+from services.registry.core.residency import Blocks, Residency
+from shared.ids import EventId, ModelId, NodeId
+from shared.messages.pool import ModelRecord, NodeInfo, NodeStatus, Source, Tier
+
+_EMPTY: frozenset[int] = frozenset()
+
+
+class Survey:
+    """Costs O(holders of the model and of the models that other events move); `candidates` one
+    step a node more."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        event: EventId | None,
+        leases: Leases,
+        residency: Residency,
+        reservations: Reservations,
+    ) -> None:
+        """`event`: who asks; its own reservations do not speak against a node."""
+        self.record = record
+        self._event = event
+        self._leases = leases
+        self._residency = residency
+        self._reservations = reservations
+        self._every = frozenset(range(record.n_blocks))
+        others = reservations.others(event)
+        self._crowds = Counter(info.rack for r in others if (info := leases.info(r.node)))
+        moved = {r.model_id for r in others} - {record.model_id}
+        self._sending = {node for model in moved for node in residency.holders(model)
+                         if self._is_copy(node, model)}  # fmt: skip
+        copies = [i for i in self._holders() if _memory(self._blocks(i)) >= self._every]
+        self._racks = {info.rack for info in copies}
+        self._hosts = {info.host for info in copies if info.host}
+
+    # --- targets ---
+
+    def candidates(self, nbytes: int, exclude: Collection[NodeId]) -> Iterator[Candidate]:
+        """Nodes that have reported, have room, and are no other event's.
+
+        A node that has space for the model in its arena needs no more: space is had whole before
+        the first block, and a copy that sleeps in host memory keeps it.
+        """
+        for info in self._leases.standing:
+            held = self._reservations.of(info.node)
+            if info.node in exclude or (held and held.event != self._event):
+                continue
+            status = self._residency.of(info)
+            # The event that has the node may have filled it already.
+            has_space = held is not None or bool(self._blocks(info).keys() & set(MEMORY))
+            if status is not None and (has_space or status.arena_free >= nbytes):
+                yield self._candidate(info, status, held is not None)
+
+    def serving_racks(self) -> set[str]:
+        """Where the model is open on some device."""
+        return {info.rack for info in self._holders() if Tier.GPU in self._blocks(info)}
+
+    def _candidate(self, info: NodeInfo, status: NodeStatus, own: bool) -> Candidate:
+        blocks = self._blocks(info)
+        others = [
+            tiers.keys()
+            for model, tiers in self._residency.models(info).items()
+            if model != self.record.model_id
+        ]
+        rate = _rate(info, status)
+        return Candidate(
+            info=info,
+            free=status.arena_free,
+            own=own,
+            in_memory=len(_memory(blocks) & self._every),
+            on_device=len(blocks.get(Tier.GPU, _EMPTY) & self._every),
+            on_disk=len(blocks.get(Tier.DISK, _EMPTY) & self._every),
+            active=sum(Tier.GPU in tiers for tiers in others),
+            asleep=sum(Tier.HOST in tiers and Tier.GPU not in tiers for tiers in others),
+            beside=info.local_bytes_per_s > rate and info.host in self._hosts,
+            rate=rate,
+            sending=info.node in self._sending,
+            source_rack=info.rack in self._racks,
+            crowd=self._crowds[info.rack],
+        )
+
+    # --- sources ---
+
+    def senders(self) -> Iterator[Sender]:
+        """One a node and tier that has blocks."""
+        targets = {
+            info.rack
+            for held in self._reservations.others(self._event)
+            if held.model_id == self.record.model_id and (info := self._leases.info(held.node))
+        }
+        for info in self._holders():
+            status = self._residency.of(info)
+            for tier, held in self._blocks(info).items():
+                blocks = held & self._every
+                if status is not None and blocks:
+                    complete = len(blocks) == self.record.n_blocks
+                    yield Sender(
+                        Source(info, tier, tuple(sorted(blocks)), complete=complete),
+                        running=status.running,
+                        sending=info.node in self._sending,
+                        same_rack=info.rack in targets,
+                        rate=_rate(info, status),
+                    )
+
+    # --- what is known ---
+
+    def _holders(self) -> Iterator[NodeInfo]:
+        """Nodes that stand and hold something of the model, by name."""
+        return filter(None, map(self._leases.stands, self._residency.holders(self.record.model_id)))
+
+    def _blocks(self, info: NodeInfo) -> Blocks:
+        return self._residency.blocks(info, self.record.model_id)
+
+    def _is_copy(self, node: NodeId, model: ModelId) -> bool:
+        """Blocks in memory, of whatever number: targets of an event send too."""
+        info = self._leases.info(node)
+        return info is not None and bool(_memory(self._residency.blocks(info, model)))
+
+
+def _memory(blocks: Blocks) -> frozenset[int]:
+    return _EMPTY.union(*(blocks.get(tier, _EMPTY) for tier in MEMORY))
+
+
+def _rate(info: NodeInfo, status: NodeStatus) -> float:
+    """bytes/s of the port: as configured, else the most that was seen, else 0."""
+    profile = status.profile
+    return info.link_bytes_per_s or max(profile.in_bytes_per_s, profile.out_bytes_per_s)

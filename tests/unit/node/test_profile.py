@@ -1,0 +1,97 @@
+from services.node.core.profile import (
+    MODELS,
+    SAMPLES,
+    SHORTEST_S,
+    EngineTimes,
+    Profiler,
+    Throughput,
+)
+from shared.ids import ModelId
+from shared.messages.pool import ModelProfile, Profile
+
+MODEL = ModelId("m")
+
+
+def test_nothing_measured_is_nothing_said() -> None:
+    assert Profiler().profile() == Profile()
+
+
+def test_a_profile_of_everything_in_two_digits() -> None:
+    profiler = Profiler()
+    profiler.pulled(0.0, 0.0012345, 1.0012345, 123_456_789)
+    profiler.sent(5.0, 6.0, 98_765_432)
+    profiler.loaded(7.0, 9.0, 222_222_222)
+    profiler.ran(MODEL, 0.5, 1, 0.01)
+    profiler.ran(MODEL, 1.0, 101, 0.03)
+    assert profiler.profile() == Profile(
+        in_bytes_per_s=1.2e8,
+        out_bytes_per_s=9.9e7,
+        overhead_s=0.0012,
+        load_bytes_per_s=1.1e8,
+        models=(ModelProfile(model_id=MODEL, decode_s=0.02, prefill_s_per_token=0.0001),),
+    )
+
+
+def test_noise_is_no_news() -> None:
+    def profile(factor: float) -> Profile:
+        profiler = Profiler()
+        profiler.pulled(0.0, 0.001, 0.001 + factor, 120_000_000)
+        return profiler.profile()
+
+    assert profile(1.001) == profile(0.999)
+
+
+def test_a_relay_that_waits_for_its_source_is_not_slow() -> None:
+    profiler = Profiler()
+    profiler.pulled(0.0, 0.001, 1.001, 100_000_000)
+    profiler.pulled(10.0, 13.0, 23.0, 100_000_000)
+    profile = profiler.profile()
+    assert (profile.in_bytes_per_s, profile.overhead_s) == (1e8, 0.001)
+
+
+def test_blocks_that_share_the_port_count_together() -> None:
+    port = Throughput()
+    port.add(0.0, 1.9, 100)
+    port.add(0.1, 2.0, 100)
+    assert port.bytes_per_s == 100
+
+
+def test_what_is_shorter_than_a_buffer_takes_says_nothing() -> None:
+    port = Throughput()
+    port.add(0.0, SHORTEST_S / 2, 1 << 20)
+    assert port.bytes_per_s == 0
+    port.add(5.0, 5.0, 1 << 20)  # the clock stood, or was set back
+    port.add(6.0, 5.0, 1 << 20)
+    assert port.bytes_per_s == 0
+
+
+def test_a_rate_of_long_ago_is_forgotten() -> None:
+    port = Throughput()
+    for at in range(20):
+        port.add(at, at + 0.5, 500 if at < 2 else 50)
+    assert port.bytes_per_s == 100
+
+
+def test_passes_of_one_size_are_decode_steps() -> None:
+    times = EngineTimes()
+    for seconds in (0.02, 0.03, 0.5):
+        times.add(4, seconds)
+    assert times.line() == (0.03, 0.0)
+
+
+def test_many_small_passes_do_not_drive_out_the_large() -> None:
+    times = EngineTimes()
+    times.add(1001, 1.02)
+    for _ in range(10 * SAMPLES):
+        times.add(1, 0.02)
+    assert times.line() == (0.02, 0.001)
+
+
+def test_models_that_ran_longest_ago_are_left_out() -> None:
+    profiler = Profiler()
+    for number in range(MODELS):
+        profiler.ran(ModelId(f"m{number}"), 1.0, 1, 0.1)
+    profiler.ran(ModelId("m0"), 1.0, 1, 0.1)
+    profiler.ran(ModelId("new"), 1.0, 1, 0.1)
+    told = [each.model_id for each in profiler.profile().models]
+    assert told == ["m0", *(f"m{number}" for number in range(2, MODELS)), "new"]
