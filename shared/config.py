@@ -82,6 +82,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """Assumed where a node does not say; 0: unknown (no predictions)."""
     strategy: str = "binomial"
     """How blocks spread; `lambdascale plan --help` names the others."""
+    serving: str = "pools"
+    """Who serves while blocks spread: pools, pools-only-targets, pipelines, zigzag or none."""
     step_overhead_s: Seconds = 0.001
     """alpha of the cost model: fixed time of one block transfer."""
 

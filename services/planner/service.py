@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from services.planner.context import Context
 from services.planner.core.cluster import Cluster
 from services.planner.core.multicast.strategies import STRATEGIES
+from services.planner.core.serving.strategies import SERVING
 from services.planner.core.strays import Strays
 from services.planner.model import ModelController
 from services.planner.registry import Registry
@@ -60,6 +61,8 @@ class PlannerService(Service):
             raise ConfigError(
                 f"planner.strategy {config.strategy!r}: known are {', '.join(STRATEGIES)}"
             )
+        if config.serving not in SERVING:
+            raise ConfigError(f"planner.serving {config.serving!r}: known are {', '.join(SERVING)}")
         self._bus = bus
         self._config = config
         self._cluster = Cluster()

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from services.planner.context import Context
 from services.planner.core import instances
-from services.planner.core.instances import Limits, Member
+from services.planner.core.instances import Member, Rules
+from services.planner.core.serving.strategies import SERVING
 from shared import subjects, telemetry
 from shared.clock import now, wall_ns
 from shared.ids import EventId, InstanceId, NodeId, new_id
@@ -40,7 +41,9 @@ class Serving:
         self.cause = Cause()
         self._context = context
         self._record = record
-        self._limits = Limits(record.n_blocks, context.config.max_stages, HOP_COST)
+        config = context.config
+        strategy = SERVING[config.serving]
+        self._rules = Rules(record.n_blocks, config.max_stages, HOP_COST, strategy)
         self._on_path = on_path
         self._planned: dict[instances.Stages, float] = {}
         self._outdated = asyncio.Event()
@@ -61,16 +64,16 @@ class Serving:
         return [m for m in self.members.values() if len(m.held) == blocks and not m.draining]
 
     def join(self, info: NodeInfo, held: frozenset[int], cause: Cause) -> None:
-        self._put(
-            Member(
-                node=info.node,
-                address=info.address,
-                slots=info.slots,
-                held=held,
-                event=cause.event,
-                trace=cause.trace,
-            )
+        member = Member(
+            node=info.node,
+            address=info.address,
+            slots=info.slots,
+            held=held,
+            event=cause.event,
+            trace=cause.trace,
         )
+        self._grown_at[info.node] = now()
+        self._change(instances.joined(self.members, member, self._record.n_blocks))
 
     def grow(self, node: NodeId, held: frozenset[int]) -> None:
         """The member holds these blocks too."""
@@ -105,7 +108,7 @@ class Serving:
             return
         self.members = members
         if not instances.loading(members, self._record.n_blocks):
-            self._planned = instances.plan(self.instances, members, self._limits)
+            self._planned = instances.plan(self.instances, members, self._rules)
         elif not self._planning:
             self._planning = True
             self._context.spawn(self._plan(), f"paths of {self._record.name}")
@@ -121,7 +124,7 @@ class Serving:
                 self._outdated.clear()
                 members = self.members
                 planned = await asyncio.to_thread(
-                    instances.plan, self.instances, members, self._limits
+                    instances.plan, self.instances, members, self._rules
                 )
                 if instances.loading(self.members, self._record.n_blocks):
                     self._planned = planned
@@ -152,6 +155,7 @@ class Serving:
                 self._planned,
                 self._record.n_blocks,
                 busy=self.busy,
+                running=self.requests_on,
                 new_id=new_id,
                 event=self.cause.event,
             )

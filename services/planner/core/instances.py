@@ -10,11 +10,12 @@ drains (other paths took over) or moves (its nodes are complete: local execution
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import Path
+from services.planner.core.serving.loading import Loading, ServingStrategy
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
 
@@ -34,13 +35,26 @@ class Member:
     trace: str = ""
     """Of that event."""
     draining: bool = False
+    source: bool = False
+    """It was complete before the loading that goes on, or the last one, began."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Rules:
+    """What plans of a model are made by."""
+
     blocks: int
     max_stages: int
     hop_cost: float
+    strategy: ServingStrategy
+
+
+def joined(members: Mapping[NodeId, Member], member: Member, blocks: int) -> dict[NodeId, Member]:
+    """The members with one more. Complete ones become sources when a loading begins."""
+    if not loading(members, blocks):
+        members = {node: replace(known, source=True) for node, known in members.items()}
+    complete = len(member.held) == blocks
+    return {**members, member.node: replace(member, source=complete)}
 
 
 def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:
@@ -49,7 +63,7 @@ def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:
 
 
 def plan(
-    previous: Iterable[Instance], members: Mapping[NodeId, Member], limits: Limits
+    previous: Iterable[Instance], members: Mapping[NodeId, Member], rules: Rules
 ) -> dict[Stages, float]:
     """Stages that should take new requests -> their capacity, in units of a complete node.
 
@@ -57,19 +71,22 @@ def plan(
     capacities share out what every node can do between the instances that it is a stage of.
     """
     nodes = [m for m in members.values() if not m.draining]
-    if not loading(members, limits.blocks):
-        return {_alone(member, limits.blocks): 1.0 for member in nodes}
+    if not loading(members, rules.blocks):
+        return {_alone(member, rules.blocks): 1.0 for member in nodes}
     index = {member.node: i for i, member in enumerate(nodes)}
-    planned = plan_paths(
-        [member.held for member in nodes],
-        limits.blocks,
-        max_stages=limits.max_stages,
-        hop_cost=limits.hop_cost,
-        previous=[
-            Path(tuple((index[s.node], s.start, s.stop) for s in i.stages), i.capacity)
-            for i in previous
-            if i.state is InstanceState.SERVING and all(s.node in index for s in i.stages)
-        ],
+    planned = rules.strategy(
+        Loading(
+            held=[member.held for member in nodes],
+            blocks=rules.blocks,
+            sources={index[member.node] for member in nodes if member.source},
+            max_stages=rules.max_stages,
+            hop_cost=rules.hop_cost,
+            previous=tuple(
+                Path(tuple((index[s.node], s.start, s.stop) for s in i.stages), i.capacity)
+                for i in previous
+                if i.state is InstanceState.SERVING and all(s.node in index for s in i.stages)
+            ),
+        )
     )
     return {
         tuple(Stage(nodes[i].node, nodes[i].address, start, stop) for i, start, stop in p.stages): (
@@ -86,11 +103,13 @@ def revise(
     blocks: int,
     *,
     busy: Callable[[InstanceId], bool],
+    running: Callable[[InstanceId], int],
     new_id: Callable[[str], str],
     event: EventId | None,
 ) -> tuple[Instance, ...]:
     """The next set. `planned` may be of a while ago; `busy`: whether requests still run on an
-    instance; `new_id` makes the ids of paths, which are said to be of `event`.
+    instance, for all that is known; `running`: how many are known to; `new_id` makes the ids of
+    paths, which are said to be of `event`.
     """
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
     result: dict[Stages, Instance] = {}
@@ -105,7 +124,40 @@ def revise(
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
             result[stages] = _retired(instance, moving=not loading(members, blocks))
-    return tuple(result.values())
+    return _with_room(tuple(result.values()), members, running)
+
+
+def _with_room(
+    candidates: tuple[Instance, ...],
+    members: Mapping[NodeId, Member],
+    running: Callable[[InstanceId], int],
+) -> tuple[Instance, ...]:
+    """Slots of those that serve: what their capacity asks for, less what is taken on the busiest
+    of their nodes by requests beyond the plan: on instances that drain, or that now have fewer
+    slots. Requests that move are left out: they go to the instances that are given slots here.
+    """
+    taken: dict[NodeId, float] = {}
+    for i in candidates:
+        if i.state is not InstanceState.MOVING:
+            planned = i.slots if i.state is InstanceState.SERVING else 0
+            beyond = max(0, running(i.id) - planned) / i.stages[-1].stop
+            for stage in i.stages:
+                taken[stage.node] = taken.get(stage.node, 0.0) + beyond * (stage.stop - stage.start)
+
+    def left(instance: Instance) -> int:
+        shares = (1 - taken[stage.node] / members[stage.node].slots for stage in instance.stages)
+        return max(1, round(instance.slots * min(shares)))
+
+    return tuple(
+        msgspec.structs.replace(i, slots=left(i)) if i.state is InstanceState.SERVING else i
+        for i in candidates
+    )
+
+
+def _slots(member: Member, capacity: float) -> int:
+    """A leader's sequence takes as much of a slot as its stage is of the model: a path may have
+    more of them than its leader has slots."""
+    return max(1, round(capacity * member.slots))
 
 
 def _alone(member: Member, blocks: int) -> Stages:
@@ -131,7 +183,7 @@ def _replica(member: Member, stages: Stages, known: Instance | None, capacity: f
         stages=stages,
         state=InstanceState.DRAINING if member.draining else InstanceState.SERVING,
         capacity=capacity,
-        slots=member.slots,
+        slots=_slots(member, capacity),
         event=known.event if known is not None else member.event,
     )
 
@@ -144,14 +196,12 @@ def _path(
     new_id: Callable[[str], str],
     event: EventId | None,
 ) -> Instance:
-    # A leader runs no more sequences than it has slots, however much the path could carry.
-    slots = min(leader.slots, max(1, round(capacity * leader.slots)))
     return Instance(
         id=known.id if known is not None else InstanceId(new_id("path")),
         stages=stages,
         state=InstanceState.SERVING,
         capacity=capacity,
-        slots=slots,
+        slots=_slots(leader, capacity),
         event=known.event if known is not None else event,
     )
 

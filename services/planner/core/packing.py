@@ -36,7 +36,18 @@ class Packing(Generic[Column]):
         return value - sum(self.prices[node] * load for node, load in loads.items())
 
     def enter(self, column: Column, loads: Mapping[int, float], value: float) -> None:
-        """Uses as much of an improving column as fits, in place of what is worth less."""
+        """Uses as much of an improving column as fits, in place of what is worth less.
+
+        Capacity that is better left unused then (its price would be negative) is.
+        """
+        self._pivot(column, loads, value)
+        for _ in self.prices:
+            least = min(self.prices)
+            if least >= -_ZERO:
+                break
+            self._pivot(None, {self.prices.index(least): 1.0}, 0.0)
+
+    def _pivot(self, column: Column | None, loads: Mapping[int, float], value: float) -> None:
         gain = self.gain(loads, value)
         direction = [sum(row[node] * load for node, load in loads.items()) for row in self._inverse]
         row = self._leaving(direction)

@@ -21,6 +21,9 @@ _TOLERANCE = 0.01
 """Columns that gain less than this are not worth a change."""
 _LEAST = 0.01
 """Paths of less weight are left out."""
+REPLICA_FLOOR = 0.05
+"""What a complete node keeps of itself for requests that it serves alone, so that those it has are
+not cut off."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,16 @@ def plan_paths(
     hop_cost: float = 0.03,
     previous: Iterable[Path] = (),
     keep_gain: float = 0.05,
-    replica_floor: float = 0.05,
+    replica_floor: float = REPLICA_FLOOR,
 ) -> tuple[Path, ...]:
     """Paths of the largest total weight such that no node's load exceeds 1.
 
     A node's load is the sum over paths of weight x (its blocks) / blocks. `held[n]` is what node n
     holds (nothing for a node that is gone). Of a path's unit of capacity `hop_cost` is given up
-    for each hop that it saves. A path of `previous` that can still run goes only if that gains more
-    than `keep_gain`. Every complete node keeps a path of its own, with a weight of at least
-    `replica_floor`, so that what it serves is not cut off. No node stands twice in a path.
-    Deterministic, ordered by stages; () where no path of at most `max_stages` stages exists.
+    for each hop that it saves. A path of `previous` that can still run, on some node that is not
+    complete, goes only if that gains more than `keep_gain`. Every complete node keeps a path of its
+    own, with a weight of at least `replica_floor`. No node stands twice in a path. Deterministic,
+    ordered by stages; () where no path of at most `max_stages` stages exists.
     """
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
@@ -56,7 +59,7 @@ def plan_paths(
         ((node, 0, blocks),) for node, have in enumerate(held) if len(have) == blocks
     ]
     old = [path.stages for path in previous if _runs(path.stages, held, blocks, max_stages)]
-    kept = dict.fromkeys(old + alone)
+    kept = {stages for stages in old if any(len(held[node]) < blocks for node, _, _ in stages)}
     capacities = [1.0] * len(held)
     for ((node, _, _),) in alone:
         capacities[node] -= replica_floor
@@ -65,7 +68,7 @@ def plan_paths(
         return 1 - hop_cost * (len(stages) - 1) + (keep_gain if stages in kept else 0.0)
 
     pricer = Pricer(held, blocks, max_stages=max_stages, hop_cost=hop_cost)
-    weights = _pack(pricer, capacities, tuple(kept), value)
+    weights = _pack(pricer, capacities, tuple(dict.fromkeys(old + alone)), value)
     if replica_floor > 0:
         for stages in alone:
             weights[stages] = weights.get(stages, 0.0) + replica_floor

@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.instances import Limits, Member, loading, plan, revise
+from services.planner.core.instances import Member, Rules, joined, loading, plan, revise
+from services.planner.core.paths import Path
+from services.planner.core.serving.loading import Loading
+from services.planner.core.serving.strategies import SERVING
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
 
 BLOCKS = 4
 SLOTS = 8
-LIMITS = Limits(BLOCKS, max_stages=4, hop_cost=0.02)
+RULES = Rules(BLOCKS, max_stages=4, hop_cost=0.02, strategy=SERVING["pools"])
 EVENT = EventId("ev-1")
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -36,6 +39,7 @@ class Model:
         self.instances: tuple[Instance, ...] = ()
         self.planned: Mapping[tuple[Stage, ...], float] = {}
         self.busy: set[InstanceId] = set()
+        self.running: dict[InstanceId, int] = {}
         self._ids = itertools.count()
 
     def put(self, *members: Member) -> "Model":
@@ -47,7 +51,7 @@ class Model:
         return self
 
     def plan(self) -> "Model":
-        self.planned = plan(self.instances, self.members, LIMITS)
+        self.planned = plan(self.instances, self.members, RULES)
         return self.revise()
 
     def revise(self) -> "Model":
@@ -57,6 +61,7 @@ class Model:
             self.planned,
             BLOCKS,
             busy=self.busy.__contains__,
+            running=lambda instance: self.running.get(instance, 0),
             new_id=lambda kind: f"{kind}-{next(self._ids)}",
             event=EVENT,
         )
@@ -83,12 +88,12 @@ def test_a_member_that_holds_a_part_serves_with_a_complete_one() -> None:
     model = Model().put(full("a"), member("b", 0, 1)).plan()
     (path,) = model.paths
     assert path.stages == (Stage(B, "tcp://b", 0, 2), Stage(A, "tcp://a", 2, BLOCKS))
-    assert path.slots == SLOTS
     (replica,) = [i for i in model.instances if i.is_replica]
     load_of_a = replica.capacity + path.capacity / 2
     assert load_of_a <= 1.0 + 1e-9, "what a node can do is given out once"
     assert replica.capacity > 0
-    assert replica.slots == SLOTS
+    assert replica.slots + path.slots / 2 <= SLOTS + 1
+    assert path.slots > SLOTS, "half a slot on each node"
 
 
 def test_nothing_serves_until_all_blocks_are_held() -> None:
@@ -157,13 +162,77 @@ def test_a_plan_of_a_while_ago_opens_no_path_that_cannot_run() -> None:
     assert gone.revise().paths == []
 
 
-@pytest.mark.parametrize("capacity", [0.01, 0.5, 3.0])
-def test_a_paths_slots_are_its_share_of_its_leaders(capacity: float) -> None:
+HALVES = (Stage(B, "tcp://b", 0, 2), Stage(A, "tcp://a", 2, BLOCKS))
+
+
+@pytest.mark.parametrize(("capacity", "slots"), [(0.01, 1), (0.5, 4), (2.0, 16)])
+def test_a_paths_slots_are_its_capacity(capacity: float, slots: int) -> None:
     model = Model().put(full("a"), member("b", 0, 1))
-    stages = (Stage(B, "tcp://b", 0, 2), Stage(A, "tcp://a", 2, BLOCKS))
-    model.planned = {stages: capacity}
+    model.planned = {HALVES: capacity}
     (path,) = model.revise().paths
-    assert path.slots == min(SLOTS, max(1, round(capacity * SLOTS)))
+    assert path.slots == slots
+
+
+def test_what_drains_keeps_its_share_of_slots_until_its_requests_end() -> None:
+    model = Model().put(full("a"), member("b", 0, 1))
+    model.planned = {HALVES: 2.0}
+    (old,) = model.revise().paths
+    model.busy, model.running = {old.id}, {old.id: 8}
+    model.put(member("b", 0, 1, 2))
+    new = (Stage(B, "tcp://b", 0, 3), Stage(A, "tcp://a", 3, BLOCKS))
+    model.planned = {new: 1.0}
+    slots = {i.stages: i.slots for i in model.revise().instances}
+    assert slots[new] == SLOTS / 2, "eight halves are half of what b and a can do"
+    assert slots[(Stage(A, "tcp://a", 0, BLOCKS),)] == SLOTS / 2
+    model.running = {old.id: 4}
+    slots = {i.stages: i.slots for i in model.revise().instances}
+    assert slots[new] == SLOTS * 3 / 4
+
+
+def test_a_replica_that_is_to_serve_less_leaves_room_to_paths_as_its_requests_end() -> None:
+    model = Model().put(full("a"), member("b", 0, 1))
+    (replica,) = model.plan().revise().instances[:1]
+    alone = (Stage(A, "tcp://a", 0, BLOCKS),)
+    model.planned = {alone: 0.5, HALVES: 1.0}
+    model.running = {replica.id: SLOTS}
+    slots = {i.stages: i.slots for i in model.revise().instances}
+    assert slots[HALVES] == SLOTS / 2
+    model.running = {replica.id: SLOTS // 2}
+    slots = {i.stages: i.slots for i in model.revise().instances}
+    assert slots == {alone: SLOTS // 2, HALVES: SLOTS}
+
+
+def test_requests_that_move_find_the_slots_of_the_replicas_they_move_to() -> None:
+    model = Model().put(full("a"), member("b", 0, 1)).plan()
+    (path,) = model.paths
+    model.busy, model.running = {path.id}, {path.id: 2 * SLOTS}
+    model.put(full("b")).plan()
+    assert [i.slots for i in model.instances if i.is_replica] == [SLOTS, SLOTS]
+
+
+def test_complete_members_become_sources_when_a_loading_begins() -> None:
+    members = joined({}, full("a"), BLOCKS)
+    members = joined(members, member("b", 0), BLOCKS)
+    members = joined(members, member("c"), BLOCKS)
+    members[B] = full("b")
+    assert {m.node for m in members.values() if m.source} == {A}
+    members[C] = full("c")
+    members = joined(members, member("d"), BLOCKS)
+    assert {m.node for m in members.values() if m.source} == {A, B, C}
+
+
+def test_the_strategy_is_told_who_the_sources_are() -> None:
+    seen: list[Loading] = []
+
+    def spy(asked: Loading) -> tuple[Path, ...]:
+        seen.append(asked)
+        return ()
+
+    members = joined(joined({}, full("a"), BLOCKS), member("b", 0, 1), BLOCKS)
+    assert plan((), members, Rules(BLOCKS, max_stages=3, hop_cost=0.1, strategy=spy)) == {}
+    (asked,) = seen
+    assert (asked.sources, asked.max_stages, asked.hop_cost) == ({0}, 3, 0.1)
+    assert asked.held == [frozenset(range(BLOCKS)), frozenset({0, 1})]
 
 
 steps = st.lists(
@@ -213,7 +282,7 @@ def check(model: Model) -> None:
         assert [stage.start for stage in instance.stages] == ends[:-1]
         assert ends[-1] == BLOCKS
         assert instance.capacity > 0
-        assert 1 <= instance.slots <= SLOTS
+        assert instance.slots >= 1
         for stage in instance.stages:
             holder = model.members[stage.node]
             assert holder.held >= set(range(stage.start, stage.stop))

@@ -53,7 +53,7 @@ async def test_load_makes_replicas_and_paths_serve_while_they_load(cluster: Clus
     assert [s.start for s in path.stages] == [0, *(s.stop for s in path.stages[:-1])]
     assert path.stages[-1].stop == BLOCKS
     assert path.event == event.id
-    assert 1 <= path.slots <= SLOTS
+    assert path.slots >= 1
     assert {s.node for s in path.stages} & {"n1", "n2"}
     await cluster.until_event(EventState.SERVING)
     cluster.world.open_to(1000)

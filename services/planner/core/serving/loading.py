@@ -1,0 +1,50 @@
+"""What a serving strategy is asked: who serves what while the model's weights spread."""
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from services.planner.core.paths import REPLICA_FLOOR, Path, loads
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    held: Sequence[AbstractSet[int]]
+    """The blocks that each node holds now."""
+    blocks: int
+    sources: AbstractSet[int]
+    """Nodes that were complete before the loading began."""
+    max_stages: int
+    hop_cost: float
+    """Share of a pass through the model that one more stage costs."""
+    previous: tuple[Path, ...] = ()
+    """Paths that serve now."""
+
+    @property
+    def replicas(self) -> list[int]:
+        """Complete nodes."""
+        return [node for node, have in enumerate(self.held) if len(have) == self.blocks]
+
+
+ServingStrategy = Callable[[Loading], tuple[Path, ...]]
+"""The paths that take new requests, and how much each: no node's load exceeds 1, no node stands
+twice in a path, every complete node has a path of its own. Deterministic, ordered by stages."""
+
+
+def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Paths of several stages, and each complete node alone with what they leave of it.
+
+    That is `REPLICA_FLOOR` at least: a path that would leave less is given less.
+    """
+    spare = dict.fromkeys(loading.replicas, 1.0)
+    chosen: list[Path] = []
+    for path in paths:
+        load = loads(path.stages, loading.blocks)
+        limits = [(spare[node] - REPLICA_FLOOR) / load[node] for node in load if node in spare]
+        weight = min([path.weight, *limits])
+        if weight > 0:
+            chosen.append(Path(path.stages, weight))
+            for node in load.keys() & spare.keys():
+                spare[node] -= weight * load[node]
+    alone = [Path(((node, 0, loading.blocks),), left) for node, left in spare.items()]
+    return tuple(sorted(chosen + alone, key=lambda path: path.stages))

@@ -1,0 +1,67 @@
+"""λScale's execution pipelines (Algorithm 2): fixed groups of destinations, one path each."""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from services.planner.core.multicast.groups import fixed_pipelines
+from services.planner.core.paths import Path, run_end
+from services.planner.core.pricing import Stages
+from services.planner.core.serving.loading import Loading, beside_replicas
+
+_WIDTH = 256
+"""Most sets of nodes that the search for a pipeline's path goes on with after each stage, the
+furthest first: all of them where a pipeline has up to ten nodes and four stages."""
+
+
+def pipelines(loading: Loading) -> tuple[Path, ...]:
+    """A pipeline serves once its members hold all blocks between them, each a contiguous run of
+    them, until it is complete; complete nodes, sources too, serve alone.
+
+    Without sources among the nodes (they are in host memory or on disk) the destinations make one
+    pipeline.
+    """
+    found: list[Path] = []
+    for members in _groups(loading):
+        held = {node: loading.held[node] for node in members}
+        if any(len(have) < loading.blocks for have in held.values()):
+            stages = fastest(held, loading.blocks, loading.max_stages)
+            if stages is not None and len(stages) > 1:
+                longest = max(stop - start for _, start, stop in stages)
+                found.append(Path(stages, loading.blocks / longest))
+    return beside_replicas(loading, found)
+
+
+def _groups(loading: Loading) -> Sequence[Sequence[int]]:
+    nodes = len(loading.held)
+    if loading.sources:
+        return fixed_pipelines(nodes, loading.blocks, sorted(loading.sources))
+    return [range(nodes)]
+
+
+def fastest(held: Mapping[int, AbstractSet[int]], blocks: int, max_stages: int) -> Stages | None:
+    """The path over these nodes whose longest stage is shortest, and of those with the fewest
+    stages; None if there is none."""
+    for longest in range(-(-blocks // max(1, min(len(held), max_stages))), blocks + 1):
+        # Of the paths over the same nodes the one that reaches furthest is as good as any.
+        reach: dict[frozenset[int], Stages] = {frozenset(): ()}
+        for _ in range(min(len(held), max_stages)):
+            reach = _one_more(reach, held, longest)
+            done = [stages for stages in reach.values() if stages[-1][2] == blocks]
+            if done:
+                return min(done)
+    return None
+
+
+def _one_more(
+    reach: Mapping[frozenset[int], Stages], held: Mapping[int, AbstractSet[int]], longest: int
+) -> dict[frozenset[int], Stages]:
+    further: dict[frozenset[int], Stages] = {}
+    for used, stages in reach.items():
+        start = stages[-1][2] if stages else 0
+        for node, have in held.items():
+            stop = min(run_end(have, start), start + longest)
+            known = further.get(used | {node})
+            if node not in used and stop > start and (known is None or known[-1][2] < stop):
+                further[used | {node}] = (*stages, (node, start, stop))
+    furthest = sorted(further.items(), key=lambda item: -item[1][-1][2])
+    return dict(furthest[:_WIDTH])

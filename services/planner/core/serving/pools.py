@@ -1,0 +1,44 @@
+"""Pools of holders: any node may run any block that it holds (see `paths`)."""
+
+from dataclasses import replace
+
+from services.planner.core.paths import Path, plan_paths
+from services.planner.core.serving.loading import Loading, beside_replicas
+
+_WORTH = 0.25
+"""What paths must add to the capacity of complete nodes for those to serve over paths as much as
+they can: about what a hop adds to the time of a decode step."""
+
+
+def pools(loading: Loading) -> tuple[Path, ...]:
+    """Complete nodes, busy sources too, are stages like any other."""
+    return beside_replicas(loading, _paths(loading))
+
+
+def pools_of_targets(loading: Loading) -> tuple[Path, ...]:
+    """Destinations only are stages; sources send, and serve alone (λScale)."""
+    held = [
+        frozenset[int]() if node in loading.sources else have
+        for node, have in enumerate(loading.held)
+    ]
+    return beside_replicas(loading, _paths(replace(loading, held=held)))
+
+
+def _paths(loading: Loading) -> list[Path]:
+    """Paths of several stages.
+
+    The most capacity may take all of the complete nodes for paths, even where that gains little
+    and makes every request slower. So they get as much of it as the paths' gain is of `_WORTH`:
+    paths open with the first block that helps, and grow with the gain.
+    """
+    planned = plan_paths(
+        loading.held,
+        loading.blocks,
+        max_stages=loading.max_stages,
+        hop_cost=loading.hop_cost,
+        previous=loading.previous,
+    )
+    replicas = len(loading.replicas)
+    gain = sum(path.weight for path in planned) - replicas
+    share = max(0.0, min(1.0, gain / (_WORTH * replicas))) if replicas else 1.0
+    return [Path(path.stages, path.weight * share) for path in planned if len(path.stages) > 1]

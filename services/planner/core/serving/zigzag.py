@@ -1,0 +1,42 @@
+"""Live scaling (BlitzScale, section 5.2): a target runs the layers it has, a source the rest.
+
+`services.planner.core.zigzag` has the rule for a batch; with requests that are routed one by one
+its effect is a path of two stages for each target, over a complete node. Made for chains, where a
+target loads from the first block on.
+"""
+
+from collections.abc import Mapping
+
+from services.planner.core.paths import Path, run_end
+from services.planner.core.serving.loading import Loading, beside_replicas
+
+
+def live_scaling(loading: Loading) -> tuple[Path, ...]:
+    """Of each target the path (blocks up to the first that it lacks | a complete node), with as
+    much as both can run; a complete node shares itself out evenly between its targets."""
+    if loading.max_stages < 2:
+        return beside_replicas(loading, ())
+    blocks = loading.blocks
+    partners = _partners(loading)
+    found: list[Path] = []
+    for target, source in partners.items():
+        first = run_end(loading.held[target], 0)
+        targets = sum(other == source for other in partners.values())
+        weight = min(blocks / first, blocks / (blocks - first) / targets)
+        found.append(Path(((target, 0, first), (source, first, blocks)), weight))
+    return beside_replicas(loading, found)
+
+
+def _partners(loading: Loading) -> Mapping[int, int]:
+    """Target -> the complete node that it had, or the one with the fewest targets."""
+    replicas = loading.replicas
+    targets = [
+        node for node, have in enumerate(loading.held) if 0 in have and len(have) < loading.blocks
+    ]
+    had = {path.stages[0][0]: path.stages[1][0] for path in loading.previous if path.stages[1:]}
+    partners = {target: had[target] for target in targets if had.get(target) in replicas}
+    for target in targets:
+        if target not in partners and replicas:
+            taken = list(partners.values())
+            partners[target] = min(replicas, key=taken.count)
+    return partners
