@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from itertools import count
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_going_round_in_circles_names_who_does(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loop_module, "STALL_TURNS", 100)
 
     async def spin() -> None:
-        while True:
+        for _ in count():
             await asyncio.sleep(0)
 
     async def main() -> None:
@@ -104,7 +105,7 @@ def test_time_has_a_limit_and_what_it_interrupts_cleans_up() -> None:
 
     async def main() -> None:
         try:
-            while True:
+            for _ in count():
                 await asyncio.sleep(3)
         finally:
             await asyncio.sleep(20)
