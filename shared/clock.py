@@ -5,6 +5,10 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+
+wall_source: Callable[[], int] = time.time_ns
+"""Replaced where time is virtual (`simulation/loop.py`)."""
 
 
 def now() -> float:
@@ -14,4 +18,4 @@ def now() -> float:
 
 def wall_ns() -> int:
     """Nanoseconds since the epoch, comparable between the processes of a cluster."""
-    return time.time_ns()
+    return wall_source()

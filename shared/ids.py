@@ -2,6 +2,8 @@
 
 import re
 import secrets
+from collections.abc import Callable
+from functools import partial
 from typing import NewType
 
 from shared.errors import BadInput
@@ -19,13 +21,16 @@ InstanceId = NewType("InstanceId", str)
 EventId = NewType("EventId", str)
 RequestId = NewType("RequestId", str)
 
+id_source: Callable[[], str] = partial(secrets.token_hex, 5)
+"""Ten hex digits, never the same twice; replaced where runs are reproducible."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,126}")
 
 
 def new_id(prefix: str) -> str:
     """A fresh id such as `ev-3f9a0c12ab`; unique enough for the life of a cluster."""
-    return f"{prefix}-{secrets.token_hex(5)}"
+    return f"{prefix}-{id_source()}"
 
 
 def check_name(kind: str, value: str) -> str:

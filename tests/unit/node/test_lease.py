@@ -14,7 +14,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.errors import BusTimeout, Conflict
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeInfo
-from tests.support.virtual_time import run
+from simulation.loop import run
 
 NODE = NodeId("n0")
 LEASE_S = 2

@@ -16,7 +16,7 @@ from shared.clock import now
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import BlockSpec, Manifest
 from shared.messages.scaling import Pull
-from tests.support import virtual_time
+from simulation.loop import run
 
 MODEL = ModelId("m")
 RATE = 100_000_000
@@ -79,12 +79,12 @@ async def carry_out(schedule: Schedule) -> float:
 def test_the_binomial_pipeline_takes_its_steps(nodes: int, sources: int) -> None:
     schedule = STRATEGIES["binomial"](nodes, 16, range(sources))
     step = BLOCK / RATE
-    took = virtual_time.run(carry_out(schedule))
+    took = run(carry_out(schedule))
     assert took <= 1.05 * lower_bound(nodes, 16, sources) * step
 
 
 def test_a_chain_relays_by_chunks_not_by_blocks() -> None:
     """A relay forwards while it receives: seven hops cost less than one step of a block."""
     schedule = STRATEGIES["chain"](8, 4, [0])
-    took = virtual_time.run(carry_out(schedule))
+    took = run(carry_out(schedule))
     assert took <= (4 + 6 * CHUNK / BLOCK + 0.5) * BLOCK / RATE

@@ -17,7 +17,7 @@ from services.node.transport.pacing import (
     Port,
 )
 from shared.clock import now
-from tests.support import virtual_time
+from simulation.loop import run
 
 RATE = 100_000_000
 Log = list[tuple[float, str, int]]
@@ -43,7 +43,7 @@ def test_the_rate_is_exact_though_timers_are_late(rate: int, late_s: float) -> N
         await asyncio.gather(*(transfer(port, f"{i}", rate // 4, 1, log) for i in range(4)))
         return log[-1][0]
 
-    assert virtual_time.run(main(), late_s=late_s) == pytest.approx(1.0, rel=0.01)
+    assert run(main(), late_s=late_s) == pytest.approx(1.0, rel=0.01)
 
 
 def test_one_transfer_alone_has_the_whole_rate() -> None:
@@ -52,7 +52,7 @@ def test_one_transfer_alone_has_the_whole_rate() -> None:
         await transfer(port, "a", RATE, 1, log)
         return log[-1][0]
 
-    assert virtual_time.run(main(), late_s=0.001) == pytest.approx(1.0, rel=0.01)
+    assert run(main(), late_s=0.001) == pytest.approx(1.0, rel=0.01)
 
 
 def test_an_idle_port_saves_nothing_up() -> None:
@@ -63,7 +63,7 @@ def test_an_idle_port_saves_nothing_up() -> None:
         await transfer(port, "b", 3 * MIN_GRANT, 1, log)
         return log
 
-    log = virtual_time.run(main())
+    log = run(main())
     assert [round((when - 5) * RATE / MIN_GRANT) for when, _, _ in log[1:]] == [0, 1, 2]
 
 
@@ -78,7 +78,7 @@ def test_the_most_urgent_first_and_whole_transfers_in_order() -> None:
         )
         return log
 
-    names = [name for _, name, _ in virtual_time.run(main())]
+    names = [name for _, name, _ in run(main())]
     # `late` asked when nobody else was there, and had one grant.
     assert names == ["late", *["urgent"] * 3, *["first"] * 3, *["second"] * 3, *["late"] * 2]
 
@@ -93,7 +93,7 @@ def test_a_lane_has_one_grant_at_a_time() -> None:
             assert [name for _, name, _ in log] == ["other"]
         await same
 
-    virtual_time.run(main())
+    run(main())
 
 
 def test_messages_are_accounted() -> None:
@@ -103,7 +103,7 @@ def test_messages_are_accounted() -> None:
         await transfer(port, "a", MIN_GRANT, 1, log)
         return log[0][0]
 
-    assert virtual_time.run(main()) == pytest.approx(0.5)
+    assert run(main()) == pytest.approx(0.5)
 
 
 def test_unpaced_one_transfer_at_a_time_unless_it_is_stuck() -> None:
@@ -122,7 +122,7 @@ def test_unpaced_one_transfer_at_a_time_unless_it_is_stuck() -> None:
         await transfer(port, "more", 10 * MIN_GRANT, 1, log)
         assert now() == started
 
-    virtual_time.run(main())
+    run(main())
 
 
 def test_not_exclusive_and_unpaced_never_waits() -> None:
@@ -131,7 +131,7 @@ def test_not_exclusive_and_unpaced_never_waits() -> None:
         async with port.grant("a", port.arrive(1), 1 << 30), port.grant("b", port.arrive(2), 1):
             assert now() == 0
 
-    virtual_time.run(main())
+    run(main())
 
 
 def test_grants_grow_with_the_rate() -> None:
@@ -152,7 +152,7 @@ def test_a_cancelled_wait_costs_nothing() -> None:
         await transfer(port, "after", RATE // 10, 1, log)
         return now() - started
 
-    assert virtual_time.run(main()) == pytest.approx(0.1, rel=0.02)
+    assert run(main()) == pytest.approx(0.1, rel=0.02)
 
 
 def test_cancelled_at_the_moment_of_its_grant() -> None:
@@ -166,7 +166,7 @@ def test_cancelled_at_the_moment_of_its_grant() -> None:
         await asyncio.wait([waiting])
         await transfer(port, "next", 1, 1, log, lane="lane")
 
-    virtual_time.run(main())
+    run(main())
 
 
 @given(
@@ -199,7 +199,7 @@ def test_never_faster_than_the_rate(
         await asyncio.gather(*(one(index, *each) for index, each in enumerate(plan)))
         return log
 
-    log = virtual_time.run(main(), late_s=late_s)
+    log = run(main(), late_s=late_s)
     allowance = 2 * MIN_GRANT + (LATENESS_S + QUIET_S) * RATE
     for start, (begin, _, _) in enumerate(log):
         moved = 0

@@ -1,0 +1,195 @@
+"""Virtual time: an event loop whose clock jumps to the next timer when nobody has work to do.
+
+Nothing here is concurrent and nothing does I/O: sockets are refused, what is meant for a thread
+(`asyncio.to_thread`) runs at once, in the loop. Timers fire in the order of their times, equal
+ones in the order in which they were set, and only when everything that was ready before has run.
+Work that draws its clocks and ids from `shared` does the same thing in every run of a seed.
+"""
+
+import asyncio
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
+
+from shared import clock, ids
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+EPOCH_NS = 1_700_000_000 * 10**9
+"""Wall clock at virtual time 0."""
+STALL_TURNS = 1_000_000
+"""Turns of the loop at one moment after which it is taken to go round in circles."""
+_WATCHED_TURNS = 1_000
+"""So many more are watched, to name who keeps it going."""
+_NAMED = 8
+"""Tasks that an error names."""
+
+
+class Stalled(RuntimeError):
+    """Virtual time cannot go on, or went further than it was allowed to."""
+
+
+class _Timer(asyncio.TimerHandle):
+    __slots__ = ()
+    _scheduled: bool
+    """Is it among the loop's timers?"""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Relies on three of its base's internals: `_ready`, `_run_once` and `_stopping`."""
+
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
+
+    def __init__(self, *, late_s: float = 0.0, limit_s: float = math.inf) -> None:
+        """`late_s`: by how much timers fire late. `limit_s`: Stalled if time would go beyond."""
+        super().__init__()
+        self._now = 0.0
+        self._late_s = late_s
+        self._limit_s = limit_s
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._set = 0
+        self._cancelled = 0
+        self._turns = 0
+        """Since time went on."""
+        self._busy: Counter[str] = Counter()
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self, context)
+        timer._scheduled = True
+        self._set += 1
+        heapq.heappush(self._timers, (when, self._set, timer))
+        return timer
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Runs the function now; takes no virtual time."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # whatever it is, it is the caller's
+            done.set_exception(error)
+        return done
+
+    def _run_once(self) -> None:
+        ready = self._ready
+        if not ready and not self._stopping:
+            self._jump()
+        self._turns += 1
+        if self._turns > STALL_TURNS:
+            self._watch()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _jump(self) -> None:
+        """To the next timer; what is due then becomes ready."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            self._drop(heapq.heappop(timers)[2])
+        if not timers:
+            raise Stalled(f"everything waits for ever, no timer is set: {self._waiting()}")
+        when = timers[0][0]
+        if when > self._now:
+            if when > self._limit_s:
+                self._limit_s = math.inf  # what it interrupts may clean up
+                raise Stalled(f"virtual time would pass its limit, {self._now} s so far")
+            self._now = when + self._late_s
+            self._turns = 0
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
+            if timer._cancelled:
+                self._drop(timer)
+            else:
+                timer._scheduled = False
+                self._ready.append(timer)
+
+    def _drop(self, timer: _Timer) -> None:
+        timer._scheduled = False
+        self._cancelled -= 1
+
+    def _timer_handle_cancelled(self, timer: _Timer) -> None:
+        if not timer._scheduled:
+            return
+        self._cancelled += 1
+        if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
+            for entry in self._timers:
+                if entry[2]._cancelled:
+                    entry[2]._scheduled = False
+            self._timers = [entry for entry in self._timers if not entry[2]._cancelled]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _watch(self) -> None:
+        self._busy.update(_name(handle) for handle in self._ready)
+        if self._turns > STALL_TURNS + _WATCHED_TURNS:
+            busiest = ", ".join(f"{name} ({n})" for name, n in self._busy.most_common(_NAMED))
+            self._turns = 0
+            self._busy.clear()
+            raise Stalled(f"time stands still at {self._now} s; what runs on and on: {busiest}")
+
+    def _waiting(self) -> str:
+        names = sorted(task.get_name() for task in asyncio.all_tasks(self))
+        more = len(names) - _NAMED
+        return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+    def _write_to_self(self) -> None:
+        """Wakes a loop that sleeps in the kernel; this one never does."""
+
+    def _process_events(self, event_list: object) -> None:
+        raise NotImplementedError("no I/O in virtual time")
+
+
+def _name(handle: asyncio.Handle) -> str:
+    """Of the task that the handle is a step of, or of its function."""
+    callback: Any = handle._callback  # type: ignore[attr-defined]
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, asyncio.Task):
+        return owner.get_name()
+    return getattr(callback, "__qualname__", repr(callback))
+
+
+@contextmanager
+def reproducible(loop: VirtualLoop, seed: int) -> Iterator[None]:
+    """Wall clock, ids and `random` follow from the loop's time and the seed, until the end."""
+    draw = random.Random(seed)
+    before = clock.wall_source, ids.id_source, random.getstate()
+    clock.wall_source = lambda: EPOCH_NS + round(loop.time() * 1e9)
+    ids.id_source = lambda: f"{draw.getrandbits(40):010x}"
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        clock.wall_source, ids.id_source = before[:2]
+        random.setstate(before[2])
+
+
+def run(
+    work: Coroutine[Any, Any, T],
+    *,
+    seed: int = 0,
+    late_s: float = 0.0,
+    limit_s: float = math.inf,
+) -> T:
+    """Runs `work` to its end in virtual time, reproducibly by `seed`."""
+    loop = VirtualLoop(late_s=late_s, limit_s=limit_s)
+    with reproducible(loop, seed), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(work)
