@@ -39,7 +39,7 @@ class System:
 _ALL = (
     System(
         "lambdascale",
-        "auto",
+        "binomial",
         "pools",
         Cache.NONE,
         "this project: the planner's choice of multicast, paths over all holders while loading",

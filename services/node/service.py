@@ -25,6 +25,7 @@ from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok
 from shared.messages.load import NodeLoad
 from shared.messages.pool import (
+    Holding,
     ModelAdded,
     ModelRemoved,
     Models,
@@ -331,6 +332,10 @@ class NodeService(Service):
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 
+    def holdings(self) -> tuple[Holding, ...]:
+        """What it holds now, in every tier."""
+        return (*self._hosting.holdings(), *self._library.holdings())
+
     def _status(self) -> NodeStatus:
         self._status_seq += 1
         return NodeStatus(
@@ -338,7 +343,7 @@ class NodeService(Service):
             generation=self.info.generation,
             seq=self._status_seq,
             arena_free=self._hosting.arena_free,
-            holdings=(*self._hosting.holdings(), *self._library.holdings()),
+            holdings=self.holdings(),
             running=self._worker.load().running,
             profile=self._profiler.profile(),
         )
