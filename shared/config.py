@@ -69,6 +69,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     tick_s: Positive = 0.1
     queue_per_instance: Positive = 0.25
     """Queued work that is worth one more instance, in units of what an instance takes at once."""
+    prefill_wait_s: Positive = 0.5
+    """Prompts that wait for their prefill are worth one more instance when an instance would take
+    longer than this for them, as fast as nodes have measured themselves to be."""
     idle_s: Seconds = 2.0
     """An instance more than the load needs for this long is given back."""
     scale_up_hold_s: Seconds = 0.2

@@ -31,7 +31,12 @@ from shared.config import TelemetryConfig
 from shared.errors import ConfigError
 
 Attribute = str | int | float | bool
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
 

@@ -25,4 +25,14 @@ class ModelledDataPlane:
     async def drop(self, model): await self._mover.drop(model)
     async def connect(self, address): await self._t.connect(address)
     def send(self, address, header, payload):
-        asyncio.get_running_loop().create_task(self._t.send(address, header, payload))
+        try:
+            peer = self._t._link(address)
+        except Exception:
+            return
+        body = memoryview(bytearray(header))
+        rest = memoryview(payload[0]) if payload else memoryview(b"")
+        asyncio.get_running_loop().call_later(0.001, self._go, peer, body, rest)
+
+    def _go(self, peer, body, rest):
+        if peer._open:
+            peer._on_message(self.address, body, rest)

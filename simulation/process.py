@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from shared import telemetry
+from shared.config import TelemetryConfig
 from shared.errors import BadInput, ConfigError
 from simulation.run import run_system
 from simulation.setting import Setting
@@ -27,6 +29,7 @@ def main(system: str, setting: Path, result: Path) -> int:
             told_at = time.monotonic()
             print(virtual_s, flush=True)
 
+    telemetry.configure("simulation", TelemetryConfig(log_level="error"))
     try:
         run = run_system(
             system, msgspec.msgpack.decode(setting.read_bytes(), type=Setting), progress

@@ -173,14 +173,16 @@ class ModelController:
             self._shrink()
 
     def _policy(self) -> Policy:
-        nodes = self._context.cluster.nodes.values()
-        config = self._context.config
+        cluster, config = self._context.cluster, self._context.config
+        nodes = cluster.nodes.values()
         return Policy(
             min_instances=self.record.min_instances,
             max_instances=min(self.record.max_instances or len(nodes), len(nodes)),
             slots=max((info.slots for info in nodes), default=1),
             kv_tokens=max((info.kv_tokens for info in nodes), default=1),
             queue_per_instance=config.queue_per_instance,
+            prefill_wait_s=config.prefill_wait_s,
+            prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),
             scale_up_hold_s=config.scale_up_hold_s,
             idle_s=config.idle_s,
             fixed=self.fixed,

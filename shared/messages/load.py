@@ -14,6 +14,8 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int
     running_requests: int
     running_tokens: int
+    prompt_tokens: int = 0
+    """Of requests, queued or running, that have no token yet from where they are now."""
     instance_requests: dict[InstanceId, int]
     """Requests in flight on each instance, from this gateway."""
 

@@ -8,6 +8,7 @@ come free, requests on moving instances get it first, then the queue.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from services.gateway.core import routing, streams
 from services.gateway.core.commands import (
@@ -181,12 +182,22 @@ class Model:
 
     def load(self) -> ModelLoad:
         routes = self.table.routes
+        submitted = (
+            request
+            for route in routes.values()
+            for request in route.requests.values()
+            if request.state is State.SUBMITTED
+        )
         return ModelLoad(
             model=self.name,
             queued_requests=len(self.queue),
             queued_tokens=sum(request.work for request in self.queue),
             running_requests=sum(len(route.requests) for route in routes.values()),
             running_tokens=sum(route.tokens for route in routes.values()),
+            prompt_tokens=sum(
+                len(request.prompt) + len(request.tokens)
+                for request in chain(self.queue, submitted)
+            ),
             instance_requests={key: len(route.requests) for key, route in routes.items()},
         )
 

@@ -113,6 +113,7 @@ class Cluster:
             queued_tokens=sum(load.queued_tokens for load in loads),
             running_requests=sum(load.running_requests for load in loads),
             running_tokens=sum(load.running_tokens for load in loads),
+            prompt_tokens=sum(load.prompt_tokens for load in loads),
         )
 
     def requests_on(self, model: ModelName, instance: InstanceId) -> int:

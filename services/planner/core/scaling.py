@@ -1,8 +1,8 @@
 """How many replicas a model needs, from its load; pure, one call a tick.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
-sequences and by KV tokens, whichever is more. More is asked for only when work waits, and what is
-already on its way counts, so a burst is answered once. Less is asked for after an idle time, one
+sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is asked
+for only when work waits, and what is already on its way counts, so a burst is answered once. Less is asked for after an idle time, one
 replica at a time: scaling back up is cheap here (BlitzScale, section 5.4).
 """
 
@@ -18,6 +18,8 @@ class Demand:
     queued_tokens: int
     running_requests: int
     running_tokens: int
+    prompt_tokens: int = 0
+    """Still to prefill, of requests that wait for their first token, wherever they are."""
 
     @property
     def idle(self) -> bool:
@@ -34,8 +36,12 @@ class Policy:
     kv_tokens: int
     """KV positions that one replica holds."""
     queue_per_instance: float
+    prefill_wait_s: float
+    """Prefill that may wait for one replica."""
     scale_up_hold_s: float
     idle_s: float
+    prefill_s_per_token: float = 0.0
+    """As nodes measured it; 0: not known, and prefill does not count."""
     fixed: int | None = None
     """The operator's word; overrules the load."""
 
@@ -65,6 +71,7 @@ def wanted(demand: Demand, policy: Policy) -> int:
     fulls = max(
         (demand.queued_requests + demand.running_requests) / policy.slots,
         (demand.queued_tokens + demand.running_tokens) / policy.kv_tokens,
+        _prefill_s(demand, policy) / policy.prefill_wait_s,
     )
     return min(max(policy.min_instances, math.ceil(fulls)), policy.max_instances)
 
@@ -105,7 +112,15 @@ def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:
     """Whether more replicas would be of use now: work waits, or a rule asks for them."""
     if policy.fixed is not None or total < policy.min_instances:
         return True
-    return demand.queued_requests > policy.queue_per_instance * policy.slots * have
+    return (
+        demand.queued_requests > policy.queue_per_instance * policy.slots * have
+        or _prefill_s(demand, policy) > policy.prefill_wait_s * have
+    )
+
+
+def _prefill_s(demand: Demand, policy: Policy) -> float:
+    """Time that one replica would take for all the prefill that is waited for."""
+    return demand.prompt_tokens * policy.prefill_s_per_token
 
 
 def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:
@@ -114,6 +129,7 @@ def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int)
     if demand.idle:
         return f"fewer than min_instances={policy.min_instances}"
     return (
-        f"{demand.queued_requests} requests queued and {demand.running_requests} running fill "
-        f"{want} replicas of {policy.slots} slots; {have} serve, {coming} on their way"
+        f"{demand.queued_requests} requests queued and {demand.running_requests} running, "
+        f"{_prefill_s(demand, policy):.1f} s of prefill due, fill {want} replicas of "
+        f"{policy.slots} slots; {have} serve, {coming} on their way"
     )

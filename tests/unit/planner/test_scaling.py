@@ -20,6 +20,7 @@ def policy(
         slots=SLOTS,
         kv_tokens=1000,
         queue_per_instance=0.25,
+        prefill_wait_s=0.5,
         scale_up_hold_s=hold,
         idle_s=idle,
         fixed=fixed,
