@@ -52,7 +52,7 @@ class ModelController:
         self._retry_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._removed = False
-        for node in context.cluster.nodes:
+        for node in context.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_status(node)
 
     @property
@@ -77,7 +77,12 @@ class ModelController:
                 self.serving.leave(node)
         elif len(held) == self.record.n_blocks:
             self._log.info("complete copy found", node=node)
+            self._context.watch(node, model)
             self.serving.join(cluster.nodes[node], held, Cause())
+
+    def uses(self, node: NodeId) -> bool:
+        """Whether what the node holds of the model concerns it, even if that is nothing."""
+        return node in self.serving.members or node in self._leaving
 
     def on_joined(self) -> None:
         """A new node may be what the last event lacked."""
@@ -113,7 +118,7 @@ class ModelController:
         """Whether what a node holds of the model in memory is there for a reason."""
         if holding.tier is Tier.HOST and len(holding.blocks) == self.record.n_blocks:
             return True  # a copy that was put by
-        return node in self.serving.members or node in self._leaving or self._loads(node)
+        return self.uses(node) or self._loads(node)
 
     def remove(self) -> None:
         """The model is no more: nothing serves it from now on. Nodes forget it by themselves."""
@@ -173,13 +178,14 @@ class ModelController:
             self._shrink()
 
     def _policy(self) -> Policy:
-        nodes = self._context.cluster.nodes.values()
+        nodes = len(self._context.cluster.nodes)
+        slots, kv_tokens = self._context.cluster.largest
         config = self._context.config
         return Policy(
             min_instances=self.record.min_instances,
-            max_instances=min(self.record.max_instances or len(nodes), len(nodes)),
-            slots=max((info.slots for info in nodes), default=1),
-            kv_tokens=max((info.kv_tokens for info in nodes), default=1),
+            max_instances=min(self.record.max_instances or nodes, nodes),
+            slots=slots,
+            kv_tokens=kv_tokens,
             queue_per_instance=config.queue_per_instance,
             scale_up_hold_s=config.scale_up_hold_s,
             idle_s=config.idle_s,
@@ -260,6 +266,7 @@ class ModelController:
         self.tick()
 
     def _on_target(self, info: NodeInfo, held: frozenset[int]) -> None:
+        self._context.watch(info.node, self.record.model_id)
         self.serving.join(info, held, self.serving.cause)
 
     def _on_dropped(self, node: NodeId) -> None:
@@ -318,6 +325,7 @@ class ModelController:
         """Frees what a node that serves nothing holds of the model."""
         keep = self._keep(node)
         self._leaving[node] = Leaving()
+        self._context.watch(node, self.record.model_id)
         self._context.spawn(self._release(node, keep), f"release {node}")
 
     def free_stray(self, node: NodeId) -> None:
