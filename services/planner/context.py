@@ -14,7 +14,7 @@ from shared.bus.base import Bus
 from shared.clock import now
 from shared.config import PlannerConfig
 from shared.errors import BusTimeout, LambdaScaleError, NoResponders
-from shared.ids import NodeId
+from shared.ids import ModelId, NodeId
 from shared.messages import Message, Ok, Ping
 
 PING_TIMEOUT_S = 0.5
@@ -37,6 +37,9 @@ class Context:
     spawn: Spawn
     more_room: Callable[[], None]
     """Tells all controllers that nodes which could not be had may be had now."""
+    watch: Callable[[NodeId, ModelId], None]
+    """The model's controller hears what the node reports for as long as it uses the node, also
+    when the node no longer speaks of the model."""
     publish: Callable[[str, Message], None]
     """Queues a message; they are sent in order."""
 

@@ -52,7 +52,7 @@ class ModelController:
         self._retry_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._removed = False
-        for node in context.cluster.nodes:
+        for node in context.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_status(node)
 
     @property
@@ -77,7 +77,12 @@ class ModelController:
                 self.serving.leave(node)
         elif len(held) == self.record.n_blocks:
             self._log.info("complete copy found", node=node)
+            self._context.watch(node, model)
             self.serving.join(cluster.nodes[node], held, Cause())
+
+    def uses(self, node: NodeId) -> bool:
+        """Whether what the node holds of the model concerns it, even if that is nothing."""
+        return node in self.serving.members or node in self._leaving
 
     def on_joined(self) -> None:
         """A new node may be what the last event lacked."""
@@ -113,7 +118,7 @@ class ModelController:
         """Whether what a node holds of the model in memory is there for a reason."""
         if holding.tier is Tier.HOST and len(holding.blocks) == self.record.n_blocks:
             return True  # a copy that was put by
-        return node in self.serving.members or node in self._leaving or self._loads(node)
+        return self.uses(node) or self._loads(node)
 
     def remove(self) -> None:
         """The model is no more: nothing serves it from now on. Nodes forget it by themselves."""
@@ -174,12 +179,13 @@ class ModelController:
 
     def _policy(self) -> Policy:
         cluster, config = self._context.cluster, self._context.config
-        nodes = cluster.nodes.values()
+        nodes = len(cluster.nodes)
+        slots, kv_tokens = cluster.largest
         return Policy(
             min_instances=self.record.min_instances,
-            max_instances=min(self.record.max_instances or len(nodes), len(nodes)),
-            slots=max((info.slots for info in nodes), default=1),
-            kv_tokens=max((info.kv_tokens for info in nodes), default=1),
+            max_instances=min(self.record.max_instances or nodes, nodes),
+            slots=slots,
+            kv_tokens=kv_tokens,
             queue_per_instance=config.queue_per_instance,
             prefill_wait_s=config.prefill_wait_s,
             prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),
@@ -262,6 +268,7 @@ class ModelController:
         self.tick()
 
     def _on_target(self, info: NodeInfo, held: frozenset[int]) -> None:
+        self._context.watch(info.node, self.record.model_id)
         self.serving.join(info, held, self.serving.cause)
 
     def _on_dropped(self, node: NodeId) -> None:
@@ -320,6 +327,7 @@ class ModelController:
         """Frees what a node that serves nothing holds of the model."""
         keep = self._keep(node)
         self._leaving[node] = Leaving()
+        self._context.watch(node, self.record.model_id)
         self._context.spawn(self._release(node, keep), f"release {node}")
 
     def free_stray(self, node: NodeId) -> None:

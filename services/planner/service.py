@@ -50,6 +50,8 @@ from shared.service import Service
 REGISTRY_TIMEOUT_S = 2.0
 REFRESH_S = 5.0
 """Broadcasts can be lost: this often the planner compares what it knows with the registry."""
+LOOKS_PER_STRAY = 10
+"""How often all arenas are looked through in `planner.stray_s`."""
 
 
 class PlannerService(Service):
@@ -69,6 +71,8 @@ class PlannerService(Service):
         self._store = Store(bus, self.log)
         self._strays = Strays(config.stray_s)
         self._models: dict[ModelName, ModelController] = {}
+        self._by_id: dict[ModelId, ModelController] = {}
+        self._watched: dict[NodeId, set[ModelId]] = {}
         self._examined: set[NodeId] = set()
         self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
         self._context = Context(
@@ -81,6 +85,7 @@ class PlannerService(Service):
             revisions=itertools.count(1),
             spawn=self._spawn,
             more_room=self._more_room,
+            watch=lambda node, model: self._watched.setdefault(node, set()).add(model),
             publish=lambda subject, message: self._outbox.put_nowait((subject, message)),
         )
 
@@ -127,24 +132,26 @@ class PlannerService(Service):
     # --- time ---
 
     async def _tick(self) -> None:
+        strays_at = now()
         while True:
             for controller in list(self._models.values()):
                 controller.tick()
-            self._free_strays()
+            if now() >= strays_at:
+                strays_at = now() + self._config.stray_s / LOOKS_PER_STRAY
+                self._free_strays()
             await asyncio.sleep(self._config.tick_s)
 
     def _free_strays(self) -> None:
         """Finds what lies in arenas without use, in part or of models that are gone."""
         if self._cluster.blind(now()):
             return
-        controllers = {c.record.model_id: c for c in self._models.values()}
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
         for node, holding in self._cluster.in_memory():
-            controller, copy = controllers.get(holding.model_id), (node, holding.model_id)
+            controller, copy = self._by_id.get(holding.model_id), (node, holding.model_id)
             if controller is None or not controller.owns(node, holding):
                 strays[copy] = strays.get(copy, frozenset()).union(holding.blocks)
         for node, model in self._strays.look(strays, now()):
-            if controller := controllers.get(model):
+            if controller := self._by_id.get(model):
                 controller.free_stray(node)
             else:
                 self.spawn(self._free_unknown(node, model), name=f"release {node}")
@@ -216,6 +223,8 @@ class PlannerService(Service):
                 seq=0,
                 arena_free=view.arena_free,
                 holdings=view.holdings,
+                running=view.running,
+                profile=view.profile,
             )
         )
 
@@ -243,9 +252,14 @@ class PlannerService(Service):
             self._remove(message.name)
 
     def _on_status(self, status: NodeStatus) -> None:
+        """Told to the controllers that it concerns: of a hundred models, one or two."""
+        node = status.node
         more_room = self._cluster.on_status(status, now())
-        for controller in self._models.values():
-            controller.on_status(status.node)
+        models = {*self._cluster.hosted(node), *self._watched.get(node, ())}
+        concerned = [self._by_id[model] for model in sorted(models & self._by_id.keys())]
+        for controller in concerned:
+            controller.on_status(node)
+        self._watched[node] = {c.record.model_id for c in concerned if c.uses(node)}
         if more_room:
             self._more_room()
 
@@ -270,6 +284,7 @@ class PlannerService(Service):
     def _tell_gone(self, message: NodeGone) -> None:
         for controller in self._models.values():
             controller.on_gone(message)
+        self._watched.pop(message.node, None)
 
     def _add(self, record: ModelRecord) -> None:
         known = self._models.get(record.name)
@@ -277,13 +292,15 @@ class PlannerService(Service):
             self._remove(record.name)
             known = None
         if known is None:
-            self._models[record.name] = ModelController(self._context, record)
+            controller = ModelController(self._context, record)
+            self._models[record.name] = self._by_id[record.model_id] = controller
         else:
             known.record = record
 
     def _remove(self, name: ModelName) -> None:
         controller = self._models.pop(name, None)
         if controller is not None:
+            del self._by_id[controller.record.model_id]
             controller.remove()
 
     async def _on_load(self, message: Message) -> None:
@@ -291,7 +308,10 @@ class PlannerService(Service):
             self._cluster.on_load(message, now())
 
     async def _on_arrival(self, message: Message) -> None:
-        if isinstance(message, BlockArrived | PullFailed | FirstPartialToken):
+        if isinstance(message, BlockArrived):
+            if controller := self._by_id.get(message.model_id):
+                controller.tell_event(message)
+        elif isinstance(message, PullFailed | FirstPartialToken):
             for controller in self._models.values():
                 controller.tell_event(message)
 

@@ -249,8 +249,7 @@ class RegistryService(Service):
         )
         if not self._reconciled.is_set():
             return
-        for record in self.pool.catalog.records:
-            copies = self.pool.copies(record.model_id)
+        for record, copies in self.pool.copies_after(gone):
             if copies.missing:
                 self.log.error("blocks lost", model=record.name, blocks=len(copies.missing))
             elif not copies.safe:

@@ -1,12 +1,17 @@
-"""What the planner knows of the cluster: nodes, what they hold, and the load that gateways see."""
+"""What the planner knows of the cluster: nodes, what they hold, and the load that gateways see.
+
+Reports come every second from every node, and every 100 ms from every gateway, mostly to say what
+they said before. What they say is sorted by model when it changes, so that a question about one
+model costs what concerns that model.
+"""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
+from shared.messages.pool import Holding, NodeInfo, NodeStatus, Profile, Tier
 
 FRESH_S = 2.0
 """A gateway that is silent for so long, while others are heard, no longer counts."""
@@ -17,10 +22,19 @@ known to have ended. Less than FRESH_S, so that no gateway is forgotten for that
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    load: GatewayLoad
     at: float
     fresh_from: float
     """Its age counts from here: later than `at` if nobody could be heard for a while."""
+    models: dict[ModelName, ModelLoad]
+
+
+@dataclass(slots=True)
+class _Said:
+    """A node's last word."""
+
+    status: NodeStatus
+    models: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
+    """Its holdings."""
 
 
 class Cluster:
@@ -28,7 +42,12 @@ class Cluster:
 
     def __init__(self) -> None:
         self.nodes: dict[NodeId, NodeInfo] = {}
-        self._status: dict[NodeId, NodeStatus] = {}
+        self._said: dict[NodeId, _Said] = {}
+        self._holders: dict[ModelId, set[NodeId]] = {}
+        """Nodes that say they hold something of the model, of whatever generation."""
+        self._largest: tuple[int, int] | None = None
+        self._prefill: dict[ModelId, float] = {}
+        """Seconds a prompt token takes, as a node that ran the model said last."""
         self._loads: dict[GatewayId, _Report] = {}
         self._over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
@@ -42,6 +61,7 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
+        self._largest = None
         return before if before and before.generation != info.generation else None
 
     def on_gone(self, node: NodeId, generation: Generation) -> bool:
@@ -51,20 +71,39 @@ class Cluster:
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
+        self._largest = None
         return True
 
     def on_status(self, status: NodeStatus, now: float) -> bool:
         """Whether the node has more room than it had."""
         self.on_sign_of_life(now)
-        known = self._status.get(status.node)
+        said = self._said.get(status.node)
+        known = said.status if said is not None else None
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
             return False
-        self._status[status.node] = status
+        if known is None or status.profile != known.profile:
+            for each in status.profile.models:
+                self._prefill[each.model_id] = each.prefill_s_per_token
+        if said is not None and status.holdings == said.status.holdings:
+            said.status = status
+        else:
+            self._sort(status)
         return known is None or status.arena_free > known.arena_free
+
+    def _sort(self, status: NodeStatus) -> None:
+        node, before = status.node, self._said.get(status.node)
+        for model in before.models if before is not None else ():
+            self._holders[model].discard(node)
+        said = self._said[node] = _Said(status)
+        for holding in status.holdings:
+            tiers = said.models.setdefault(holding.model_id, {})
+            tiers[holding.tier] = tiers.get(holding.tier, frozenset()).union(holding.blocks)
+            self._holders.setdefault(holding.model_id, set()).add(node)
 
     def on_load(self, load: GatewayLoad, now: float) -> None:
         self.on_sign_of_life(now)
-        self._loads[load.gateway] = _Report(load, at=now, fresh_from=now)
+        models = {each.model: each for each in load.models}
+        self._loads[load.gateway] = _Report(now, now, models)
 
     def on_sign_of_life(self, now: float) -> None:
         """Something came over the bus."""
@@ -82,27 +121,49 @@ class Cluster:
 
     def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> frozenset[int]:
         """Blocks that a live node says it holds in any of the tiers."""
-        wanted = set(tiers)
-        return frozenset(
-            block
-            for holding in self._holdings(node)
-            if holding.model_id == model and holding.tier in wanted
-            for block in holding.blocks
-        )
+        held = self._models(node).get(model, {})
+        return frozenset().union(*(held.get(tier, ()) for tier in tiers))
 
     def holders(self, model: ModelId, tiers: Iterable[Tier]) -> dict[NodeId, frozenset[int]]:
+        """By name."""
         tiers = tuple(tiers)
-        found = {node: self.held(node, model, tiers) for node in self.nodes}
+        nodes = sorted(self._holders.get(model, ()))
+        found = {node: self.held(node, model, tiers) for node in nodes}
         return {node: blocks for node, blocks in found.items() if blocks}
 
     def hosts(self, node: NodeId, model: ModelId) -> bool:
         """Whether the node has device memory set aside for the model, filled or not."""
-        return any(h.model_id == model and h.tier is Tier.GPU for h in self._holdings(node))
+        return Tier.GPU in self._models(node).get(model, {})
+
+    def hosted(self, node: NodeId) -> list[ModelId]:
+        """Models that the node has device memory set aside for."""
+        return [model for model, tiers in self._models(node).items() if Tier.GPU in tiers]
+
+    def profile(self, node: NodeId) -> Profile:
+        """What a live node has measured itself."""
+        said = self._of_node(node)
+        return said.status.profile if said is not None else Profile()
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """(most slots, most KV positions) of any node; at least 1."""
+        if self._largest is None:
+            infos = self.nodes.values()
+            self._largest = (
+                max((info.slots for info in infos), default=1),
+                max((info.kv_tokens for info in infos), default=1),
+            )
+        return self._largest
+
+    def prefill_s_per_token(self, model: ModelId) -> float:
+        """Of a complete replica; 0: not known."""
+        return self._prefill.get(model, 0.0)
 
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes."""
         for node in self.nodes:
-            for holding in self._holdings(node):
+            said = self._of_node(node)
+            for holding in said.status.holdings if said is not None else ():
                 if holding.tier is not Tier.DISK:
                     yield node, holding
 
@@ -124,11 +185,16 @@ class Cluster:
         """Whether what gateways say is later than that, of all who still count."""
         return self._heard_at > at and all(report.at > at for report in self._reports())
 
-    def _holdings(self, node: NodeId) -> tuple[Holding, ...]:
-        info, status = self.nodes.get(node), self._status.get(node)
-        if info is None or status is None or status.generation != info.generation:
-            return ()
-        return status.holdings
+    def _of_node(self, node: NodeId) -> _Said | None:
+        """What the node that lives said."""
+        info, said = self.nodes.get(node), self._said.get(node)
+        if info is None or said is None or said.status.generation != info.generation:
+            return None
+        return said
+
+    def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, frozenset[int]]]:
+        said = self._of_node(node)
+        return said.models if said is not None else {}
 
     def _counts(self, report: _Report) -> bool:
         return self._heard_at - report.fresh_from <= FRESH_S
@@ -138,6 +204,5 @@ class Cluster:
         return [report for report in self._loads.values() if self._counts(report)]
 
     def _of(self, model: ModelName) -> list[ModelLoad]:
-        return [
-            load for report in self._reports() for load in report.load.models if load.model == model
-        ]
+        loads = (report.models.get(model) for report in self._reports())
+        return [load for load in loads if load is not None]

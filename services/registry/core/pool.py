@@ -19,6 +19,7 @@ from services.registry.core.survey import Survey
 from shared.errors import BadInput
 from shared.ids import EventId, ModelId, NodeId
 from shared.messages.pool import (
+    ModelRecord,
     NodeGone,
     NodeInfo,
     NodeJoined,
@@ -155,6 +156,12 @@ class Pool:
         record = self.catalog.identified(model_id)
         holders = (self.leases.info(node) for node in self.residency.holders(model_id))
         return replication.copies(record, filter(None, holders), self.residency)
+
+    def copies_after(self, gone: NodeGone) -> list[tuple[ModelRecord, Copies]]:
+        """Of the models that the node held, where they are whole without it."""
+        models = self.residency.models(gone.node, gone.generation)
+        records = filter(None, map(self.catalog.get, sorted(models)))
+        return [(record, self.copies(record.model_id)) for record in records]
 
     def view(self) -> PoolState:
         return PoolState(

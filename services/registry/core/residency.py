@@ -56,11 +56,11 @@ class Residency:
         return None if report is None else report.status
 
     def blocks(self, info: NodeInfo, model_id: ModelId) -> Blocks:
-        return self.models(info).get(model_id, {})
+        return self.models(info.node, info.generation).get(model_id, {})
 
-    def models(self, info: NodeInfo) -> Mapping[ModelId, Blocks]:
-        """All that the node holds."""
-        report = self._latest.get((info.node, info.generation))
+    def models(self, node: NodeId, generation: Generation) -> Mapping[ModelId, Blocks]:
+        """All that the node holds, or held last."""
+        report = self._latest.get((node, generation))
         return {} if report is None else report.models
 
     def holders(self, model_id: ModelId) -> list[NodeId]:

@@ -67,7 +67,7 @@ class Survey:
         blocks = self._blocks(info)
         others = [
             tiers.keys()
-            for model, tiers in self._residency.models(info).items()
+            for model, tiers in self._residency.models(info.node, info.generation).items()
             if model != self.record.model_id
         ]
         rate = _rate(info, status)

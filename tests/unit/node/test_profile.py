@@ -1,3 +1,5 @@
+import pytest
+
 from services.node.core.profile import (
     MODELS,
     SAMPLES,
@@ -56,6 +58,13 @@ def test_blocks_that_share_the_port_count_together() -> None:
     assert port.bytes_per_s == 100
 
 
+def test_a_long_transfer_stretches_the_period_back_to_where_it_began() -> None:
+    port = Throughput()
+    port.add(8.0, 9.0, 10)
+    port.add(0.0, 10.0, 190)
+    assert port.bytes_per_s == 20
+
+
 def test_what_is_shorter_than_a_buffer_takes_says_nothing() -> None:
     port = Throughput()
     port.add(0.0, SHORTEST_S / 2, 1 << 20)
@@ -77,6 +86,17 @@ def test_passes_of_one_size_are_decode_steps() -> None:
     for seconds in (0.02, 0.03, 0.5):
         times.add(4, seconds)
     assert times.line() == (0.03, 0.0)
+
+
+def test_far_apart_sizes_tell_more_than_near_ones() -> None:
+    """Decode steps of a few tokens differ by noise alone."""
+    times = EngineTimes()
+    for tokens in range(2, 8):
+        times.add(tokens, 0.02 + 0.01 * (tokens % 2 == 0))
+    times.add(1001, 1.02)
+    one, more = times.line()
+    assert one == pytest.approx(0.025, abs=0.006)
+    assert more == pytest.approx(0.001, rel=0.02)
 
 
 def test_many_small_passes_do_not_drive_out_the_large() -> None:

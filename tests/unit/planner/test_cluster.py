@@ -1,12 +1,13 @@
 """What the planner knows: live nodes only, by their newest word; loads of gateways that speak."""
 
+import msgspec
 import pytest
 
 from services.planner.core.cluster import BLIND_S, FRESH_S, Cluster
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import Holding, Tier
+from shared.messages.pool import Holding, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
 A = NodeId("a")
@@ -50,6 +51,42 @@ def test_memory_set_aside_counts_before_the_first_block() -> None:
     assert found.hosts(A, MODEL)
     assert not found.hosts(A, OTHER)
     assert found.holders(MODEL, GPU) == {}
+
+
+def test_holders_follow_the_reports() -> None:
+    found = cluster(holding(Tier.GPU, 0), holding(Tier.DISK, 1, model_id=OTHER))
+    found.on_joined(info("0"))
+    found.on_status(status("0", holding(Tier.GPU, 1)), now=0.0)
+    assert list(found.holders(MODEL, GPU)) == ["0", "a"]
+    assert found.hosted(A) == [MODEL]
+    found.on_status(status("a", holding(Tier.DISK, 1, model_id=OTHER), seq=2), now=1.0)
+    assert list(found.holders(MODEL, GPU)) == ["0"]
+    assert found.hosted(A) == []
+    assert found.holders(OTHER, [Tier.DISK]) == {A: {1}}
+    found.on_gone(A, Generation(1))
+    assert found.holders(OTHER, [Tier.DISK]) == {}
+
+
+def test_what_a_node_measured_is_its_last_word_of_it() -> None:
+    found = cluster(holding(Tier.GPU, 0))
+    assert found.profile(A) == Profile()
+    fast = Profile(in_bytes_per_s=1e9)
+    said = status("a", holding(Tier.GPU, 0), seq=2)
+    found.on_status(msgspec.structs.replace(said, profile=fast), now=1.0)
+    assert found.profile(A) == fast
+    found.on_joined(info("a", generation=2))
+    assert found.profile(A) == Profile()
+
+
+def test_the_largest_node_is_one_that_lives() -> None:
+    found = Cluster()
+    assert found.largest == (1, 1)
+    found.on_joined(info("a"))
+    assert found.largest == (4, 1000)
+    found.on_joined(msgspec.structs.replace(info("b"), slots=9))
+    assert found.largest == (9, 1000)
+    found.on_gone(NodeId("b"), Generation(1))
+    assert found.largest == (4, 1000)
 
 
 def test_an_older_report_that_comes_late_changes_nothing() -> None:

@@ -154,6 +154,15 @@ def test_a_dead_node_loses_its_reservation(pool: Pool) -> None:
     assert [i.node for i in pool.leases.present] == ["a", "c"]
 
 
+def test_a_node_that_is_gone_puts_only_what_it_held_at_risk(pool: Pool) -> None:
+    (gone,) = pool.lease_dropped(NodeId("b"), LATE)
+    assert isinstance(gone, NodeGone)
+    assert [(r.name, c.missing) for r, c in pool.copies_after(gone)] == [("llama", (0, 1, 2, 3))]
+    (gone,) = pool.lease_dropped(NodeId("a"), LATE)
+    assert isinstance(gone, NodeGone)
+    assert pool.copies_after(gone) == []
+
+
 def test_ticks_end_what_is_in_doubt_for_too_long(pool: Pool) -> None:
     pool.status(status("b", seq=2), LATE)
     pool.lease_dropped(NodeId("b"), LATE)
