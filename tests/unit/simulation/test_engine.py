@@ -131,8 +131,9 @@ def test_parts_get_on_where_they_start_and_off_where_they_stop() -> None:
     third = sweep.join(part([row("c#1", 0, 1, draw=4)], 3, BLOCKS))
     left = sweep.advance()
     assert list(left) == [first]
-    assert left[first].hidden is not None
-    assert left[first].hidden.shape == (2, MODEL.hidden)
+    hidden = left[first].hidden
+    assert hidden is not None
+    assert hidden.shape == (2, MODEL.hidden)
     left = sweep.advance()
     assert {number: result.sampled for number, result in left.items()} == {
         second: (None,),
@@ -176,7 +177,7 @@ def test_tokens_are_in_the_vocabulary(request: str, index: int, vocab: int) -> N
 def test_any_path_and_attempt_draws_the_same_tokens(cuts: tuple[int, ...], attempt: int) -> None:
     stages = list(pairwise((0, *cuts, BLOCKS)))
     engines = [engine(start, stop) for start, stop in stages]
-    tokens = []
+    tokens: list[int | None] = []
     for index in range(20):
         position, count = (0, 7) if index == 0 else (6 + index, 1)
         one = row(f"req-1#{attempt}", position, count, draw=index)
