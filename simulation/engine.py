@@ -25,24 +25,10 @@ from simulation.models import Model
 _ZEROS = memoryview(mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 """What all hidden states are views of. Nothing reads or writes it: it costs address space only."""
 
-_USABLE = 0.9
-"""Part of an accelerator's memory that weights and KV may take; the rest is for activations."""
-
 
 def token_of(request: str, index: int, vocab: int) -> int:
     """The token with that index of a request, in [0, vocab)."""
     return xxhash.xxh3_64_intdigest(request.encode(), seed=index) % vocab
-
-
-def kv_tokens(model: Model, hardware: Hardware) -> int:
-    """Token positions that fit on an accelerator beside one copy of the model."""
-    room = _USABLE * hardware.memory_bytes - model.nbytes
-    if room < model.kv_bytes:
-        raise BadInput(
-            f"{model.name} ({model.nbytes / 1e9:.1f} GB) leaves no room for a KV cache on "
-            f"{hardware.name} ({hardware.memory_bytes / 1e9:.0f} GB)"
-        )
-    return int(room // model.kv_bytes)
 
 
 class Costs:

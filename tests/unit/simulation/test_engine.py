@@ -13,7 +13,7 @@ from services.node.engine.base import StagePart
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId, NodeId
 from shared.messages.instances import Stage
-from simulation.engine import Costs, ModelledEngine, kv_tokens, token_of
+from simulation.engine import Costs, ModelledEngine, token_of
 from simulation.hardware import hardware
 from simulation.models import model, modelled_manifest
 from tests.unit.simulation.models import (
@@ -291,12 +291,3 @@ def test_rows_that_do_not_fit_change_nothing(bad: StagePart, error: type[Excepti
         sweep.join(bad)
     assert on.kv_used == used
     run(on, part([row("a#1", 5, 1)]))
-
-
-def test_a_model_leaves_room_for_so_much_kv() -> None:
-    seven, gpu = model("llama-2-7b"), hardware("h800-400g")
-    positions = kv_tokens(seven, gpu)
-    assert seven.nbytes + positions * seven.kv_bytes <= 0.9 * gpu.memory_bytes
-    assert positions > 100_000
-    with pytest.raises(BadInput, match="llama-2-70b"):
-        kv_tokens(model("llama-2-70b"), gpu)
