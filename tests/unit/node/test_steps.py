@@ -4,6 +4,7 @@ import torch
 from services.node import activations
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled
 from services.node.core.rows import Row
+from services.node.engine.base import StagePart
 from services.node.steps import Steps
 from services.node.transport.base import Buffer
 from shared.ids import GatewayId, NodeId
@@ -99,6 +100,28 @@ def test_what_got_off_is_handed_on_when_its_time_is_over() -> None:
     assert rig.steps.load.running == 1
     rig.steps.finish()
     assert len(rig.sent) == 1
+
+
+def test_an_engine_that_breaks_after_a_part_got_off_fails_the_others() -> None:
+    rig = Rig()
+    rig.receive(EARLY, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(FROM_C, (Row("y#1", 0, 1, 9),), hidden_states(2))
+    rig.step()
+    rig.step()
+
+    def breaks(block: int, part: StagePart) -> None:
+        raise RuntimeError("out of order")
+
+    rig.engine.before_run = breaks
+    rig.run()
+    messages = [
+        (a, activations.decode(memoryview(h), memoryview(bytearray(b"".join(p))))[0])
+        for a, h, p in rig.sent
+    ]
+    assert [(a, type(message)) for a, message in messages] == [
+        ("mem://f", Forward),
+        ("mem://c", Failed),
+    ]
 
 
 def test_nothing_to_run_is_no_step() -> None:
