@@ -11,7 +11,7 @@ from typing import Self
 from services.gateway.service import GatewayService
 from services.node.mover import Arrival, Failure
 from services.node.service import NodeService
-from services.node.steps import EmitTo, SendTo
+from services.node.steps import EmitTo, Ran, SendTo
 from services.node.transport.base import OnMessage, OnPeerLost
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
@@ -128,7 +128,7 @@ class NodeParts:
     def store(self) -> ModelledStore:
         return self._store
 
-    def worker(self, *, send: SendTo, emit: EmitTo) -> ModelledWorker:
+    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
@@ -138,6 +138,7 @@ class NodeParts:
             step_tokens=config.step_tokens,
             send=send,
             emit=emit,
+            ran=ran,
         )
 
     def data_plane(

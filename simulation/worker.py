@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from weakref import ReferenceType, ref
 
-from services.node.steps import EmitTo, SendTo, Steps, WorkerLoad
+from services.node.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, TransportError
@@ -38,12 +38,19 @@ class ModelledWorker:
         step_tokens: int,
         send: SendTo,
         emit: EmitTo,
+        ran: Ran,
     ) -> None:
         self._node = node
         self._engine = engine
         self._pcie = pcie
         self._steps = Steps(
-            node=node, engine=engine, slots=slots, step_tokens=step_tokens, send=send, emit=emit
+            node=node,
+            engine=engine,
+            slots=slots,
+            step_tokens=step_tokens,
+            send=send,
+            emit=emit,
+            ran=ran,
         )
         self._log = telemetry.logger("worker", node=node)
         self._open: dict[ModelId, Manifest] = {}
@@ -141,7 +148,7 @@ class ModelledWorker:
 
     def _finish(self) -> None:
         try:
-            self._steps.finish()
+            self._steps.finish(now())
             self._steps.flush()
         except Exception as error:  # the engine's boundary: `wait` raises it
             self._fail(error)

@@ -14,7 +14,7 @@ from services.node.engine.engine import TorchEngine
 from services.node.memory.arena import ModelSpace
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
-from services.node.steps import EmitTo, SendTo, WorkerLoad
+from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.worker import Worker
 from shared.config import NodeConfig
@@ -87,7 +87,7 @@ class Parts(Protocol):
 
     def store(self) -> AnyStore: ...
 
-    def worker(self, *, send: SendTo, emit: EmitTo) -> AnyWorker: ...
+    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker: ...
 
     def data_plane(
         self,
@@ -108,7 +108,7 @@ class RealParts:
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store")
 
-    def worker(self, *, send: SendTo, emit: EmitTo) -> Worker:
+    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
         config = self._config
         return Worker(
             node=NodeId(config.id),
@@ -122,6 +122,7 @@ class RealParts:
             step_tokens=config.step_tokens,
             send=send,
             emit=emit,
+            ran=ran,
         )
 
     def data_plane(

@@ -105,6 +105,7 @@ class NodeService(Service):
         self._worker = self._parts.worker(
             send=self._send,
             emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
+            ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
         )
         self._data = self._parts.data_plane(
             on_message=self._worker.on_message,

@@ -32,6 +32,8 @@ from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
 """(peer's address, header, payload)."""
 EmitTo = Callable[[GatewayId, Tokens], None]
+Ran = Callable[[ModelId, float, float, float], None]
+"""A sweep is over: (model, share of its blocks that were run, mean of the tokens in them, s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class _Run:
     """Those that wait for their first block or are aboard, by their number in the sweep."""
     left: dict[int, PartResult] = field(default_factory=dict)
     """Got off, and not handed on yet."""
+    blocks: int = 0
+    """That were run so far."""
+    work: int = 0
+    """Positions times blocks that were run, of the parts that got off."""
 
     @property
     def due(self) -> float:
@@ -80,6 +86,7 @@ class Steps:
         step_tokens: int,
         send: SendTo,
         emit: EmitTo,
+        ran: Ran,
     ) -> None:
         self._node = node
         self._engine = engine
@@ -88,6 +95,7 @@ class Steps:
         )
         self._send = send
         self._emit = emit
+        self._ran = ran
         self._models: dict[ModelId, Manifest] = {}
         self._out: dict[GatewayId, _Outbox] = {}
         self._run: _Run | None = None
@@ -166,7 +174,7 @@ class Steps:
             self._advance(run)
         return run.due
 
-    def finish(self) -> None:
+    def finish(self, now: float) -> None:
         """Hands on what got off after the step that `begin` began."""
         run = self._run
         if run is None:
@@ -174,11 +182,13 @@ class Steps:
         left, run.left = run.left, {}
         for number, result in left.items():
             part = run.parts.pop(number)
+            run.work += part.positions * (part.stop - part.start)
             part = part.without(set(part.keys) - {row.sequence for row in result.rows})
             if part.rows:
                 self._do(self._batcher.ran(part, result.sampled, result.hidden))
         if not run.parts:
             self._run = None
+            self._tell(run, now)
 
     def flush(self) -> None:
         """Everything for one gateway goes out in one message."""
@@ -214,10 +224,18 @@ class Steps:
                 )
             self._do(commands)
 
+    def _tell(self, run: _Run, now: float) -> None:
+        manifest = self._models.get(run.model_id)
+        if manifest is not None and run.work:
+            share = run.blocks / manifest.n_blocks
+            self._ran(run.model_id, share, run.work / run.blocks, now - run.began)
+
     def _advance(self, run: _Run) -> None:
+        before = max(run.sweep.at, min(part.start for part in run.parts.values()))
         try:
             with self._blamed():
                 run.left = run.sweep.advance()
+            run.blocks += run.sweep.at - before
         except LambdaScaleError as error:
             for part in run.parts.values():
                 self._do(self._batcher.failed(part, _failure(error)))

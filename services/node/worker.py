@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from services.node.engine.base import Engine
-from services.node.steps import EmitTo, SendTo, Steps, WorkerLoad
+from services.node.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
 from shared import telemetry
 from shared.errors import ConfigError, Conflict, TransportError
 from shared.ids import ModelId, NodeId
@@ -24,7 +24,7 @@ Call = Callable[[Steps], None]
 
 
 class Worker:
-    """Owns the engine thread. `send` and `emit` are called on it: they must be thread-safe."""
+    """Owns the engine thread, on which `send`, `emit` and `ran` are called."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Worker:
         step_tokens: int,
         send: SendTo,
         emit: EmitTo,
+        ran: Ran,
     ) -> None:
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
@@ -44,6 +45,7 @@ class Worker:
         self._step_tokens = step_tokens
         self._send = send
         self._emit = emit
+        self._ran = ran
         self._log = telemetry.logger("worker", node=node)
         self._calls: list[Call] = []
         self._changed = threading.Condition()
@@ -175,6 +177,7 @@ class Worker:
             step_tokens=self._step_tokens,
             send=self._send,
             emit=self._emit,
+            ran=self._ran,
         )
         self._load = steps.load
         idle = False
@@ -184,7 +187,7 @@ class Worker:
             idle = until is None
             if until is not None:
                 self._hold(steps, until)
-                steps.finish()
+                steps.finish(time.monotonic())
             steps.flush()
             self._load = steps.load
 

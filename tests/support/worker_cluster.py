@@ -161,6 +161,7 @@ class Cluster:
             step_tokens=step_tokens,
             send=lambda address, header, payload: self._send(name, address, header, payload),
             emit=self._emit,
+            ran=lambda *_: None,
         )
         worker.start()
         await worker.open_model(MODEL, self._manifest)

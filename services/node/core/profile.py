@@ -21,6 +21,8 @@ SHORTEST_S = 0.01
 WAITS = 64
 MODELS = 8
 """Most models that a profile tells of: those that ran last."""
+REDRAW = 32
+"""New passes after which the line through them is drawn anew."""
 SAMPLES = 5
 """Kept of each size of pass, so that many passes of one token do not drive out those of many."""
 
@@ -85,10 +87,14 @@ class EngineTimes:
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[float, float]]] = {}
         """By the number of binary digits of the tokens."""
+        self._line = (0.0, 0.0)
+        self._new = 0
+        """Passes since the line was drawn."""
 
     def add(self, tokens: float, seconds: float) -> None:
         size = int(tokens).bit_length()
         self._passes.setdefault(size, deque(maxlen=SAMPLES)).append((tokens, seconds))
+        self._new += 1
 
     def line(self) -> tuple[float, float]:
         """(seconds of a pass of one token, of each token more); 0: not known yet.
@@ -96,6 +102,11 @@ class EngineTimes:
         Passes that all have the same number of tokens cannot tell one from the other: then they
         are taken for decode steps of that batch.
         """
+        if self._new >= min(REDRAW, sum(map(len, self._passes.values()))) > 0:
+            self._line, self._new = self._draw(), 0
+        return self._line
+
+    def _draw(self) -> tuple[float, float]:
         passes = [each for some in self._passes.values() for each in some]
         slopes = [
             ((y2 - y1) / (x2 - x1), abs(x2 - x1))

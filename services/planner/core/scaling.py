@@ -1,9 +1,10 @@
 """How many replicas a model needs, from its load; pure, one call a tick.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
-sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is asked
-for only when work waits, and what is already on its way counts, so a burst is answered once. Less is asked for after an idle time, one
-replica at a time: scaling back up is cheap here (BlitzScale, section 5.4).
+sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is
+asked for only when work waits, and what is already on its way counts, so a burst is answered once.
+Less is asked for after an idle time, one replica at a time: scaling back up is cheap here
+(BlitzScale, section 5.4).
 """
 
 import math
@@ -128,8 +129,9 @@ def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int)
         return f"operator asked for {policy.fixed} replicas, {have + coming} there"
     if demand.idle:
         return f"fewer than min_instances={policy.min_instances}"
+    prefill = _prefill_s(demand, policy)
+    due = f", {prefill:.1f} s of prefill due," if prefill else ""
     return (
-        f"{demand.queued_requests} requests queued and {demand.running_requests} running, "
-        f"{_prefill_s(demand, policy):.1f} s of prefill due, fill {want} replicas of "
-        f"{policy.slots} slots; {have} serve, {coming} on their way"
+        f"{demand.queued_requests} requests queued and {demand.running_requests} running{due} fill "
+        f"{want} replicas of {policy.slots} slots; {have} serve, {coming} on their way"
     )

@@ -40,6 +40,7 @@ class Rig:
                 (address, header, list(payload))
             ),
             emit=lambda gateway, tokens: self.emitted.append((gateway, tokens)),
+            ran=lambda *_: None,
         )
         self.steps.open_model(MODEL, hash_manifest(BLOCKS))
         for block in range(BLOCKS):
@@ -51,7 +52,7 @@ class Rig:
         if until is None:
             return False
         self.until.append(until)
-        self.steps.finish()
+        self.steps.finish(0.0)
         return True
 
     def run(self) -> None:
@@ -93,12 +94,12 @@ def test_what_got_off_is_handed_on_when_its_time_is_over() -> None:
     header, _ = activations.encode(Free(("x#1",)), None)
     rig.steps.received("mem://g", memoryview(header), memoryview(b""))
     assert rig.sent == []
-    rig.steps.finish()
+    rig.steps.finish(0.0)
     ((_, sent, _),) = rig.sent
     sampled, _ = activations.decode(memoryview(sent), memoryview(b""))
     assert isinstance(sampled, Sampled)
     assert rig.steps.load.running == 1
-    rig.steps.finish()
+    rig.steps.finish(0.0)
     assert len(rig.sent) == 1
 
 

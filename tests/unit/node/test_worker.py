@@ -344,6 +344,7 @@ async def test_a_thread_that_cannot_start_says_why() -> None:
         step_tokens=1,
         send=lambda *_: None,
         emit=lambda *_: None,
+        ran=lambda *_: None,
     )
     worker.start()
     with pytest.raises(Conflict, match="cuda:9"):

@@ -74,6 +74,7 @@ class Net:
                 step_tokens=64,
                 send=partial(self.send, name),
                 emit=self.emit,
+                ran=lambda *_: None,
             )
             worker.start()
             await worker.ready()
