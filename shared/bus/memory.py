@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, TypeVarTuple
 
@@ -99,6 +98,13 @@ class MemoryBroker:
         """From the server to a client; in order, by subject."""
         act(*args)
 
+    def hand(self, subscription: MemorySubscription, data: bytes, reply: Reply | None) -> None:
+        """A message from the server to one who gets it."""
+        if subscription.bus is None:
+            subscription.receive(data, reply)
+        else:
+            self.down(subscription.bus, subscription.subject, subscription.receive, data, reply)
+
     async def exchange(self, bus: "MemoryBus", what: str, act: Callable[[], T]) -> T:
         """Does it at the server and brings back what came of it; other tasks run first."""
         await asyncio.sleep(0)
@@ -126,10 +132,7 @@ class MemoryBroker:
             servers.append(servers.pop(0))
             receivers.append(servers[-1])
         for subscription in receivers:
-            if subscription.bus is None:
-                subscription.receive(data, reply)
-            else:
-                self.down(subscription.bus, subject, subscription.receive, data, reply)
+            self.hand(subscription, data, reply)
         if reply is not None and not receivers:
             error = NoResponders(f"{subject}: nobody serves it")
             self.down(reply.bus, "", reply.fail, error)
@@ -145,11 +148,14 @@ class Watch:
         self.bus = bus
         self.changes: asyncio.Queue[KvEntry | None] = asyncio.Queue()
         self._told: dict[str, int] = {}
+        self._listed = False
 
     def tell(self, entry: KvEntry | None) -> None:
         """What was told already, or was never heard of, is left out."""
         if entry is None:
-            self.changes.put_nowait(None)
+            if not self._listed:
+                self.changes.put_nowait(None)
+            self._listed = True
             return
         last = self._told.get(entry.key, 0)
         if entry.op is KvOp.PUT and entry.revision > last:
@@ -163,7 +169,7 @@ class Watch:
         """Tells what changed while nothing was told."""
         for key in [key for key in self._told if key not in bucket.live]:
             self.changes.put_nowait(KvEntry(key, b"", self._told.pop(key), KvOp.DELETE))
-        for entry in bucket.live.values():
+        for entry in [*bucket.live.values(), None]:
             self.tell(entry)
 
 
@@ -213,9 +219,9 @@ class Bucket:
 class MemoryBus(Delivery):
     def __init__(self, broker: MemoryBroker, name: str = "memory") -> None:
         super().__init__(name)
+        self.subscriptions: list[MemorySubscription] = []
         self.watches: dict[Watch, Bucket] = {}
         self._broker = broker
-        self._subscriptions: list[MemorySubscription] = []
         self._requests: dict[Reply, None] = {}
         self._open = False
 
@@ -231,7 +237,7 @@ class MemoryBus(Delivery):
         traceback: TracebackType | None,
     ) -> None:
         self._open = False
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             await subscription.close()
         for reply in self._requests:
             reply.fail(BusError(f"{self.name}: the bus was closed"))
@@ -310,9 +316,14 @@ class MemoryBus(Delivery):
 
     async def _begin(self, watch: Watch, bucket: Bucket) -> None:
         """As long as it takes: a watch outlives the connection."""
+
+        def follow() -> None:
+            if watch in self.watches:
+                bucket.follow(watch)
+
         while watch not in bucket.watches:
             with suppress(BusTimeout):
-                await self.exchange(f"watch {bucket.name}", partial(bucket.follow, watch))
+                await self.exchange(f"watch {bucket.name}", follow)
 
     async def _enlist(
         self, subscription: MemorySubscription, enlist: Callable[[MemorySubscription], None]
@@ -322,7 +333,7 @@ class MemoryBus(Delivery):
             enlist(subscription)
 
         await self.exchange(f"subscribe {subscription.subject}", act)
-        self._subscriptions.append(subscription)
+        self.subscriptions.append(subscription)
         return subscription
 
     async def _serve(self, subject: str, server: Server, data: bytes, reply: Reply | None) -> None:
