@@ -171,6 +171,14 @@ class Network:
         """The next so many region reads from the node bring a wrong byte."""
         self.node(name).corrupt += reads
 
+    def spoils(self, name: str) -> bool:
+        """Is the next region read from the node one that `corrupt` asked for? It counts then."""
+        node = self._nodes.get(name)
+        if node is None or not node.corrupt:
+            return False
+        node.corrupt -= 1
+        return True
+
     def kill(self, name: str) -> None:
         """The node is gone; transfers from and to it end with PeerLost."""
         node = self.node(name)

@@ -7,82 +7,180 @@ encoded, so that what could not cross the wire fails here as well.
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar, TypeVarTuple
 
 from shared.bus.base import Handler, KvEntry, KvOp, M, Server
-from shared.bus.delivery import Delivery, Inbox, check_key, check_size, check_ttl
-from shared.errors import BusError, BusTimeout, KeyExists, NoResponders, NotFound
+from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
+from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
 from shared.messages import Message, encode
 
-Reply = asyncio.Future[bytes]
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Reply:
+    """The place of an answer, at the bus that asked."""
+
+    def __init__(self, bus: "MemoryBus") -> None:
+        self.bus = bus
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def give(self, data: bytes) -> None:
+        if not self.answer.done():
+            self.answer.set_result(data)
+
+    def fail(self, error: LambdaScaleError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 Receiver = Callable[[bytes, Reply | None], None]
-Changes = asyncio.Queue[KvEntry | None]
-"""What a watch has still to tell; None: its bus was closed."""
 
 
 class MemorySubscription:
-    def __init__(self, broker: "MemoryBroker", subject: str, receive: Receiver) -> None:
+    def __init__(
+        self,
+        broker: "MemoryBroker",
+        subject: str,
+        receive: Receiver,
+        bus: "MemoryBus | None" = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        """`bus`: whose it is; None: the broker's own, which no fault of a connection touches."""
         self.subject = subject
         self.receive = receive
+        self.bus = bus
         self._broker = broker
+        self._on_close = on_close
 
     async def close(self) -> None:
         self._broker.leave(self)
-
-
-class ListenerSubscription(MemorySubscription):
-    def __init__(self, broker: "MemoryBroker", subject: str, inbox: Inbox) -> None:
-        super().__init__(broker, subject, lambda data, _: inbox.put(data))
-        self._inbox = inbox
-
-    async def close(self) -> None:
-        await super().close()
-        self._inbox.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 class MemoryBroker:
-    """The server's part: who subscribed, the buckets, the objects."""
+    """The server's part: who subscribed, the buckets, the objects.
+
+    The first methods are the wires between it and its clients; here they are perfect and take no
+    time.
+    """
 
     def __init__(self) -> None:
-        self._listeners: dict[str, list[MemorySubscription]] = {}
+        self._listeners: dict[str, dict[MemorySubscription, None]] = {}
         self._servers: dict[str, list[MemorySubscription]] = {}
         self._buckets: dict[str, Bucket] = {}
         self.blobs: dict[str, bytes] = {}
+        self.decoded: tuple[bytes, Message] | None = None
+        """The message decoded last: all who hear a broadcast share it."""
+
+    # --- wires ---
+
+    async def connect(self, bus: "MemoryBus") -> None:
+        """Returns once the bus is connected; BusError if it can't be."""
+
+    def disconnect(self, bus: "MemoryBus") -> None:
+        """It closed, in order: what it said before is said."""
+
+    def send(self, bus: "MemoryBus", subject: str, data: bytes, reply: Reply | None) -> None:
+        """A message from a client to the server."""
+        self.deliver(subject, data, reply)
+
+    def answer(self, bus: "MemoryBus", reply: Reply, data: bytes) -> None:
+        """From a client that serves, by way of the server, to the one that asked."""
+        self.down(reply.bus, "", reply.give, data)
+
+    def down(
+        self, bus: "MemoryBus", subject: str, act: Callable[[*Ts], object], *args: *Ts
+    ) -> None:
+        """From the server to a client; in order, by subject."""
+        act(*args)
+
+    def hand(self, subscription: MemorySubscription, data: bytes, reply: Reply | None) -> None:
+        """A message from the server to one who gets it."""
+        if subscription.bus is None:
+            subscription.receive(data, reply)
+        else:
+            self.down(subscription.bus, subscription.subject, subscription.receive, data, reply)
+
+    async def exchange(self, bus: "MemoryBus", what: str, act: Callable[[], T]) -> T:
+        """Does it at the server and brings back what came of it; other tasks run first."""
+        await asyncio.sleep(0)
+        return act()
+
+    # --- the server ---
 
     def listen(self, subscription: MemorySubscription) -> None:
-        self._listeners.setdefault(subscription.subject, []).append(subscription)
+        self._listeners.setdefault(subscription.subject, {})[subscription] = None
 
     def serve(self, subscription: MemorySubscription) -> None:
         self._servers.setdefault(subscription.subject, []).append(subscription)
 
     def leave(self, subscription: MemorySubscription) -> None:
-        for members in (self._listeners, self._servers):
-            if subscription in members.get(subscription.subject, []):
-                members[subscription.subject].remove(subscription)
+        self._listeners.get(subscription.subject, {}).pop(subscription, None)
+        servers = self._servers.get(subscription.subject, [])
+        if subscription in servers:
+            servers.remove(subscription)
 
-    def deliver(self, subject: str, data: bytes, reply: Reply | None) -> bool:
-        """To every listener and, in turn, to one server; False if there is nobody."""
-        receivers = list(self._listeners.get(subject, []))
+    def deliver(self, subject: str, data: bytes, reply: Reply | None) -> None:
+        """To every listener and, in turn, to one server."""
+        receivers = list(self._listeners.get(subject, ()))
         servers = self._servers.get(subject)
         if servers:
             servers.append(servers.pop(0))
             receivers.append(servers[-1])
         for subscription in receivers:
-            subscription.receive(data, reply)
-        return bool(receivers)
+            self.hand(subscription, data, reply)
+        if reply is not None and not receivers:
+            error = NoResponders(f"{subject}: nobody serves it")
+            self.down(reply.bus, "", reply.fail, error)
 
     def bucket(self, name: str) -> "Bucket":
-        return self._buckets.setdefault(name, Bucket(name))
+        return self._buckets.setdefault(name, Bucket(self, name))
+
+
+class Watch:
+    """What a bus was told of a bucket, and has still to tell. None: it was all there was."""
+
+    def __init__(self, bus: "MemoryBus") -> None:
+        self.bus = bus
+        self.changes: asyncio.Queue[KvEntry | None] = asyncio.Queue()
+        self._told: dict[str, int] = {}
+        self._listed = False
+
+    def tell(self, entry: KvEntry | None) -> None:
+        """What was told already, or was never heard of, is left out."""
+        if entry is None:
+            if not self._listed:
+                self.changes.put_nowait(None)
+            self._listed = True
+            return
+        last = self._told.get(entry.key, 0)
+        if entry.op is KvOp.PUT and entry.revision > last:
+            self._told[entry.key] = entry.revision
+            self.changes.put_nowait(entry)
+        elif entry.op is KvOp.DELETE and entry.revision > last > 0:
+            del self._told[entry.key]
+            self.changes.put_nowait(entry)
+
+    def catch_up(self, bucket: "Bucket") -> None:
+        """Tells what changed while nothing was told."""
+        for key in [key for key in self._told if key not in bucket.live]:
+            self.changes.put_nowait(KvEntry(key, b"", self._told.pop(key), KvOp.DELETE))
+        for entry in [*bucket.live.values(), None]:
+            self.tell(entry)
 
 
 class Bucket:
     """The state of one KV bucket. Live entries are kept in the order of their revisions."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, broker: MemoryBroker, name: str) -> None:
         self.name = name
         self.live: dict[str, KvEntry] = {}
-        self.watchers: list[Changes] = []
+        self.watches: dict[Watch, None] = {}
+        self._broker = broker
         self._revision = 0
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
@@ -98,27 +196,37 @@ class Bucket:
         if key in self.live:
             self._change(key, b"", KvOp.DELETE)
 
+    def follow(self, watch: Watch) -> None:
+        """Tells the live entries, None, and from now on every change."""
+        self.watches[watch] = None
+        for entry in [*self.live.values(), None]:
+            self._tell(watch, entry)
+
     def _change(self, key: str, value: bytes, op: KvOp) -> KvEntry:
         self.live.pop(key, None)
         if expiry := self._expiries.pop(key, None):
             expiry.cancel()
         self._revision += 1
         entry = KvEntry(key, value, self._revision, op)
-        for watcher in self.watchers:
-            watcher.put_nowait(entry)
+        for watch in self.watches:
+            self._tell(watch, entry)
         return entry
+
+    def _tell(self, watch: Watch, entry: KvEntry | None) -> None:
+        self._broker.down(watch.bus, self.name, watch.tell, entry)
 
 
 class MemoryBus(Delivery):
     def __init__(self, broker: MemoryBroker, name: str = "memory") -> None:
         super().__init__(name)
+        self.subscriptions: list[MemorySubscription] = []
+        self.watches: dict[Watch, Bucket] = {}
         self._broker = broker
-        self._subscriptions: list[MemorySubscription] = []
-        self._watches: list[Changes] = []
-        self._requests: set[Reply] = set()
+        self._requests: dict[Reply, None] = {}
         self._open = False
 
     async def __aenter__(self) -> Self:
+        await self._broker.connect(self)
         self._open = True
         return self
 
@@ -129,14 +237,14 @@ class MemoryBus(Delivery):
         traceback: TracebackType | None,
     ) -> None:
         self._open = False
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             await subscription.close()
         for reply in self._requests:
-            if not reply.done():
-                reply.set_exception(BusError(f"{self.name}: the bus was closed"))
-        for changes in self._watches:
-            changes.put_nowait(None)
+            reply.fail(BusError(f"{self.name}: the bus was closed"))
+        for watch in self.watches:
+            watch.changes.put_nowait(None)  # wakes its reader, who then sees that the bus is closed
         await self.tasks.close()
+        self._broker.disconnect(self)
 
     def check_open(self) -> None:
         if not self._open:
@@ -144,41 +252,42 @@ class MemoryBus(Delivery):
 
     async def publish(self, subject: str, message: Message) -> None:
         self.check_open()
-        self._broker.deliver(subject, check_size(encode(message), subject), None)
+        self._broker.send(self, subject, check_size(encode(message), subject), None)
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         self.check_open()
-        answer: Reply = asyncio.get_running_loop().create_future()
-        if not self._broker.deliver(subject, check_size(encode(message), subject), answer):
-            raise NoResponders(f"{subject}: nobody serves it")
-        self._requests.add(answer)
+        place = Reply(self)
+        self._requests[place] = None
         try:
             async with asyncio.timeout(timeout):
-                data = await answer
+                self._broker.send(self, subject, check_size(encode(message), subject), place)
+                data = await place.answer
         except TimeoutError as error:
             raise BusTimeout(f"{subject}: no answer within {timeout} s") from error
         finally:
-            self._requests.discard(answer)
+            place.answer.cancel()
+            del self._requests[place]
         return self.expect(subject, data, reply)
 
     async def subscribe(self, subject: str, handler: Handler) -> MemorySubscription:
         self.check_open()
-        subscription = ListenerSubscription(self._broker, subject, self.inbox(subject, handler))
-        self._broker.listen(subscription)
-        self._subscriptions.append(subscription)
-        return subscription
+        inbox = self.inbox(subject, handler)
+        subscription = MemorySubscription(
+            self._broker, subject, lambda data, _: inbox.put(data), self, inbox.close
+        )
+        try:
+            return await self._enlist(subscription, self._broker.listen)
+        except BusError:
+            inbox.close()
+            raise
 
     async def serve(self, subject: str, server: Server) -> MemorySubscription:
-        self.check_open()
-
         def receive(data: bytes, reply: Reply | None) -> None:
-            work = self._reply(subject, server, data, reply)
+            work = self._serve(subject, server, data, reply)
             self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
 
-        subscription = MemorySubscription(self._broker, subject, receive)
-        self._broker.serve(subscription)
-        self._subscriptions.append(subscription)
-        return subscription
+        subscription = MemorySubscription(self._broker, subject, receive, self)
+        return await self._enlist(subscription, self._broker.serve)
 
     async def kv(self, bucket: str) -> "MemoryKeyValue":
         self.check_open()
@@ -188,65 +297,97 @@ class MemoryBus(Delivery):
         self.check_open()
         return MemoryObjectStore(self, self._broker.blobs)
 
-    async def watch(self, bucket: Bucket) -> AsyncIterator[KvEntry | None]:
+    async def exchange(self, what: str, act: Callable[[], T]) -> T:
         self.check_open()
-        changes = Changes()
-        bucket.watchers.append(changes)
-        self._watches.append(changes)
-        try:
-            for entry in list(bucket.live.values()):
-                yield entry
-            yield None
-            while change := await changes.get():
-                yield change
-            self.check_open()
-        finally:
-            bucket.watchers.remove(changes)
-            self._watches.remove(changes)
+        return await self._broker.exchange(self, what, act)
 
-    async def _reply(self, subject: str, server: Server, data: bytes, reply: Reply | None) -> None:
+    async def watch(self, bucket: Bucket) -> AsyncIterator[KvEntry | None]:
+        watch = Watch(self)
+        self.watches[watch] = bucket
+        try:
+            await self._begin(watch, bucket)
+            while True:
+                change = await watch.changes.get()
+                self.check_open()
+                yield change
+        finally:
+            bucket.watches.pop(watch, None)
+            del self.watches[watch]
+
+    async def _begin(self, watch: Watch, bucket: Bucket) -> None:
+        """As long as it takes: a watch outlives the connection."""
+
+        def follow() -> None:
+            if watch in self.watches:
+                bucket.follow(watch)
+
+        while watch not in bucket.watches:
+            with suppress(BusTimeout):
+                await self.exchange(f"watch {bucket.name}", follow)
+
+    async def _enlist(
+        self, subscription: MemorySubscription, enlist: Callable[[MemorySubscription], None]
+    ) -> MemorySubscription:
+        def act() -> None:
+            self.check_open()
+            enlist(subscription)
+
+        await self.exchange(f"subscribe {subscription.subject}", act)
+        self.subscriptions.append(subscription)
+        return subscription
+
+    async def _serve(self, subject: str, server: Server, data: bytes, reply: Reply | None) -> None:
         answer = await self.answer(subject, server, data)
-        if reply is not None and not reply.done():
-            reply.set_result(answer)
+        if reply is not None:
+            self._broker.answer(self, reply, answer)
+
+    def _decode(self, subject: str, data: bytes) -> Message:
+        """All who hear a broadcast share one message, as messages are immutable."""
+        last = self._broker.decoded
+        if last is not None and last[0] is data:
+            return last[1]
+        message = super()._decode(subject, data)
+        self._broker.decoded = data, message
+        return message
 
 
 class MemoryKeyValue:
-    """Every call lets other tasks run first, as a server's answer would."""
-
     def __init__(self, bus: MemoryBus, bucket: Bucket) -> None:
         self._bus = bus
         self._bucket = bucket
 
     async def get(self, key: str) -> KvEntry | None:
-        await self._turn(key)
-        return self._bucket.live.get(key)
+        return await self._at(key, lambda: self._bucket.live.get(key))
 
     async def put(self, key: str, value: bytes) -> int:
-        await self._turn(key)
-        return self._bucket.set(key, check_size(value, key), None)
+        return await self._at(key, lambda: self._bucket.set(key, check_size(value, key), None))
 
     async def create(self, key: str, value: bytes, *, ttl: float | None = None) -> int:
-        await self._turn(key)
-        if key in self._bucket.live:
-            raise KeyExists(f"{self._bucket.name}: {key} exists already")
-        return self._set(key, value, ttl)
+        def act() -> int:
+            if key in self._bucket.live:
+                raise KeyExists(f"{self._bucket.name}: {key} exists already")
+            return self._set(key, value, ttl)
+
+        return await self._at(key, act)
 
     async def update(
         self, key: str, value: bytes, revision: int, *, ttl: float | None = None
     ) -> int:
-        await self._turn(key)
-        last = self._bucket.live.get(key)
-        if last is None or last.revision != revision:
-            raise KeyExists(f"{self._bucket.name}: {key} is no longer at revision {revision}")
-        return self._set(key, value, ttl)
+        def act() -> int:
+            last = self._bucket.live.get(key)
+            if last is None or last.revision != revision:
+                raise KeyExists(f"{self._bucket.name}: {key} is no longer at revision {revision}")
+            return self._set(key, value, ttl)
+
+        return await self._at(key, act)
 
     async def delete(self, key: str) -> None:
-        await self._turn(key)
-        self._bucket.drop(key)
+        await self._at(key, lambda: self._bucket.drop(key))
 
     async def entries(self) -> list[KvEntry]:
-        await self._turn()
-        return list(self._bucket.live.values())
+        return await self._bus.exchange(
+            f"bucket {self._bucket.name}", lambda: list(self._bucket.live.values())
+        )
 
     def watch(self) -> AsyncIterator[KvEntry | None]:
         return self._bus.watch(self._bucket)
@@ -255,11 +396,8 @@ class MemoryKeyValue:
         lifetime = None if ttl is None else check_ttl(ttl)
         return self._bucket.set(key, check_size(value, key), lifetime)
 
-    async def _turn(self, key: str | None = None) -> None:
-        if key is not None:
-            check_key(key)
-        self._bus.check_open()
-        await asyncio.sleep(0)
+    async def _at(self, key: str, act: Callable[[], T]) -> T:
+        return await self._bus.exchange(f"{self._bucket.name}/{check_key(key)}", act)
 
 
 class MemoryObjectStore:
@@ -268,13 +406,14 @@ class MemoryObjectStore:
         self._blobs = blobs
 
     async def put(self, data: bytes) -> str:
-        self._bus.check_open()
         name = hashlib.sha256(data).hexdigest()
-        self._blobs[name] = bytes(data)
+        await self._bus.exchange(
+            f"object {name}", lambda: self._blobs.setdefault(name, bytes(data))
+        )
         return name
 
     async def get(self, name: str) -> bytes:
-        self._bus.check_open()
-        if name not in self._blobs:
+        data = await self._bus.exchange(f"object {name}", lambda: self._blobs.get(name))
+        if data is None:
             raise NotFound(f"object {name} is not in the store")
-        return self._blobs[name]
+        return data

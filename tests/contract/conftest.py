@@ -11,11 +11,12 @@ from shared.bus.base import Bus
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+from simulation.bus import SimBroker
 
 OpenBus = Callable[[str], Awaitable[Bus]]
 
 
-@pytest.fixture(params=["memory", "nats"])
+@pytest.fixture(params=["memory", "simulated", "nats"])
 async def open_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenBus]:
     """Opens another bus under the given name; all are closed at the end of the test."""
     async with AsyncExitStack() as opened:
@@ -26,7 +27,7 @@ async def open_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
                 return NatsBus(BusConfig(url=server.url), name)
 
         else:
-            broker = MemoryBroker()
+            broker = MemoryBroker() if request.param == "memory" else SimBroker(jitter_s=0.001)
 
             def make(name: str) -> Bus:
                 return MemoryBus(broker, name)
