@@ -16,7 +16,7 @@ from services.node.transport.base import OnMessage, OnPeerLost
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
-from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.bus.memory import MemoryBus
 from shared.clock import wall_ns
 from shared.config import GatewayConfig, NodeConfig, PlannerConfig, RegistryConfig
 from shared.errors import ConfigError
@@ -26,6 +26,7 @@ from shared.messages import Ok
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import ModelAdd
 from shared.messages.scaling import PlannerQuery, PlannerState
+from simulation.bus import SimBroker
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
@@ -33,6 +34,7 @@ from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
 from simulation.systems import System
+from simulation.transport import Ends
 from simulation.worker import ModelledWorker
 
 USABLE = 0.9
@@ -150,9 +152,8 @@ class NodeParts:
         on_failed: Callable[[Failure], None],
     ) -> ModelledDataPlane:
         return ModelledDataPlane(
-            self._cluster.network,
+            self._cluster.ends,
             self.name,
-            unit=self._cluster.spec.unit,
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_arrived=on_arrived,
@@ -163,15 +164,16 @@ class NodeParts:
 class Cluster:
     """Every service on a bus of its own, as if on a machine of its own."""
 
-    def __init__(self, spec: ClusterSpec, broker: MemoryBroker | None = None) -> None:
+    def __init__(self, spec: ClusterSpec, broker: SimBroker | None = None) -> None:
         self.spec = spec
-        self.broker = broker or MemoryBroker()
+        self.broker = broker or SimBroker()
         self.network = Network(
             latency_s=LATENCY_S,
             trunks={spec.rack(i): spec.trunk_bytes_per_s for i in range(spec.nodes)}
             if spec.trunk_bytes_per_s
             else {},
         )
+        self.ends = Ends(self.network, unit=spec.unit)
         self.manifests: tuple[Manifest, ...] = tuple(
             modelled_manifest(model, blocks=spec.blocks, unit=spec.unit, chunks=spec.chunks)
             for model in spec.models

@@ -5,7 +5,7 @@ import pytest
 
 from shared.errors import ConfigError
 from simulation.hardware import DATA, Channel, Hardware, hardware, read_data
-from tests.support.virtual_time import run
+from simulation.loop import run
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in DATA.glob("*.toml")))

@@ -9,10 +9,10 @@ from shared.errors import BadInput, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, model_id
 from simulation.hardware import Channel
+from simulation.loop import run
 from simulation.models import Model, model, modelled_manifest
 from simulation.store import HostCache, ModelledStore
 from simulation.systems import Cache
-from tests.support.virtual_time import run
 
 BLOCKS = 4
 A, B, C = (modelled_manifest(model("demo", name), blocks=BLOCKS, unit=4096) for name in "abc")

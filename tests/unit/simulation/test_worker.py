@@ -14,9 +14,9 @@ from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit, Tokens
 from simulation.engine import ModelledEngine, token_of
 from simulation.hardware import Channel, Hardware
+from simulation.loop import run
 from simulation.worker import ModelledWorker
 from tests.support import worker_cluster
-from tests.support.virtual_time import run
 from tests.support.worker_cluster import WHOLE, stages
 from tests.unit.simulation.models import (
     BLOCKS,
