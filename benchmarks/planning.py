@@ -7,6 +7,7 @@ pipelines of destinations (λScale, Algorithm 2).
 
 import time
 
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
@@ -41,19 +42,19 @@ def main() -> None:
     print("time to make a schedule, 64 blocks (limit: 100 ms at 1,024 nodes)")
     for nodes in (64, 256, 1000, 1024):
         started = time.perf_counter()
-        schedule = STRATEGIES["binomial"](nodes, 64, (0,))
+        schedule = STRATEGIES["binomial"](step_task(nodes, 64, (0,)))
         took = (time.perf_counter() - started) * 1e3
         bound = lower_bound(nodes, 64, 1)
         print(f"  N = {nodes:5}: {took:6.1f} ms; {schedule.steps} steps, lower bound {bound}")
     print("steps by strategy, 16 blocks")
     for nodes in (5, 8, 16, 64):
-        counts = {name: make(nodes, 16, (0,)).steps for name, make in STRATEGIES.items()}
+        counts = {name: make(step_task(nodes, 16, (0,))).steps for name, make in STRATEGIES.items()}
         bound = lower_bound(nodes, 16, 1)
         ratios = ", ".join(f"{n} {c} ({c / bound:.2f} x)" for n, c in counts.items())
         print(f"  N = {nodes:3}: lower bound {bound}; {ratios}")
     print(f"mean capacity while loading, share of the final; at most {MAX_STAGES} stages")
     for sources, nodes, blocks in CASES:
-        schedule = STRATEGIES["binomial"](nodes, blocks, tuple(range(sources)))
+        schedule = STRATEGIES["binomial"](step_task(nodes, blocks, range(sources)))
         pools, fixed, complete = capacities(schedule)
         print(
             f"  (k, N, b) = ({sources}, {nodes}, {blocks}): pools {pools:.3f}, fixed pipelines "

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from services.planner.core.costs import arrival_times, physical_limit, predict
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import DEFAULT, STRATEGIES, lower_bound, strategy
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     speed = _speed(args)
     if args.sources > args.nodes:
         raise BadInput(f"--sources {args.sources} is more than --nodes {args.nodes}")
-    schedule = strategy(args.algorithm)(args.nodes, args.blocks, range(args.sources))
+    schedule = strategy(args.algorithm)(step_task(args.nodes, args.blocks, range(args.sources)))
     if args.json:
         print(json.dumps(_document(schedule)))
     else:

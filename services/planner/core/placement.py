@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.replan import repair
 from shared.errors import PlanError
@@ -61,7 +62,7 @@ def plan_transfers(roles: Roles, held: Held, blocks: int, strategy: str) -> tupl
         now_held |= dict.fromkeys(roles.sources, every)
         return repair_transfers(now_held, roles.receiving, blocks, now_held)
     nodes = (*roles.sources, *roles.receiving)
-    schedule = STRATEGIES[strategy](len(nodes), blocks, tuple(range(len(roles.sources))))
+    schedule = STRATEGIES[strategy](step_task(len(nodes), blocks, range(len(roles.sources))))
     return tuple(Transfer(m.step, nodes[m.src], nodes[m.dst], m.block) for m in schedule.moves)
 
 

@@ -10,6 +10,7 @@ from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import digest
 from services.node.mover import Mover
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from shared.clock import now
@@ -77,7 +78,7 @@ async def carry_out(schedule: Schedule) -> float:
 
 @pytest.mark.parametrize(("nodes", "sources"), [(2, 1), (5, 1), (8, 1), (12, 1), (9, 3)])
 def test_the_binomial_pipeline_takes_its_steps(nodes: int, sources: int) -> None:
-    schedule = STRATEGIES["binomial"](nodes, 16, range(sources))
+    schedule = STRATEGIES["binomial"](step_task(nodes, 16, range(sources)))
     step = BLOCK / RATE
     took = run(carry_out(schedule))
     assert took <= 1.05 * lower_bound(nodes, 16, sources) * step
@@ -85,6 +86,6 @@ def test_the_binomial_pipeline_takes_its_steps(nodes: int, sources: int) -> None
 
 def test_a_chain_relays_by_chunks_not_by_blocks() -> None:
     """A relay forwards while it receives: seven hops cost less than one step of a block."""
-    schedule = STRATEGIES["chain"](8, 4, [0])
+    schedule = STRATEGIES["chain"](step_task(8, 4, [0]))
     took = run(carry_out(schedule))
     assert took <= (4 + 6 * CHUNK / BLOCK + 0.5) * BLOCK / RATE

@@ -10,6 +10,7 @@ from services.planner.core.costs import (
     physical_limit,
     predict,
 )
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.groups import binomial
 from services.planner.core.multicast.schedule import Move
 from services.planner.core.multicast.strategies import STRATEGIES, strategy
@@ -17,12 +18,12 @@ from services.planner.core.multicast.strategies import STRATEGIES, strategy
 LINK = Link(bytes_per_s=50e6, overhead_s=0.001)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"local"}))
 @pytest.mark.parametrize(("nodes", "blocks", "sources"), [(8, 16, 1), (11, 6, 2)])
 def test_on_equal_links_arrivals_follow_the_steps(
     name: str, nodes: int, blocks: int, sources: int
 ) -> None:
-    schedule = strategy(name)(nodes, blocks, range(sources))
+    schedule = strategy(name)(step_task(nodes, blocks, range(sources)))
     there = arrival_times(schedule.moves, [50_000] * blocks, [LINK.bytes_per_s] * nodes, 0.001)
     assert len(there) == len(schedule.moves)
     for move in schedule.moves:

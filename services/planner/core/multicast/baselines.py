@@ -1,33 +1,95 @@
-"""What the binomial pipeline is compared with: chains (BlitzScale) and binary trees (FaaSNet)."""
+"""What the binomial pipeline is compared with: chains, binary trees, a library's broadcast."""
 
 from collections.abc import Sequence
 
-from services.planner.core.multicast.groups import make_groups
-from services.planner.core.multicast.schedule import Move, Schedule
+from services.planner.core.multicast.fabric import Fabric, Task
+from services.planner.core.multicast.groups import Group
+from services.planner.core.multicast.schedule import Move
 
 
-def chain(nodes: int, blocks: int, sources: Sequence[int]) -> Schedule:
-    """One chain a source, blocks in order: b + N/k - 2 steps. BlitzScale, section 5.1."""
-    moves = [
-        Move(block + hop + 1, src, dst, block)
-        for group in make_groups(nodes, blocks, sources)
-        for hop, (src, dst) in enumerate(
-            zip((group.source, *group.destinations), group.destinations, strict=False)
+def chain_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> list[Move]:
+    """A chain a source, blocks in order, for unequal links. BlitzScale, section 5.1, Algorithm 1.
+
+    A chain whose edges take tau_1, tau_2, .. a block has its i-th node complete after
+    tau_1 + .. + tau_i + (b - 1) max(tau_1..tau_i): fastest first is best for every one of them.
+    The fastest node left joins the chain on which it would be complete first; an edge runs at the
+    least of what its sender gets, sends, and its receiver takes. (The paper's line 10 forgets what
+    the sender itself receives; and its rule, the chain of the highest rate whatever its length,
+    leaves sources idle.) On equal links the chains are balanced: b + ceil(D/k) - 1 steps.
+    """
+    chains = [_Chain(task, source) for source in sources]
+    for node in _fastest_first(task.fabric, sources, relays):
+        _, _, best = min(
+            (chain.finish(node), task.fabric.crosses(chain.nodes[-1], node) is not None, i)
+            for i, chain in enumerate(chains)
         )
+        chains[best].append(node)
+    return sorted(move for chain in chains for move in line_moves(chain.nodes, task.blocks))
+
+
+def line_moves(nodes: Sequence[int], blocks: int) -> list[Move]:
+    """nodes[0] sends the blocks in order to nodes[1], and so on down the line."""
+    return [
+        Move(block + hop + 1, nodes[hop], nodes[hop + 1], block)
+        for hop in range(len(nodes) - 1)
         for block in range(blocks)
     ]
-    return Schedule(nodes, blocks, tuple(sources), tuple(sorted(moves)))
 
 
-def binary_tree(nodes: int, blocks: int, sources: Sequence[int]) -> Schedule:
-    """One tree a source; a node sends each block to two children in turn. FaaSNet, section 3.
+def _fastest_first(fabric: Fabric, sources: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """Equally fast nodes of one rack stand together, so that the trunks are crossed seldom."""
+    racks = list(dict.fromkeys(fabric.ports[node].rack for node in (*sources, *nodes)))
+
+    def key(node: int) -> tuple[float, int]:
+        port = fabric.ports[node]
+        return -min(port.out, port.into), racks.index(port.rack)
+
+    return sorted(nodes, key=key)
+
+
+class _Chain:
+    def __init__(self, task: Task, source: int) -> None:
+        self.task = task
+        self.nodes = [source]
+        self.fill_s = 0.0
+        """tau_1 + .. + tau_i"""
+        self.slowest_s = 0.0
+
+    def finish(self, node: int) -> float:
+        """Seconds after which the node would be complete as the chain's next."""
+        tau = self._block_s(node)
+        return self.fill_s + tau + (self.task.blocks - 1) * max(self.slowest_s, tau)
+
+    def append(self, node: int) -> None:
+        tau = self._block_s(node)
+        self.fill_s += tau
+        self.slowest_s = max(self.slowest_s, tau)
+        self.nodes.append(node)
+
+    def _block_s(self, node: int) -> float:
+        mean = sum(self.task.block_bytes) / self.task.blocks
+        return self.task.fabric.overhead_s + mean / self.task.fabric.rate(self.nodes[-1], node)
+
+
+def broadcast_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> list[Move]:
+    """One ring through the nodes, rack by rack, from the best source: NCCL's broadcast as the
+    papers used it. b + D - 1 steps after forming the group; other sources are of no use to it."""
+    if not relays:
+        return []
+    racks = [task.fabric.ports[sources[0]].rack]
+    racks += [task.fabric.ports[node].rack for node in relays]
+    ring = sorted(relays, key=lambda node: racks.index(task.fabric.ports[node].rack))
+    return sorted(line_moves((sources[0], *ring), task.blocks))
+
+
+def tree_moves(groups: Sequence[Group], blocks: int) -> list[Move]:
+    """A binary tree a source; a node sends each block to two children in turn. FaaSNet, section 3.
 
     An inner node's port carries every block twice, so loading takes about twice as long.
     """
-    moves: list[Move] = []
-    for group in make_groups(nodes, blocks, sources):
-        moves += _tree((group.source, *group.destinations), blocks)
-    return Schedule(nodes, blocks, tuple(sources), tuple(sorted(moves)))
+    return sorted(
+        move for group in groups for move in _tree((group.source, *group.destinations), blocks)
+    )
 
 
 def _tree(nodes: Sequence[int], blocks: int) -> list[Move]:

@@ -6,9 +6,14 @@ The nodes sit on the V = 2^h vertices of a hypercube, h = floor(log2 N), the sou
 vertex 0. In step t (from 0) every vertex sends to its neighbour across dimension t mod h. Where N
 is no power of two, N - V vertices hold two nodes, twins: in each step one of them is the vertex's
 Receiver and the other its Sender, and the Receiver also hands its twin a block that it lacks.
+
+The source takes nothing in, so its neighbour's Sender rests in every step: an output tap, which
+can hand the blocks on, in order, to somebody outside. What comes out of a tap can feed another
+pipeline as a source does, since the source needs not be one node (see `taps.py`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.planner.core.multicast.schedule import Move
 
@@ -16,22 +21,31 @@ _Exchange = tuple[int, int, int]
 """(v, w, shift): in a step t of its dimension, v sends virtual block t + shift to w."""
 
 
-def binomial_moves(nodes: Sequence[int], order: Sequence[int]) -> list[Move]:
-    """Moves from nodes[0], which holds all blocks, to the other nodes, which hold none.
+@dataclass(frozen=True)
+class Pipeline:
+    moves: list[Move]
+    """In order of their steps, the first of which is `start` + 1."""
+    taps: Sequence[int]
+    """taps[m] holds order[m] and sends nothing in step start + lag + m + 1."""
+    lag: int
+    """floor(log2 N): steps from the source's sending of a block to the tap's."""
 
-    `order` is the order in which blocks leave the source. No block is sent to its holder. At step
-    len(order) the destinations hold every block between them.
+
+def pipeline(
+    roots: Sequence[int], nodes: Sequence[int], order: Sequence[int], start: int = 0
+) -> Pipeline:
+    """The blocks from a source to nodes that hold nothing: N - 1 of them.
+
+    The source may be one node or another in every step: roots[m] sends order[m] in step
+    start + m + 1, and the last of them the last block in up to floor(log2 N) steps after that.
+    No block is sent to its holder. At step start + len(order) the nodes hold every block between
+    them.
     """
-    if len(nodes) < 2:
-        return []
-    return _Pipeline(nodes, order).run()
-
-
-def _exchanges(h: int) -> list[list[_Exchange]]:
-    """For every dimension, what each vertex but the source's gets, and from which neighbour."""
-    return [
-        [(w ^ (1 << i), w, _shift(w, i, h)) for w in range(1, 1 << h)] for i in range(h)
-    ]  # fmt: skip
+    if not nodes:
+        return Pipeline([], roots, 0)
+    build = _Build(roots, nodes, order, start)
+    build.run()
+    return Pipeline(build.moves, build.taps, build.h)
 
 
 def _shift(w: int, i: int, h: int) -> int:
@@ -42,63 +56,66 @@ def _shift(w: int, i: int, h: int) -> int:
     return (ahead & -ahead).bit_length() - h
 
 
-class _Pipeline:
-    """The state of the construction: who holds what, and which twin receives on each vertex."""
+def _twin_shift(v: int, i: int, h: int) -> int:
+    """In a step t of dimension i, the Receiver of vertex v hands its twin virtual block t + shift.
 
-    def __init__(self, nodes: Sequence[int], order: Sequence[int]) -> None:
-        self.h = len(nodes).bit_length() - 1
-        vertices = 1 << self.h
-        twins = len(nodes) - vertices
-        self.nodes = nodes
-        self.order = order
-        self.shared = range(1, twins + 1)
-        """Vertices with two nodes (indices into `nodes`, like everything here)."""
-        self.receiver = list(range(vertices))
-        self.sender = [0, *range(vertices, len(nodes)), *range(twins + 1, vertices)]
-        self.held = [set[int]() for _ in nodes]
-        self.exchanges = _exchanges(self.h)
-        self.moves: list[Move] = []
+    That is what came in the step before; or, if it was the Sender then (roles change after a step
+    of a set bit), what it got when it last was the Receiver in such a step.
+    """
+    back = 1
+    if v >> ((i - 1) % h) & 1:
+        back = next(j for j in range(2, h + 2) if v >> ((i - j) % h) & 1)
+    return _shift(v, (i - back) % h, h) - back
 
-    def run(self) -> list[Move]:
-        for t in range(len(self.order) + self.h):
-            arriving: list[tuple[int, int]] = []
-            self._cross(t, arriving)
-            self._hand_over(t, arriving)
-            for node, block in arriving:
-                self.held[node].add(block)
-        return self.moves
 
-    def _move(
-        self, t: int, src: int, dst: int, block: int, arriving: list[tuple[int, int]]
+class _Build:
+    """The state of the construction: which twin receives on each vertex, and who has finished.
+
+    A vertex gets each virtual block once, so only of the last block, which stands in for all
+    later ones, it must be remembered who holds it.
+    """
+
+    def __init__(
+        self, roots: Sequence[int], nodes: Sequence[int], order: Sequence[int], start: int
     ) -> None:
-        if block not in self.held[dst]:
-            self.moves.append(Move(t + 1, self.nodes[src], self.nodes[dst], block))
-            arriving.append((dst, block))
+        self.h = h = (1 + len(nodes)).bit_length() - 1
+        vertices = 1 << h
+        twins = 1 + len(nodes) - vertices
+        shared = range(1, twins + 1)
+        self.roots = roots
+        self.order = order
+        self.start = start
+        self.receiver = [roots[0], *nodes[: vertices - 1]]
+        self.sender = [roots[0], *nodes[vertices - 1 :], *nodes[twins : vertices - 1]]
+        self.finished: set[int] = set()
+        self.exchanges: list[list[_Exchange]] = [
+            [(w ^ (1 << i), w, _shift(w, i, h)) for w in range(1, vertices)] for i in range(h)
+        ]
+        self.hand_overs = [[(v, _twin_shift(v, i, h)) for v in shared] for i in range(h)]
+        self.swaps = [[v for v in shared if v >> i & 1] for i in range(h)]
+        self.moves: list[Move] = []
+        self.taps: list[int] = []
 
-    def _cross(self, t: int, arriving: list[tuple[int, int]]) -> None:
-        """Every vertex sends across dimension t mod h; the last block stands in for later ones."""
-        last = len(self.order) - 1
-        for v, w, shift in self.exchanges[t % self.h]:
-            if t + shift >= 0:
-                block = self.order[min(t + shift, last)]
-                self._move(t, self.sender[v], self.receiver[w], block, arriving)
-
-    def _hand_over(self, t: int, arriving: list[tuple[int, int]]) -> None:
-        """A Receiver gives its twin what came last, or, if it was the Sender then (roles change
-        after a step of a set bit), what it got when it last was the Receiver in such a step."""
-        for v in self.shared:
-            got = t - 1 if not self._is_set(v, t - 1) else self._last_set(v, t - 1)
-            virtual = got + _shift(v, got % self.h, self.h)
-            if got >= 0 and virtual >= 0:
-                block = self.order[min(virtual, len(self.order) - 1)]
-                self._move(t, self.receiver[v], self.sender[v], block, arriving)
-        for v in self.shared:
-            if self._is_set(v, t):
+    def run(self) -> None:
+        for t in range(len(self.order) + self.h):
+            i = t % self.h
+            self.sender[0] = self.roots[min(t, len(self.roots) - 1)]
+            for v, w, shift in self.exchanges[i]:
+                self._move(t, self.sender[v], self.receiver[w], t + shift)
+            for v, shift in self.hand_overs[i]:
+                self._move(t, self.receiver[v], self.sender[v], t + shift)
+            if t >= self.h:
+                self.taps.append(self.sender[1 << i])
+            for v in self.swaps[i]:
                 self.receiver[v], self.sender[v] = self.sender[v], self.receiver[v]
 
-    def _is_set(self, v: int, t: int) -> bool:
-        return bool(v >> (t % self.h) & 1)
-
-    def _last_set(self, v: int, t: int) -> int:
-        """The step before t in which v's bit was last set (negative: none)."""
-        return next(s for s in range(t - 1, t - self.h - 1, -1) if self._is_set(v, s))
+    def _move(self, t: int, src: int, dst: int, virtual: int) -> None:
+        if virtual < 0:
+            return
+        last = len(self.order) - 1
+        if virtual >= last:
+            if dst in self.finished:
+                return
+            self.finished.add(dst)
+            virtual = last
+        self.moves.append(Move(self.start + t + 1, src, dst, self.order[virtual]))

@@ -43,6 +43,13 @@ class Fabric:
         out, into = self.ports[src].rack, self.ports[dst].rack
         return None if out == into else (out, into)
 
+    def tight_racks(self) -> frozenset[str]:
+        """Racks whose trunk is slower than their nodes' ports together, so that it can hold up."""
+        needs: dict[str, float] = {}
+        for port in self.ports:
+            needs[port.rack] = needs.get(port.rack, 0.0) + max(port.out, port.into)
+        return frozenset(rack for rack, rate in self.trunks.items() if rate < needs.get(rack, 0.0))
+
     def rate(self, src: int, dst: int) -> float:
         """bytes/s of a move that has its links for itself."""
         if self.is_local(src, dst):
@@ -65,6 +72,8 @@ class Task:
     block_bytes: tuple[int, ...]
     sources: tuple[int, ...]
     """Nodes that hold every block, best first."""
+    group_setup_s: float = 0.3
+    """What it takes a collective library to form a group (hundreds of ms: λScale, section 2)."""
 
     @property
     def nodes(self) -> int:

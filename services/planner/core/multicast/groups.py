@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from services.planner.core.multicast.binomial import binomial_moves
+from services.planner.core.multicast.binomial import pipeline
 from services.planner.core.multicast.schedule import Move, Schedule, check_inputs
 
 
@@ -24,19 +24,22 @@ class Group:
 
 
 def make_groups(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of a cluster of equal nodes. BadInput where `check_inputs` says so."""
+    check_inputs(nodes, blocks, sources)
+    taken = set(sources)
+    return split(sources, [node for node in range(nodes) if node not in taken], blocks)
+
+
+def split(sources: Sequence[int], destinations: Sequence[int], blocks: int) -> tuple[Group, ...]:
     """min(k, D) groups for k sources and D destinations, of floor or ceil of D/k destinations.
 
     With more sources than destinations some sources rest, and each destination has its own.
     """
-    check_inputs(nodes, blocks, sources)
-    taken = set(sources)
-    destinations = [node for node in range(nodes) if node not in taken]
     count = min(len(sources), len(destinations))
+    parts = balanced(destinations, count)
     return tuple(
-        Group(source, tuple(part), tuple(_shifted(blocks, count, i)))
-        for i, (source, part) in enumerate(
-            zip(sources, balanced(destinations, count), strict=False)
-        )
+        Group(source, tuple(part), order)
+        for source, part, order in zip(sources, parts, orders(blocks, count), strict=False)
     )
 
 
@@ -46,21 +49,48 @@ def balanced(items: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [items[start:stop] for start, stop in pairwise(ends)]
 
 
-def _shifted(blocks: int, count: int, first: int) -> list[int]:
-    """All blocks, from chunk `first` on and round; odd chunks backwards."""
+def orders(blocks: int, count: int) -> list[tuple[int, ...]]:
+    """An order of all blocks for each group: from its own chunk on and round; odd chunks backwards.
+
+    After ceil(b / count) steps the sources have sent every block between them.
+    """
     chunks = balanced(range(blocks), count)
     turned = [chunk[::-1] if i % 2 else chunk for i, chunk in enumerate(chunks)]
-    return [block for chunk in turned[first:] + turned[:first] for block in chunk]
+    return [
+        tuple(block for chunk in turned[first:] + turned[:first] for block in chunk)
+        for first in range(count)
+    ]
 
 
 def binomial(nodes: int, blocks: int, sources: Sequence[int]) -> Schedule:
-    """The least number of steps: b + ceil(log2(N/k)) - 1, without a redundant move."""
-    moves: list[Move] = []
-    for group in make_groups(nodes, blocks, sources):
-        moves += binomial_moves((group.source, *group.destinations), group.order)
-    if len(sources) > 1:
-        moves.sort()
+    """The least number of steps on equal links: b + ceil(log2(N/k)) - 1, no move redundant."""
+    moves = binomial_moves(make_groups(nodes, blocks, sources))
     return Schedule(nodes, blocks, tuple(sources), tuple(moves))
+
+
+def binomial_moves(groups: Sequence[Group]) -> list[Move]:
+    """A binomial pipeline a group, in order of steps."""
+    moves: list[Move] = []
+    for group in groups:
+        moves += pipeline([group.source], group.destinations, group.order).moves
+    if len(groups) > 1:
+        moves.sort()
+    return moves
+
+
+def head_moves(groups: Sequence[Group]) -> list[Move]:
+    """Each source feeds only the head of its group, and the head feeds the group, a step behind.
+
+    The heads hold every block between them at step ceil(b / groups): no set of one node a group
+    can be earlier. All nodes are complete at b + ceil(log2(L - 1)) for L nodes a group, source
+    included: a step after the optimum at most, and in the same step where L is 2^m + 1, 2 or 3.
+    """
+    moves: list[Move] = []
+    for group in groups:
+        head, *others = group.destinations
+        moves += pipeline([group.source], [head], group.order).moves
+        moves += pipeline([head], others, group.order, start=1).moves
+    return sorted(moves)
 
 
 def fixed_pipelines(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from services.planner.core.multicast.fabric import Fabric
 from shared.errors import BadInput, PlanError
 
 
@@ -79,45 +80,77 @@ def check_inputs(nodes: int, blocks: int, sources: Sequence[int]) -> None:
         raise BadInput(f"sources {list(sources)} must be nodes 0..{nodes - 1}")
 
 
-def check(schedule: Schedule) -> None:
-    """PlanError naming the first rule that the schedule breaks; a valid one leaves all complete."""
+def check(schedule: Schedule, fabric: Fabric | None = None) -> None:
+    """PlanError naming the first rule that the schedule breaks; a valid one leaves all complete.
+
+    Nodes that load by themselves (`own`) are taken to. With a fabric its links count as well: see
+    `check_moves`.
+    """
     check_inputs(schedule.nodes, schedule.blocks, schedule.sources)
-    check_moves(schedule.held(0), schedule.blocks, schedule.moves, range(schedule.nodes))
+    wanted = set(range(schedule.nodes)).difference(schedule.own)
+    check_moves(schedule.held(0), schedule.blocks, schedule.moves, wanted, fabric)
 
 
 def check_moves(
-    held: Sequence[Iterable[int]], blocks: int, moves: Iterable[Move], wanted: Iterable[int]
+    held: Sequence[Iterable[int]],
+    blocks: int,
+    moves: Iterable[Move],
+    wanted: Iterable[int],
+    fabric: Fabric | None = None,
 ) -> None:
     """Checks moves that start from any holdings; the `wanted` nodes must end complete.
 
     Rules: moves stand in order of their steps, from 1; one send and one receive a node and step;
     only blocks held since the step before are sent; nothing is sent to its holder. PlanError.
+    In a fabric, moves within a host take no ports (one a receiver and step all the same), and a
+    port that sends nothing does not.
     """
     now = [set(have) for have in held]
-    step, senders, arriving = 0, set[int](), dict[int, int]()
+    links, arriving, step = _Links(fabric), set[tuple[int, int]](), 0
     for move in moves:
         if move.step < max(step, 1):
             raise PlanError(f"{move} stands after a move of step {step}")
         if move.step > step:
             _land(now, arriving)
-            step, senders = move.step, set()
+            links, arriving, step = _Links(fabric), set(), move.step
         _check_move(move, now, blocks)
-        if move.src in senders:
-            raise PlanError(f"{move}: node {move.src} sends twice in step {step}")
-        if move.dst in arriving:
-            raise PlanError(f"{move}: node {move.dst} receives twice in step {step}")
-        senders.add(move.src)
-        arriving[move.dst] = move.block
+        links.take(move)
+        if (move.dst, move.block) in arriving:
+            raise PlanError(f"{move}: node {move.dst} gets the block from elsewhere as well")
+        arriving.add((move.dst, move.block))
     _land(now, arriving)
-    for node in wanted:
+    for node in sorted(wanted):
         if missing := sorted(set(range(blocks)) - now[node]):
             raise PlanError(f"node {node} never gets blocks {missing}")
 
 
-def _land(now: Sequence[set[int]], arriving: dict[int, int]) -> None:
-    for node, block in arriving.items():
+class _Links:
+    """What one step's moves have taken of ports and local links."""
+
+    def __init__(self, fabric: Fabric | None) -> None:
+        self._fabric = fabric
+        self._senders: set[int] = set()
+        self._receivers: set[tuple[int, bool]] = set()
+        """(node, over its local link)"""
+
+    def take(self, move: Move) -> None:
+        step, src, dst, _ = move
+        local = self._fabric is not None and self._fabric.is_local(src, dst)
+        if (dst, local) in self._receivers:
+            raise PlanError(f"{move}: node {dst} receives twice in step {step}")
+        self._receivers.add((dst, local))
+        if local:
+            return
+        if self._fabric is not None and self._fabric.ports[src].out <= 0:
+            raise PlanError(f"{move}: node {src} only receives")
+        if src in self._senders:
+            raise PlanError(f"{move}: node {src} sends twice in step {step}")
+        self._senders.add(src)
+
+
+def _land(now: Sequence[set[int]], arriving: set[tuple[int, int]]) -> None:
+    for node, block in arriving:
         now[node].add(block)
-    arriving.clear()
 
 
 def _check_move(move: Move, now: Sequence[set[int]], blocks: int) -> None:

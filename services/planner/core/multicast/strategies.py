@@ -1,20 +1,66 @@
 """Every way to multicast, by the name that users give it, and the bound that none can beat."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from services.planner.core.multicast.baselines import binary_tree, chain
-from services.planner.core.multicast.groups import binomial
-from services.planner.core.multicast.schedule import Schedule
+from services.planner.core.multicast.baselines import broadcast_moves, chain_moves, tree_moves
+from services.planner.core.multicast.core import Core, check_task, complete, core_of
+from services.planner.core.multicast.fabric import Task
+from services.planner.core.multicast.groups import binomial_moves, head_moves, split
+from services.planner.core.multicast.schedule import Move, Schedule
+from services.planner.core.multicast.taps import taps_moves
 from shared.errors import BadInput
 
-Strategy = Callable[[int, int, Sequence[int]], Schedule]
-"""(nodes, blocks, sources) -> schedule. BadInput where `check_inputs` says so."""
+Strategy = Callable[[Task], Schedule]
+"""BadInput for a task that makes no sense; PlanError where none of its sources may send."""
+
+
+def _binomial(core: Core) -> list[Move]:
+    return binomial_moves(split(core.sources, core.relays, core.task.blocks))
+
+
+def _head(core: Core) -> list[Move]:
+    return head_moves(split(core.sources, core.relays, core.task.blocks))
+
+
+def _chain(core: Core) -> list[Move]:
+    return chain_moves(core.task, core.sources, core.relays)
+
+
+def _tree(core: Core) -> list[Move]:
+    return tree_moves(split(core.sources, core.relays, core.task.blocks), core.task.blocks)
+
+
+def _broadcast(core: Core) -> list[Move]:
+    return broadcast_moves(core.task, core.sources, core.relays)
+
+
+def _local(task: Task) -> Schedule:
+    """Nothing moves: every destination loads by itself (ServerlessLLM's disk or host cache)."""
+    check_task(task)
+    return Schedule(task.nodes, task.blocks, task.sources, (), own=task.destinations)
+
+
+def _strategy(moves: Callable[[Core], list[Move]], *, forms_group: bool = False) -> Strategy:
+    """A strategy for what sends and receives, made one for any task."""
+
+    def plan(task: Task) -> Schedule:
+        core = core_of(task)
+        all_moves = complete(core, moves(core))
+        setup_s = task.group_setup_s if forms_group and all_moves else 0.0
+        return Schedule(task.nodes, task.blocks, task.sources, all_moves, setup_s=setup_s)
+
+    return plan
+
 
 DEFAULT = "binomial"
 STRATEGIES: Mapping[str, Strategy] = {
-    "binomial": binomial,
-    "chain": chain,
-    "tree": binary_tree,
+    "binomial": _strategy(_binomial),
+    "head": _strategy(_head),
+    "chain": _strategy(_chain),
+    "taps": _strategy(taps_moves),
+    "tree": _strategy(_tree),
+    "broadcast": _strategy(_broadcast, forms_group=True),
+    "local": _local,
 }
 
 

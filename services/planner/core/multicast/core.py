@@ -1,0 +1,193 @@
+"""What of a task a strategy plans itself, and how the rest is added to its moves.
+
+A strategy spreads the blocks from nodes that send to nodes that receive and send. Nodes apart:
+
+- Of a host whose nodes share a local link (NVLink), one is planned; the others copy every block
+  from it a step later, or from a source among them, and take no port for it.
+- Nodes that only receive (`Port.out` 0: prefill nodes, whose out-link carries KV) relay nothing.
+  They take blocks from ports that the strategy leaves idle: its taps, nodes that are complete.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.planner.core.multicast.fabric import Fabric, Task
+from services.planner.core.multicast.schedule import Move, check_inputs
+from shared.errors import BadInput, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    task: Task
+    sources: tuple[int, ...]
+    """Hold every block and send."""
+    relays: tuple[int, ...]
+    """Destinations that receive and send."""
+    leaves: tuple[int, ...]
+    """Destinations that only receive."""
+    copies: Mapping[int, tuple[int, ...]]
+    """Sources, relays or leaves -> destinations on the same host that copy from them."""
+
+
+def core_of(task: Task) -> Core:
+    """BadInput for a task that makes no sense; PlanError if none of its sources may send though
+    some destination needs it."""
+    check_task(task)
+    ports = task.fabric.ports
+    copies = _copies(task)
+    copying = {node for mates in copies.values() for node in mates}
+    planned = [node for node in task.destinations if node not in copying]
+    for node in planned:
+        if ports[node].into <= 0:
+            raise BadInput(f"node {node} takes nothing in: leave it out, or make it a source")
+    sources = tuple(node for node in task.sources if ports[node].out > 0)
+    if planned and not sources:
+        raise PlanError(
+            f"none of the sources {list(task.sources)} may send (their ports' out is 0), and nodes "
+            f"{planned} are on no host of theirs: name a source that may"
+        )
+    return Core(
+        task,
+        sources,
+        tuple(node for node in planned if ports[node].out > 0),
+        tuple(node for node in planned if ports[node].out <= 0),
+        copies,
+    )
+
+
+def check_task(task: Task) -> None:
+    check_inputs(task.nodes, task.blocks, task.sources)
+    if min(task.block_bytes) <= 0:
+        raise BadInput(f"block sizes {list(task.block_bytes)}: each must be more than 0")
+    for rack, rate in task.fabric.trunks.items():
+        if rate <= 0:
+            raise BadInput(
+                f"the trunk of rack {rack!r} carries {rate} bytes/s: more than 0, please"
+            )
+
+
+def _copies(task: Task) -> dict[int, tuple[int, ...]]:
+    """By host, from its best source, or else from its node that sends fastest."""
+    fabric = task.fabric
+    hosts: dict[str, list[int]] = {}
+    if fabric.local_bytes_per_s > 0:
+        for node in task.destinations:
+            if fabric.ports[node].host:
+                hosts.setdefault(fabric.ports[node].host, []).append(node)
+    feeders = {fabric.ports[node].host: node for node in reversed(task.sources)}
+    copies: dict[int, tuple[int, ...]] = {}
+    for host, members in hosts.items():
+        feeder = feeders.get(host, max(members, key=lambda node: fabric.ports[node].out))
+        if others := tuple(node for node in members if node != feeder):
+            copies[feeder] = others
+    return copies
+
+
+def complete(core: Core, moves: Sequence[Move]) -> tuple[Move, ...]:
+    """The strategy's moves and those of the nodes apart, in order of steps."""
+    copies = [
+        Move(block + 1, source, mate, block)
+        for source in core.task.sources
+        for mate in core.copies.get(source, ())
+        for block in range(core.task.blocks)
+    ]
+    copies += _local_copies(core, moves)
+    if not core.leaves:
+        return tuple(sorted([*moves, *copies])) if copies else tuple(moves)
+    spread = sorted([*moves, *copies])
+    fed = _Feeding(core, spread).run()
+    return tuple(sorted([*spread, *fed, *_local_copies(core, fed)]))
+
+
+def _local_copies(core: Core, moves: Iterable[Move]) -> list[Move]:
+    return [
+        Move(step + 1, dst, mate, block)
+        for step, _, dst, block in moves
+        for mate in core.copies.get(dst, ())
+    ]
+
+
+class _Feeding:
+    """Step by step, the ports that rest are given to the leaves, which hold least first.
+
+    A leaf is fed from its own rack if anybody sends there, and else through the trunks, where
+    those that are tight carry one block a step each way, the strategy's own included.
+    """
+
+    def __init__(self, core: Core, spread: Sequence[Move]) -> None:
+        self.fabric: Fabric = core.task.fabric
+        self.tight = self.fabric.tight_racks()
+        self.blocks = core.task.blocks
+        self.leaves = core.leaves
+        self.by_step: dict[int, list[Move]] = {}
+        for move in spread:
+            self.by_step.setdefault(move.step, []).append(move)
+        full = (1 << self.blocks) - 1
+        self.have = [0] * core.task.nodes
+        for source in core.task.sources:
+            self.have[source] = full
+        able = {*core.sources, *(move.dst for move in spread)}
+        self.senders = sorted(node for node in able if self.fabric.ports[node].out > 0)
+        self.zones = {self._zone(node) for node in self.senders}
+        self.first = {
+            leaf: self.blocks * i // len(self.leaves) for i, leaf in enumerate(self.leaves)
+        }
+        """Where a leaf begins, so that leaves soon hold every block between them."""
+
+    def run(self) -> list[Move]:
+        full = (1 << self.blocks) - 1
+        hungry = list(self.leaves)
+        fed: list[Move] = []
+        step = 0
+        while hungry:
+            step += 1
+            spread = self.by_step.get(step, [])
+            batch = self._feed(step, hungry, spread)
+            for move in (*spread, *batch):
+                self.have[move.dst] |= 1 << move.block
+            fed += batch
+            hungry = [leaf for leaf in hungry if self.have[leaf] != full]
+        return fed
+
+    def _feed(self, step: int, hungry: Iterable[int], spread: Sequence[Move]) -> list[Move]:
+        taken = [move for move in spread if not self.fabric.is_local(move.src, move.dst)]
+        busy = {move.src for move in taken}
+        trunks = {end for move in taken for end in self._trunks(move.src, move.dst)}
+        held = {node: self.have[node].bit_count() for node in (*self.senders, *self.leaves)}
+        # Who holds little can help few: it is asked first.
+        idle = sorted((n for n in self.senders if n not in busy), key=held.__getitem__)
+        batch: list[Move] = []
+        for leaf in sorted(hungry, key=held.__getitem__):
+            for src in idle:
+                ends = self._trunks(src, leaf)
+                offer = self.have[src] & ~self.have[leaf]
+                if offer and self._near(src, leaf) and not trunks & ends:
+                    batch.append(Move(step, src, leaf, _first_from(offer, self.first[leaf])))
+                    idle.remove(src)
+                    trunks |= ends
+                    break
+            if not idle:
+                break
+        return batch
+
+    def _zone(self, node: int) -> str:
+        rack = self.fabric.ports[node].rack
+        return rack if rack in self.tight else ""
+
+    def _near(self, src: int, leaf: int) -> bool:
+        zone = self._zone(leaf)
+        return zone not in self.zones or zone == self._zone(src)
+
+    def _trunks(self, src: int, dst: int) -> set[tuple[str, bool]]:
+        """(rack, inwards) of the tight trunks that a move takes."""
+        out, into = self._zone(src), self._zone(dst)
+        ends = {(out, False), (into, True)} if out != into else set()
+        return {end for end in ends if end[0]}
+
+
+def _first_from(blocks: int, first: int) -> int:
+    """The first block of a set (by bit), counted round from `first`."""
+    ahead = blocks >> first
+    if ahead:
+        return first + (ahead & -ahead).bit_length() - 1
+    return (blocks & -blocks).bit_length() - 1
