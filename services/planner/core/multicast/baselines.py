@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.planner.core.multicast.fabric import Fabric, Task
 from services.planner.core.multicast.groups import Group
-from services.planner.core.multicast.schedule import Move
+from services.planner.core.multicast.schedule import Move, by_step
 
 
 def chain_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> list[Move]:
@@ -24,7 +24,7 @@ def chain_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> li
             for i, chain in enumerate(chains)
         )
         chains[best].append(node)
-    return sorted(move for chain in chains for move in line_moves(chain.nodes, task.blocks))
+    return by_step(move for chain in chains for move in line_moves(chain.nodes, task.blocks))
 
 
 def line_moves(nodes: Sequence[int], blocks: int) -> list[Move]:
@@ -79,7 +79,7 @@ def broadcast_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -
     racks = [task.fabric.ports[sources[0]].rack]
     racks += [task.fabric.ports[node].rack for node in relays]
     ring = sorted(relays, key=lambda node: racks.index(task.fabric.ports[node].rack))
-    return sorted(line_moves((sources[0], *ring), task.blocks))
+    return by_step(line_moves((sources[0], *ring), task.blocks))
 
 
 def tree_moves(groups: Sequence[Group], blocks: int) -> list[Move]:
@@ -87,7 +87,7 @@ def tree_moves(groups: Sequence[Group], blocks: int) -> list[Move]:
 
     An inner node's port carries every block twice, so loading takes about twice as long.
     """
-    return sorted(
+    return by_step(
         move for group in groups for move in _tree((group.source, *group.destinations), blocks)
     )
 

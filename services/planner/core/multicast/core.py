@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.multicast.fabric import Fabric, Task
-from services.planner.core.multicast.schedule import Move, check_inputs
+from services.planner.core.multicast.schedule import Move, by_step, check_inputs
 from shared.errors import BadInput, PlanError
 
 
@@ -93,10 +93,10 @@ def complete(core: Core, moves: Sequence[Move]) -> tuple[Move, ...]:
     ]
     copies += _local_copies(core, moves)
     if not core.leaves:
-        return tuple(sorted([*moves, *copies])) if copies else tuple(moves)
-    spread = sorted([*moves, *copies])
+        return tuple(by_step([*moves, *copies])) if copies else tuple(moves)
+    spread = by_step([*moves, *copies])
     fed = _Feeding(core, spread).run()
-    return tuple(sorted([*spread, *fed, *_local_copies(core, fed)]))
+    return tuple(by_step([*spread, *fed, *_local_copies(core, fed)]))
 
 
 def _local_copies(core: Core, moves: Iterable[Move]) -> list[Move]:

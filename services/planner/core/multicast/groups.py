@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from services.planner.core.multicast.binomial import pipeline
-from services.planner.core.multicast.schedule import Move, Schedule, check_inputs
+from services.planner.core.multicast.schedule import Move, Schedule, by_step, check_inputs
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def binomial_moves(groups: Sequence[Group]) -> list[Move]:
     moves: list[Move] = []
     for group in groups:
         moves += pipeline([group.source], group.destinations, group.order).moves
-    if len(groups) > 1:
-        moves.sort()
-    return moves
+    return by_step(moves) if len(groups) > 1 else moves
 
 
 def head_moves(groups: Sequence[Group]) -> list[Move]:
@@ -83,14 +81,14 @@ def head_moves(groups: Sequence[Group]) -> list[Move]:
 
     The heads hold every block between them at step ceil(b / groups): no set of one node a group
     can be earlier. All nodes are complete at b + ceil(log2(L - 1)) for L nodes a group, source
-    included: a step after the optimum at most, and in the same step where L is 2^m + 1, 2 or 3.
+    included: a step after the optimum at most, and in the same step where L is 2^m + 1.
     """
     moves: list[Move] = []
     for group in groups:
         head, *others = group.destinations
         moves += pipeline([group.source], [head], group.order).moves
         moves += pipeline([head], others, group.order, start=1).moves
-    return sorted(moves)
+    return by_step(moves)
 
 
 def fixed_pipelines(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,7 @@ end of the step before. Steps count from 1; a block "arrives at step s" if it is
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from services.planner.core.multicast.fabric import Fabric
@@ -21,6 +22,14 @@ class Move(NamedTuple):
     src: int
     dst: int
     block: int
+
+
+def by_step(moves: Iterable[Move]) -> list[Move]:
+    """In order of steps; what is of one step stays as it stands."""
+    return sorted(moves, key=_step)
+
+
+_step = itemgetter(0)
 
 
 @dataclass(frozen=True)

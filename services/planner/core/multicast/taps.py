@@ -24,7 +24,7 @@ from services.planner.core.multicast.binomial import pipeline
 from services.planner.core.multicast.core import Core
 from services.planner.core.multicast.fabric import Fabric
 from services.planner.core.multicast.groups import balanced, orders
-from services.planner.core.multicast.schedule import Move
+from services.planner.core.multicast.schedule import Move, by_step
 
 _ALIKE = 0.8
 """Nodes of a speed class have at least this share of the speed of its fastest."""
@@ -68,7 +68,7 @@ def taps_moves(core: Core) -> list[Move]:
     moves: list[Move] = []
     for row, order in zip(rows, orders(core.task.blocks, len(rows)), strict=True):
         moves += _row_moves(_pipelines(row, core.task.fabric), order, row.source)
-    return sorted(moves)
+    return by_step(moves)
 
 
 def _zones(core: Core) -> list[_Zone]:

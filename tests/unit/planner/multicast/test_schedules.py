@@ -2,41 +2,46 @@
 
 import pytest
 
-from services.planner.core.multicast.groups import balanced, fixed_pipelines, make_groups
+from services.planner.core.multicast.fabric import step_task
+from services.planner.core.multicast.groups import balanced, binomial, fixed_pipelines, make_groups
 from services.planner.core.multicast.schedule import Move, Schedule, check
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound, strategy
 from shared.errors import BadInput, PlanError
 from tests.unit.planner.step_model import document, independent_checker, replay_schedule
 
-SAMPLED_SIZES = [*range(131, 300, 24), 255, 256, 257, 300]
+LARGE = [512, 513, 600, 767, 768, 1000, 1023, 1024]
 
 
 def ceil_log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 13, 24])
-def test_binomial_takes_the_least_steps_for_every_number_of_nodes(blocks: int) -> None:
-    for nodes in range(2, 131):
-        schedule = strategy("binomial")(nodes, blocks, [0])
-        replay_schedule(schedule)
-        assert schedule.steps == blocks + ceil_log2(nodes) - 1, nodes
+@pytest.mark.parametrize("shift", range(3))
+def test_binomial_takes_the_least_steps_for_every_number_of_nodes(shift: int) -> None:
+    """Each N up to 300 with three numbers of blocks; with all of 1..24 it takes a minute."""
+    for nodes in range(2, 301):
+        blocks = 1 + (7 * nodes + 8 * shift) % 24
+        schedule = binomial(nodes, blocks, [0])
+        assert schedule.steps == blocks + ceil_log2(nodes) - 1, (nodes, blocks)
         assert len(schedule.moves) == (nodes - 1) * blocks
+        if nodes <= 64:
+            replay_schedule(schedule)
+        elif shift == nodes % 3:
+            check(schedule)
 
 
-@pytest.mark.parametrize("nodes", SAMPLED_SIZES)
+@pytest.mark.parametrize("nodes", LARGE)
 def test_binomial_takes_the_least_steps_for_large_clusters(nodes: int) -> None:
-    for blocks in (1, 7, 16):
-        schedule = strategy("binomial")(nodes, blocks, [0])
-        replay_schedule(schedule)
-        assert schedule.steps == blocks + ceil_log2(nodes) - 1
+    schedule = binomial(nodes, 9, [0])
+    check(schedule)
+    assert schedule.steps == lower_bound(nodes, 9, 1)
 
 
 @pytest.mark.parametrize("sources", [1, 2, 3, 4, 7])
 def test_groups_take_the_least_steps_and_first_set(sources: int) -> None:
     for nodes in range(sources + 1, 40):
         for blocks in (1, 4, 9, 16):
-            schedule = strategy("binomial")(nodes, blocks, list(range(sources)))
+            schedule = binomial(nodes, blocks, range(sources))
             history = replay_schedule(schedule)
             assert schedule.steps == blocks + ceil_log2(-(-nodes // sources)) - 1
             destinations = range(sources, nodes)
@@ -48,11 +53,11 @@ def test_groups_take_the_least_steps_and_first_set(sources: int) -> None:
             assert first == -(-blocks // min(sources, len(destinations))), (nodes, blocks)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"local"}))
 def test_the_independent_checker_agrees(name: str) -> None:
     checker = independent_checker()
     for nodes, blocks, sources in [(2, 1, 1), (8, 16, 1), (13, 5, 1), (16, 16, 2), (12, 16, 8)]:
-        schedule = strategy(name)(nodes, blocks, list(range(sources)))
+        schedule = strategy(name)(step_task(nodes, blocks, range(sources)))
         verdict = checker.check(document(schedule))
         assert verdict["valid"], verdict["errors"]
         assert verdict["complete"]
@@ -61,18 +66,6 @@ def test_the_independent_checker_agrees(name: str) -> None:
         assert verdict["lower_bound"] == lower_bound(nodes, blocks, sources)
         if name == "binomial":
             assert verdict["gap"] == 0
-
-
-def test_baselines_take_the_steps_that_make_them_baselines() -> None:
-    for nodes in range(2, 20):
-        for blocks in (1, 4, 16):
-            chain = strategy("chain")(nodes, blocks, [0])
-            replay_schedule(chain)
-            assert chain.steps == blocks + nodes - 2
-            tree = strategy("tree")(nodes, blocks, [0])
-            replay_schedule(tree)
-            if nodes >= 3:
-                assert tree.steps >= 2 * blocks
 
 
 def test_few_destinations_share_the_sources_out() -> None:
@@ -94,7 +87,7 @@ def test_groups_differ_by_at_most_one_node_and_cover_all() -> None:
 
 def test_fixed_pipelines_form_when_the_analysis_says() -> None:
     """L = N/k = 9, l = b/k = 12: first l + floor(log2 L) - 1, last l + ceil(log2 L)."""
-    schedule = strategy("binomial")(18, 24, [0, 1])
+    schedule = binomial(18, 24, [0, 1])
     done = [
         max(min(schedule.arrival(n, b) or 99 for n in pipeline) for b in range(24))
         for pipeline in fixed_pipelines(18, 24, [0, 1])
@@ -110,7 +103,7 @@ def test_nodes_left_over_join_a_pipeline() -> None:
 
 
 def test_sources_may_be_any_nodes() -> None:
-    schedule = strategy("binomial")(9, 6, [7, 2])
+    schedule = binomial(9, 6, [7, 2])
     history = replay_schedule(schedule)
     assert all(move.dst not in (7, 2) for move in schedule.moves)
     for step in range(schedule.steps + 1):
@@ -121,7 +114,7 @@ def test_sources_may_be_any_nodes() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_nothing_moves_where_every_node_is_a_source(name: str) -> None:
-    schedule = strategy(name)(3, 4, [0, 1, 2])
+    schedule = strategy(name)(step_task(3, 4, [0, 1, 2]))
     assert schedule.moves == ()
     assert schedule.steps == 0
     check(schedule)
@@ -156,6 +149,6 @@ def test_a_relay_may_not_send_in_the_step_in_which_it_receives() -> None:
 def test_bad_inputs_are_refused(nodes: int, blocks: int, sources: list[int]) -> None:
     for plan in STRATEGIES.values():
         with pytest.raises(BadInput):
-            plan(nodes, blocks, sources)
+            plan(step_task(nodes, blocks, sources))
     with pytest.raises(BadInput, match="binomial"):
         strategy("no such")
