@@ -32,14 +32,14 @@ class Pipeline:
 
 
 def pipeline(
-    roots: Sequence[int], nodes: Sequence[int], order: Sequence[int], start: int = 0
+    roots: Sequence[int], nodes: Sequence[int], order: Sequence[int | None], start: int = 0
 ) -> Pipeline:
     """The blocks from a source to nodes that hold nothing: N - 1 of them.
 
     The source may be one node or another in every step: roots[m] sends order[m] in step
-    start + m + 1, and the last of them the last block in up to floor(log2 N) steps after that.
-    No block is sent to its holder. At step start + len(order) the nodes hold every block between
-    them.
+    start + m + 1 (nothing, where that is None), and the last of them the last block in up to
+    floor(log2 N) steps after that. No block is sent to its holder. Where every step has its block,
+    the nodes hold all between them at step start + len(order).
     """
     if not nodes:
         return Pipeline([], roots, 0)
@@ -76,7 +76,7 @@ class _Build:
     """
 
     def __init__(
-        self, roots: Sequence[int], nodes: Sequence[int], order: Sequence[int], start: int
+        self, roots: Sequence[int], nodes: Sequence[int], order: Sequence[int | None], start: int
     ) -> None:
         self.h = h = (1 + len(nodes)).bit_length() - 1
         vertices = 1 << h
@@ -118,4 +118,6 @@ class _Build:
                 return
             self.finished.add(dst)
             virtual = last
-        self.moves.append(Move(self.start + t + 1, src, dst, self.order[virtual]))
+        block = self.order[virtual]
+        if block is not None:
+            self.moves.append(Move(self.start + t + 1, src, dst, block))

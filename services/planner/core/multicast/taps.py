@@ -13,7 +13,8 @@ Nodes of different speed are kept apart too, the fast before the slow, since a p
 slowest node's pace. What leaves a pipeline at a slower pace than it runs itself leaves from one of
 its nodes that is taken out of it to do nothing else: a tap would hold its pipeline up.
 
-Racks that hold sources are fed by these, the others by whichever row is shortest.
+Many racks of one speed form a binomial pipeline of racks instead of a row (`racks.py`). Racks that
+hold sources are fed by these, the others by whichever row is shortest.
 """
 
 import math
@@ -24,6 +25,7 @@ from services.planner.core.multicast.binomial import pipeline
 from services.planner.core.multicast.core import Core
 from services.planner.core.multicast.fabric import Fabric
 from services.planner.core.multicast.groups import balanced, orders
+from services.planner.core.multicast.racks import rack_moves
 from services.planner.core.multicast.schedule import Move, by_step
 
 _ALIKE = 0.8
@@ -67,7 +69,7 @@ def taps_moves(core: Core) -> list[Move]:
     rows = [row for row in rows if row.fed or row.hanging]
     moves: list[Move] = []
     for row, order in zip(rows, orders(core.task.blocks, len(rows)), strict=True):
-        moves += _row_moves(_pipelines(row, core.task.fabric), order, row.source)
+        moves += _moves(row, order, core.task.fabric)
     return by_step(moves)
 
 
@@ -124,6 +126,26 @@ def _choose(rows: Sequence[_Row], zone: _Zone) -> _Row:
         if row.zone.speed >= zone.speed and feeding.get(row.zone.rack, row) is row
     ]
     return min(able, key=key)
+
+
+def _moves(row: _Row, order: Sequence[int], fabric: Fabric) -> list[Move]:
+    """One pipeline after the other, or, where that takes fewer steps, a pipeline of racks."""
+    moves = _row_moves(_pipelines(row, fabric), order, row.source)
+    if not _is_even(row, fabric):
+        return moves
+    racks = [[row.source, *row.fed], *(zone.relays for zone in row.hanging)]
+    other = rack_moves(racks, order)
+    if other is not None and other[-1].step < max(move.step for move in moves):
+        return other
+    return moves
+
+
+def _is_even(row: _Row, fabric: Fabric) -> bool:
+    """Several racks of one speed class, whose trunks are no slower."""
+    return len(row.hanging) > 1 and all(
+        zone.speed == row.zone.speed <= _trunk(row.zone, zone, fabric) / _ALIKE
+        for zone in row.hanging
+    )
 
 
 def _pipelines(row: _Row, fabric: Fabric) -> list[list[int]]:
