@@ -9,6 +9,7 @@ A strategy spreads the blocks from nodes that send to nodes that receive and sen
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from services.planner.core.multicast.fabric import Fabric, Task
@@ -116,7 +117,9 @@ class _Feeding:
 
     def __init__(self, core: Core, spread: Sequence[Move]) -> None:
         self.fabric: Fabric = core.task.fabric
-        self.tight = self.fabric.tight_racks()
+        tight = self.fabric.tight_racks()
+        self.zone = [port.rack if port.rack in tight else "" for port in self.fabric.ports]
+        """By node: its rack, if that has a tight trunk."""
         self.blocks = core.task.blocks
         self.leaves = core.leaves
         self.by_step: dict[int, list[Move]] = {}
@@ -128,7 +131,7 @@ class _Feeding:
             self.have[source] = full
         able = {*core.sources, *(move.dst for move in spread)}
         self.senders = sorted(node for node in able if self.fabric.ports[node].out > 0)
-        self.zones = {self._zone(node) for node in self.senders}
+        self.zones = {self.zone[node] for node in self.senders}
         self.first = {
             leaf: self.blocks * i // len(self.leaves) for i, leaf in enumerate(self.leaves)
         }
@@ -153,36 +156,35 @@ class _Feeding:
         taken = [move for move in spread if not self.fabric.is_local(move.src, move.dst)]
         busy = {move.src for move in taken}
         trunks = {end for move in taken for end in self._trunks(move.src, move.dst)}
-        held = {node: self.have[node].bit_count() for node in (*self.senders, *self.leaves)}
+        held = [have.bit_count() for have in self.have]
         # Who holds little can help few: it is asked first.
-        idle = sorted((n for n in self.senders if n not in busy), key=held.__getitem__)
+        resting = sorted((n for n in self.senders if n not in busy), key=held.__getitem__)
+        idle = dict.fromkeys(resting)
         batch: list[Move] = []
         for leaf in sorted(hungry, key=held.__getitem__):
-            for src in idle:
-                ends = self._trunks(src, leaf)
+            src = next((src for src in idle if self._may_feed(src, leaf, trunks)), None)
+            if src is not None:
                 offer = self.have[src] & ~self.have[leaf]
-                if offer and self._near(src, leaf) and not trunks & ends:
-                    batch.append(Move(step, src, leaf, _first_from(offer, self.first[leaf])))
-                    idle.remove(src)
-                    trunks |= ends
-                    break
+                batch.append(Move(step, src, leaf, _first_from(offer, self.first[leaf])))
+                trunks |= self._trunks(src, leaf)
+                del idle[src]
             if not idle:
                 break
         return batch
 
-    def _zone(self, node: int) -> str:
-        rack = self.fabric.ports[node].rack
-        return rack if rack in self.tight else ""
-
-    def _near(self, src: int, leaf: int) -> bool:
-        zone = self._zone(leaf)
-        return zone not in self.zones or zone == self._zone(src)
+    def _may_feed(self, src: int, leaf: int, trunks: AbstractSet[tuple[str, bool]]) -> bool:
+        if not self.have[src] & ~self.have[leaf]:
+            return False
+        if self.zone[src] == self.zone[leaf]:
+            return True
+        return self.zone[leaf] not in self.zones and not trunks & self._trunks(src, leaf)
 
     def _trunks(self, src: int, dst: int) -> set[tuple[str, bool]]:
         """(rack, inwards) of the tight trunks that a move takes."""
-        out, into = self._zone(src), self._zone(dst)
-        ends = {(out, False), (into, True)} if out != into else set()
-        return {end for end in ends if end[0]}
+        out, into = self.zone[src], self.zone[dst]
+        if out == into:
+            return set()
+        return {end for end in ((out, False), (into, True)) if end[0]}
 
 
 def _first_from(blocks: int, first: int) -> int:
