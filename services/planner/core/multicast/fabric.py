@@ -73,7 +73,7 @@ class Task:
     sources: tuple[int, ...]
     """Nodes that hold every block, best first."""
     group_setup_s: float = 0.3
-    """What it takes a collective library to form a group (hundreds of ms: λScale, section 2)."""
+    """What it takes a collective library to form a group (NCCL: hundreds of ms)."""
 
     @property
     def nodes(self) -> int:

@@ -63,6 +63,25 @@ def test_two_sources_share_nodes_by_when_they_would_finish() -> None:
     assert [len(chain) for chain in chains_of(task)] == [6, 6]
 
 
+@pytest.mark.parametrize("slow", [9.0, 5.0, 3.0, 1.0])
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+def test_equal_nodes_are_split_as_well_as_can_be(slow: float, blocks: int) -> None:
+    task = equal_blocks(unequal(10, slow, *[10] * 12), blocks, [0, 1])
+    nodes = range(2, 14)
+    best = min(
+        max([*finishes(task, [0, *nodes[:cut]]), *finishes(task, [1, *nodes[cut:]])])
+        for cut in range(13)
+    )
+    mine = max(finish for chain in chains_of(task) for finish in finishes(task, chain))
+    assert mine == pytest.approx(best)
+
+
+def test_a_node_that_takes_in_slowly_is_no_relay_however_fast_it_sends() -> None:
+    ports = (Port(10, 10), Port(99, 1), Port(10, 10), Port(1, 99), Port(5, 5))
+    task = equal_blocks(Fabric(ports, 0.0), 4, [0])
+    assert chains_of(task) == [[0, 2, 4, 1, 3]]
+
+
 def test_what_a_chain_of_several_sources_loses_to_the_best_split() -> None:
     fabric = unequal(8, 3, 9, 7, 4, 2, 2)
     task = equal_blocks(fabric, 6, [0, 1])

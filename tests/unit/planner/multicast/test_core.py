@@ -41,6 +41,14 @@ def test_next_to_a_source_everybody_copies_from_it(name: str) -> None:
     assert schedule.steps == 5
 
 
+def test_who_copied_from_a_source_helps_to_feed() -> None:
+    ports = [Port(1.0, 1.0, host="a"), Port(1.0, 1.0, host="a"), Port(0.0, 1.0), Port(0.0, 1.0)]
+    fabric = Fabric(tuple(ports), 0.0, local_bytes_per_s=NVLINK)
+    schedule = STRATEGIES["binomial"](equal_blocks(fabric, 8, [0]))
+    replay_in(fabric, schedule)
+    assert schedule.steps <= 8 + 2
+
+
 def test_without_a_local_link_a_host_means_nothing() -> None:
     ports = tuple(Port(1.0, 1.0, host="a") for _ in range(4))
     schedule = STRATEGIES["binomial"](equal_blocks(Fabric(ports, 0.0), 5, [0]))
@@ -80,6 +88,12 @@ def test_one_node_that_only_receives_is_free(nodes: int) -> None:
     replay_in(fabric, schedule)
     core = lower_bound(nodes, 8, 1)
     assert schedule.steps <= max(core, 8 + nodes.bit_length() - 1)
+
+
+def test_nodes_that_only_receive_soon_hold_every_block_between_them() -> None:
+    schedule = STRATEGIES["binomial"](equal_blocks(leaves(4, 4), 8, [0, 1, 2, 3]))
+    assert schedule.steps == 8
+    assert len(set().union(*schedule.held(2)[4:])) == 8
 
 
 @pytest.mark.parametrize("name", ["binomial", "head", "taps"])

@@ -1,6 +1,7 @@
 """Racks and speed classes one after the other: the promised steps, and what crosses the trunks."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, permutations
 from random import Random
 
@@ -120,9 +121,10 @@ def test_a_block_enters_a_rack_once_and_the_last_a_few_times_more(sizes: tuple[i
         assert into[11] <= 1 + floor_log2(size + 1)
 
 
-def test_a_slow_trunk_is_crossed_once_by_every_block() -> None:
+@pytest.mark.parametrize(("out", "into"), [(0.25, 0.25), (1.0, 0.25), (0.25, 1.0)])
+def test_a_slow_trunk_is_crossed_once_by_every_block(out: float, into: float) -> None:
     """One node of the fast side does nothing else, and one of the other side takes all from it."""
-    fabric = racks([8, 8], trunk=0.25)
+    fabric = replace(racks([8, 8]), trunks={"r0": out, "r1": into})
     schedule = taps(equal_blocks(fabric, 16, [0]))
     replay_in(fabric, schedule, trunk_blocks=1)
     crossing = [move for move in schedule.moves if fabric.crosses(move.src, move.dst)]
@@ -130,6 +132,25 @@ def test_a_slow_trunk_is_crossed_once_by_every_block() -> None:
     (relay,) = {move.src for move in crossing}
     assert {move.src for move in schedule.moves if move.dst >= 8 and move.src < 8} == {relay}
     assert all(move in crossing for move in schedule.moves if move.src == relay)
+
+
+def test_no_rack_sends_a_block_through_a_slow_trunk_twice() -> None:
+    fabric = racks([4] * 8, trunk=0.25)
+    schedule = taps(equal_blocks(fabric, 5, [0]))
+    replay_in(fabric, schedule, trunk_blocks=1)
+    crossing = Counter(
+        (ends[0], move.block)
+        for move in schedule.moves
+        if (ends := fabric.crosses(move.src, move.dst))
+    )
+    assert set(crossing.values()) == {1}
+
+
+def test_the_lag_between_racks_fits_the_blocks() -> None:
+    """Lag 3 would do for racks of 4, but 16 blocks are four batches of 4 and six of 3."""
+    moves = rack_moves([range(first, first + 4) for first in range(0, 16, 4)], range(16))
+    assert moves is not None
+    assert moves[-1].step == 2 + 4 * (4 + 1) + 2
 
 
 def test_racks_with_sources_are_fed_by_their_own() -> None:
