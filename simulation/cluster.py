@@ -33,7 +33,7 @@ from simulation.hardware import Channel, Hardware
 from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
-from simulation.systems import System
+from simulation.systems import Cache, System
 from simulation.transport import Ends
 from simulation.worker import ModelledWorker
 
@@ -112,14 +112,15 @@ class NodeParts:
             rack=spec.rack(index),
         )
         self._cluster = cluster
-        self._pcie = Channel(spec.hardware.pcie_bytes_per_s)
-        hardware = spec.hardware
+        hardware, cache = spec.hardware, spec.system.cache
+        self._pcie = Channel(math.inf if cache is Cache.INSTANT else hardware.pcie_bytes_per_s)
+        self._host = HostCache(hardware.host_bytes, spec.keep_alive_s)
         self._store = ModelledStore(
             cluster.manifests,
-            spec.system.cache,
+            cache,
             ssd=Channel(hardware.ssd_bytes_per_s),
             pcie=self._pcie,
-            host=HostCache(hardware.host_bytes, spec.keep_alive_s),
+            host=self._host,
         )
 
     @property
@@ -136,6 +137,7 @@ class NodeParts:
             node=NodeId(self.name),
             engine=ModelledEngine(spec.hardware, config.kv_tokens),
             pcie=self._pcie,
+            host=self._host,
             slots=config.slots,
             step_tokens=config.step_tokens,
             send=send,

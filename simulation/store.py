@@ -1,11 +1,11 @@
 """A node's disk in virtual time, with what of it lies in host memory: `services.node.model.store`.
 
 Blocks come over the SSD, or over PCIe where a copy is in host memory. `Cache.KEEP_ALIVE` is
-ServerlessLLM's (OSDI 2024): models that were read stay in host memory, the least recently read one
-leaves when there is no room, and each leaves when nobody has read it for a time.
+ServerlessLLM's (OSDI 2024): models that were read stay in host memory, the least recently used one
+leaves when there is no room, and each leaves when nobody has used it for a time.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,24 +26,28 @@ class _Copy:
 
     nbytes: dict[int, int] = field(default_factory=dict)
     """By block."""
-    read_at: float = 0.0
+    used_at: float = 0.0
 
 
 class HostCache:
-    """LRU over models, with a byte budget and a keep-alive time. Blocks enter one by one."""
+    """LRU over models, with a byte budget and a keep-alive time. Blocks enter one by one.
+
+    A model is used when it is read, and while an accelerator beside has it open.
+    """
 
     def __init__(self, budget: float, keep_alive_s: float) -> None:
         self._budget = budget
         self._keep_alive_s = keep_alive_s
         self._copies: OrderedDict[ModelId, _Copy] = OrderedDict()
-        """The least recently read one first."""
+        """The least recently used one first."""
+        self._open: Counter[ModelId] = Counter()
 
     def nbytes(self, at: float) -> int:
         self._expire(at)
         return sum(sum(copy.nbytes.values()) for copy in self._copies.values())
 
     def has(self, model: ModelId, block: int, at: float) -> bool:
-        """Whether the block is here; then it counts as read."""
+        """Whether the block is here; then its model is used."""
         self._expire(at)
         copy = self._copies.get(model)
         if copy is None or block not in copy.nbytes:
@@ -61,16 +65,26 @@ class HostCache:
         if self.nbytes(at) + nbytes <= self._budget:
             copy.nbytes[block] = nbytes
 
+    def on_open(self, model: ModelId) -> None:
+        self._open[model] += 1
+
+    def on_close(self, model: ModelId, at: float) -> None:
+        self._expire(at)
+        self._open[model] -= 1
+        if copy := self._copies.get(model):
+            self._touch(model, copy, at)
+
     def _touch(self, model: ModelId, copy: _Copy, at: float) -> None:
-        copy.read_at = at
+        copy.used_at = at
         self._copies.move_to_end(model)
 
     def _expire(self, at: float) -> None:
-        while self._copies:
-            oldest = next(iter(self._copies.values()))
-            if oldest.read_at + self._keep_alive_s > at:
+        for model, copy in list(self._copies.items()):
+            if self._open[model]:
+                continue
+            if copy.used_at + self._keep_alive_s > at:
                 return
-            self._copies.popitem(last=False)
+            del self._copies[model]
 
 
 class ModelledStore:

@@ -18,6 +18,7 @@ from shared.messages.serving import Cancel, Submit
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel
 from simulation.models import Model
+from simulation.store import HostCache
 
 
 class ModelledWorker:
@@ -34,15 +35,18 @@ class ModelledWorker:
         node: NodeId,
         engine: ModelledEngine,
         pcie: Channel,
+        host: HostCache,
         slots: int,
         step_tokens: int,
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
     ) -> None:
+        """`host` is told which models are in use."""
         self._node = node
         self._engine = engine
         self._pcie = pcie
+        self._host = host
         self._steps = Steps(
             node=node,
             engine=engine,
@@ -83,6 +87,7 @@ class ModelledWorker:
     async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         self._do(lambda steps: steps.open_model(model_id, manifest))
         self._open[model_id] = manifest
+        self._host.on_open(model_id)
 
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
         key = model_id, block
@@ -97,7 +102,7 @@ class ModelledWorker:
     async def close_model(self, model_id: ModelId) -> None:
         held = self._engine.held(model_id)
         self._do(lambda steps: steps.close_model(model_id))
-        self._open.pop(model_id, None)
+        self._forget(model_id)
         self._asleep |= {(model_id, block) for block in held}
 
     async def submit(self, submit: Submit) -> None:
@@ -115,6 +120,10 @@ class ModelledWorker:
 
     def load(self) -> WorkerLoad:
         return self._steps.load
+
+    def _forget(self, model_id: ModelId) -> None:
+        if self._open.pop(model_id, None) is not None:
+            self._host.on_close(model_id, now())
 
     # --- calls --------------------------------------------------------------
 
@@ -164,4 +173,6 @@ class ModelledWorker:
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        for model_id in list(self._open):
+            self._forget(model_id)
         self._ended.set()

@@ -115,6 +115,20 @@ def test_what_nobody_reads_leaves_after_a_time() -> None:
     run(main())
 
 
+def test_a_model_that_is_open_is_used() -> None:
+    cache = HostCache(NBYTES, KEEP_ALIVE_S)
+    a, b = model_id(A), model_id(B)
+    cache.on_open(a)
+    cache.on_open(a)
+    for name in (a, b):
+        cache.put(name, 0, 10, 0.0)
+    cache.on_close(a, 10.0)
+    assert cache.nbytes(1000.0) == 10
+    cache.on_close(a, 1000.0)
+    assert cache.nbytes(999.0 + KEEP_ALIVE_S) == 10
+    assert cache.nbytes(1000.0 + KEEP_ALIVE_S) == 0
+
+
 def test_a_read_that_is_cancelled_writes_and_keeps_nothing() -> None:
     async def main() -> None:
         disk = Disk(Cache.KEEP_ALIVE)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from services.node.transport.base import Buffer
+from shared.clock import now
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, PeerLost
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
@@ -15,6 +16,7 @@ from shared.messages.serving import Cancel, Submit, Tokens
 from simulation.engine import ModelledEngine, token_of
 from simulation.hardware import Channel, Hardware
 from simulation.loop import run
+from simulation.store import HostCache
 from simulation.worker import ModelledWorker
 from tests.support import worker_cluster
 from tests.support.worker_cluster import WHOLE, stages
@@ -47,7 +49,8 @@ def submit(name: str, path: tuple[Stage, ...] = WHOLE, *, max_tokens: int = 8) -
 class Net:
     """Workers that hold the whole model; messages take DELAY_S."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostCache | None = None) -> None:
+        self.host = host or HostCache(0.0, 0.0)
         self.workers: dict[str, ModelledWorker] = {}
         self.engines: dict[str, ModelledEngine] = {}
         self.pcie = Channel(HARDWARE.pcie_bytes_per_s)
@@ -70,6 +73,7 @@ class Net:
                 node=NodeId(name),
                 engine=self.engines[name],
                 pcie=self.pcie,
+                host=self.host,
                 slots=slots,
                 step_tokens=64,
                 send=partial(self.send, name),
@@ -252,6 +256,25 @@ def test_only_a_block_that_slept_in_host_memory_comes_over_pcie() -> None:
         request = submit("r")
         await net.go(request)
         await net.until(request)
+
+    run(main())
+
+
+def test_the_host_cache_is_told_what_is_in_use() -> None:
+    async def main() -> None:
+        host = HostCache(1e6, 5.0)
+        net = await Net(host).add("a")
+        host.put(ID, 0, 10, 0.0)
+        await asyncio.sleep(100)
+        assert host.nbytes(now()) == 10
+        await net.workers["a"].close_model(ID)
+        await net.workers["a"].close_model(ID)
+        await asyncio.sleep(4)
+        assert host.nbytes(now()) == 10
+        await net.open(net.workers["a"], net.buffers)
+        await net.workers["a"].stop()
+        await asyncio.sleep(5)
+        assert host.nbytes(now()) == 0
 
     run(main())
 
