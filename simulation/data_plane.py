@@ -1,0 +1,147 @@
+"""A node's data plane without a thread: the real mover over a modelled transport, on one loop.
+
+The twin of `services/node/data_plane.py`, with its methods; none of them takes virtual time by
+itself.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from services.node.memory.arena import ModelSpace
+from services.node.mover import Arrival, Failure, Mover
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from shared.errors import Conflict, LambdaScaleError, TransportError
+from shared.ids import EventId, ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.scaling import Pull
+from simulation.transport import Ends, ModelledTransport
+
+T = TypeVar("T")
+Outgoing = tuple[bytes, Sequence[Buffer]]
+
+
+class ModelledDataPlane:
+    """Use as an async context manager; Conflict once it is closed."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        node: str,
+        *,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+    ) -> None:
+        """`node`: its name in the network. The callbacks must not block."""
+        self._transport = ModelledTransport(
+            ends, node, on_message=on_message, on_peer_lost=on_peer_lost
+        )
+        self._mover = Mover(self._transport, on_arrived=on_arrived, on_failed=on_failed)
+        self._on_peer_lost = on_peer_lost
+        self._ended = asyncio.Event()
+        self._open = False
+        self._outboxes: dict[str, deque[Outgoing]] = {}
+        """Of the peers that something is being sent to."""
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.address = self._transport.address
+
+    async def __aenter__(self) -> Self:
+        await self._transport.__aenter__()
+        self._open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._open = False
+        await self._mover.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._transport.__aexit__(None, None, None)
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Until it is closed."""
+        await self._ended.wait()
+
+    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+        self._check_open()
+        self._mover.host(model, manifest, space, ())
+
+    async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
+        return await self._do(self._mover.take_over(model, block))
+
+    async def mark_held(self, model: ModelId, block: int) -> None:
+        self._check_open()
+        self._mover.mark_held(model, block)
+
+    async def apply(
+        self,
+        model: ModelId,
+        event: EventId,
+        revision: int,
+        pulls: Sequence[Pull],
+        addresses: Mapping[NodeId, str],
+    ) -> None:
+        self._check_open()
+        self._mover.apply(model, event, revision, pulls, addresses)
+
+    async def drop(self, model: ModelId) -> None:
+        await self._do(self._mover.drop(model))
+
+    async def connect(self, address: str) -> None:
+        await self._do(self._transport.connect(address))
+
+    def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
+        """Queues a message; messages to one peer keep their order."""
+        if not self._open:
+            return
+        outbox = self._outboxes.get(address)
+        if outbox is None:
+            outbox = self._outboxes[address] = deque()
+            self._spawn(self._send_all(address, outbox))
+        outbox.append((header, payload))
+
+    async def _send_all(self, address: str, outbox: deque[Outgoing]) -> None:
+        """Until nothing is left. After an error the rest is lost too, and the peer with it."""
+        try:
+            while outbox:
+                header, payload = outbox.popleft()
+                await self._transport.send(address, header, payload)
+        except LambdaScaleError as error:
+            lost = error if isinstance(error, TransportError) else TransportError(str(error))
+            self._on_peer_lost(address, lost)
+        finally:
+            del self._outboxes[address]
+
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """What was begun goes on if this is cancelled."""
+        if not self._open:
+            work.close()
+            raise _closed()
+        begun = self._spawn(work)
+        await asyncio.wait([begun])
+        if begun.cancelled():
+            raise _closed()
+        return begun.result()
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled():
+            task.exception()  # whoever asked has it, or is no longer there
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise _closed()
+
+
+def _closed() -> Conflict:
+    return Conflict("this node's data plane is closed")
