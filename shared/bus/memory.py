@@ -11,8 +11,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar, TypeVarTuple
 
-from shared.bus.base import Handler, KvEntry, KvOp, M, Server
+from shared.bus.base import Handler, KvEntry, M, Server
 from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
+from shared.bus.memory_buckets import Bucket, Watch
 from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
 from shared.messages import Message, encode
 
@@ -137,83 +138,8 @@ class MemoryBroker:
             error = NoResponders(f"{subject}: nobody serves it")
             self.down(reply.bus, "", reply.fail, error)
 
-    def bucket(self, name: str) -> "Bucket":
-        return self._buckets.setdefault(name, Bucket(self, name))
-
-
-class Watch:
-    """What a bus was told of a bucket, and has still to tell. None: it was all there was."""
-
-    def __init__(self, bus: "MemoryBus") -> None:
-        self.bus = bus
-        self.changes: asyncio.Queue[KvEntry | None] = asyncio.Queue()
-        self._told: dict[str, int] = {}
-        self._listed = False
-
-    def tell(self, entry: KvEntry | None) -> None:
-        """What was told already, or was never heard of, is left out."""
-        if entry is None:
-            if not self._listed:
-                self.changes.put_nowait(None)
-            self._listed = True
-            return
-        last = self._told.get(entry.key, 0)
-        if entry.op is KvOp.PUT and entry.revision > last:
-            self._told[entry.key] = entry.revision
-            self.changes.put_nowait(entry)
-        elif entry.op is KvOp.DELETE and entry.revision > last > 0:
-            del self._told[entry.key]
-            self.changes.put_nowait(entry)
-
-    def catch_up(self, bucket: "Bucket") -> None:
-        """Tells what changed while nothing was told."""
-        for key in [key for key in self._told if key not in bucket.live]:
-            self.changes.put_nowait(KvEntry(key, b"", self._told.pop(key), KvOp.DELETE))
-        for entry in [*bucket.live.values(), None]:
-            self.tell(entry)
-
-
-class Bucket:
-    """The state of one KV bucket. Live entries are kept in the order of their revisions."""
-
-    def __init__(self, broker: MemoryBroker, name: str) -> None:
-        self.name = name
-        self.live: dict[str, KvEntry] = {}
-        self.watches: dict[Watch, None] = {}
-        self._broker = broker
-        self._revision = 0
-        self._expiries: dict[str, asyncio.TimerHandle] = {}
-
-    def set(self, key: str, value: bytes, ttl: int | None) -> int:
-        entry = self._change(key, value, KvOp.PUT)
-        self.live[key] = entry
-        if ttl is not None:
-            loop = asyncio.get_running_loop()
-            self._expiries[key] = loop.call_later(ttl, self.drop, key)
-        return entry.revision
-
-    def drop(self, key: str) -> None:
-        if key in self.live:
-            self._change(key, b"", KvOp.DELETE)
-
-    def follow(self, watch: Watch) -> None:
-        """Tells the live entries, None, and from now on every change."""
-        self.watches[watch] = None
-        for entry in [*self.live.values(), None]:
-            self._tell(watch, entry)
-
-    def _change(self, key: str, value: bytes, op: KvOp) -> KvEntry:
-        self.live.pop(key, None)
-        if expiry := self._expiries.pop(key, None):
-            expiry.cancel()
-        self._revision += 1
-        entry = KvEntry(key, value, self._revision, op)
-        for watch in self.watches:
-            self._tell(watch, entry)
-        return entry
-
-    def _tell(self, watch: Watch, entry: KvEntry | None) -> None:
-        self._broker.down(watch.bus, self.name, watch.tell, entry)
+    def bucket(self, name: str) -> Bucket:
+        return self._buckets.setdefault(name, Bucket(name))
 
 
 class MemoryBus(Delivery):
@@ -302,7 +228,7 @@ class MemoryBus(Delivery):
         return await self._broker.exchange(self, what, act)
 
     async def watch(self, bucket: Bucket) -> AsyncIterator[KvEntry | None]:
-        watch = Watch(self)
+        watch = Watch(lambda tell, change: self._broker.down(self, bucket.name, tell, change))
         self.watches[watch] = bucket
         try:
             await self._begin(watch, bucket)
