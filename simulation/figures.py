@@ -37,11 +37,12 @@ class Look:
 
 LOOKS: Mapping[str, Look] = {
     "lambdascale": Look("#D55E00", width=2.8, order=5),
+    "lambdapipe": Look("#E69F00", width=2.0, order=4),
     "serverlessllm": Look("#0072B2"),
     "faasnet": Look("#009E73", (0, (5, 1.5))),
     "nccl": Look("#56B4E9", (0, (3, 1, 1, 1))),
     "blitzscale": Look("#CC79A7"),
-    "allcache": Look("#B59B00", (0, (7, 2))),
+    "allcache": Look("0.45", (0, (7, 2))),
     "ideal": Look("black", (0, (1, 1.5)), order=4),
 }
 OTHER = Look("0.5")
