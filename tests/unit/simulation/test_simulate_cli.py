@@ -233,7 +233,7 @@ async def test_what_cannot_be_run_is_bad_input() -> None:
         await run_all(setting(), ["ideal"], jobs=1, tell=lambda _: None, command=fake(body))
     (error,) = info.value.exceptions
     assert isinstance(error, BadInput)
-    assert str(error) == "needs 2 nodes"
+    assert str(error) == "ideal: needs 2 nodes"
 
 
 async def test_cancelling_ends_the_processes(
