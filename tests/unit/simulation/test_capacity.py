@@ -4,6 +4,7 @@ import pytest
 
 from shared.errors import BadInput
 from simulation.capacity import Capacity
+from simulation.engine import Costs
 from simulation.hardware import hardware
 from simulation.models import model
 
@@ -25,6 +26,14 @@ def test_long_prompts_take_more_passes() -> None:
     assert node.prefill_s(513) - node.prefill_s(512) > node.model.nbytes / 2 / (
         node.hardware.read_bytes_per_s
     )
+
+
+def test_a_pass_attends_to_all_before_it() -> None:
+    node = capacity()
+    pairs = sum(512 + n + 1 for n in range(512))
+    layers_s = Costs(node.model, node.hardware).layers(node.model.layers, 512, 1024, pairs)
+    second_s = node.prefill_s(1024) - node.prefill_s(512)
+    assert second_s == pytest.approx(layers_s + node.hardware.sweep_overhead_s)
 
 
 def test_a_full_node_does_more_than_requests_one_by_one() -> None:

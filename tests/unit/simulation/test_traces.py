@@ -86,6 +86,13 @@ def test_rounded_arrivals_are_spread_inside_their_ticks(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace", seed=1) != workload
 
 
+def test_whole_seconds_are_kept_where_few_share_them(tmp_path: Path) -> None:
+    """As BurstGPT's are."""
+    rows = "".join(f"{n - n % 7 // 6},ChatGPT,9,9,18,API log\n" for n in range(100))
+    workload = read_trace(written(tmp_path, BURSTGPT.partition("\n")[0] + "\n" + rows))
+    assert all(row.arrival_s.is_integer() for row in workload.rows)
+
+
 def test_a_few_bursts_by_hand_stay_bursts(tmp_path: Path) -> None:
     rows = "".join(f"{at},1,1,m\n" for at in (0, 10, 20) for _ in range(8))
     workload = read_trace(written(tmp_path, f"arrival_s,prompt_tokens,output_tokens,model\n{rows}"))
