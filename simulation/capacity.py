@@ -1,49 +1,70 @@
-"""What one complete node can do, on paper: for fitting workloads to a cluster and for SLOs.
+"""What one complete node does on paper: what workloads are fitted to and SLOs are multiples of."""
 
-A roofline: a pass over the model takes as long as its weights and KV cache take to read, or its
-arithmetic to do, whichever is more, and the fixed costs of its layers.
-"""
+from dataclasses import dataclass, field
 
-from dataclasses import dataclass
-
+from shared.config import NodeConfig
+from shared.errors import BadInput
+from simulation.engine import Costs
 from simulation.hardware import Hardware
 from simulation.models import Model
 
-KV_SHARE = 0.9
-"""Of an accelerator's memory, for weights and KV cache."""
+MEMORY_SHARE = 0.9
+"""Of an accelerator's, for weights and KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    hardware: Hardware
+    """Of a node that runs nothing but this model, in seconds of the modelled engine.
+
+    BadInput if it does not fit.
+    """
+
     model: Model
+    hardware: Hardware
     slots: int
     """Requests that run at once, if their KV cache fits."""
+    step_tokens: int = NodeConfig().step_tokens
+    """Of a prompt, in one pass."""
+    _costs: Costs = field(init=False)
 
-    def prefill_s(self, tokens: int) -> float:
-        """Time of a pass over a prompt alone on the node: the least TTFT."""
-        return self._pass_s(tokens, self.model.nbytes + tokens * self.model.kv_bytes)
+    def __post_init__(self) -> None:
+        if self._room <= 0:
+            raise BadInput(
+                f"{self.model.name} takes {self.model.nbytes / 1e9:.0f} GB: more than a node of "
+                f"{self.hardware.name} has for it ({self.hardware.memory_bytes / 1e9:.0f} GB)"
+            )
+        object.__setattr__(self, "_costs", Costs(self.model, self.hardware))
+
+    def prefill_s(self, prompt: int) -> float:
+        """Time to the first token of a request that is alone on the node."""
+        passes_s = 0.0
+        for start in range(0, prompt, self.step_tokens):
+            count = min(self.step_tokens, prompt - start)
+            passes_s += self._pass_s(count, start + count, count * (start + (count + 1) / 2))
+        return passes_s + self._costs.head(1)
 
     def step_s(self, batch: int, context: int) -> float:
-        """Time of a decode step of `batch` requests, each with so many tokens before it."""
-        return self._pass_s(batch, self.model.nbytes + batch * context * self.model.kv_bytes)
+        """Time between tokens where `batch` requests run, each with so many positions of KV."""
+        read = batch * context
+        return self._pass_s(batch, read, read) + self._costs.head(batch)
 
-    def batch(self, context: int) -> int:
-        """How many requests of that length run at once; at least one."""
-        memory = KV_SHARE * self.hardware.memory_bytes - self.model.nbytes
-        return max(1, min(self.slots, int(memory / (max(context, 1) * self.model.kv_bytes))))
+    def batch(self, length: int) -> int:
+        """How many requests of that many tokens run at once; at least one."""
+        return max(1, min(self.slots, int(self._room / (length * self.model.kv_bytes))))
 
     def work_s(self, prompt: int, output: int) -> float:
-        """Seconds of a node that is full of requests like this one, each."""
+        """What a request takes of a node that is full of its like."""
         batch = self.batch(prompt + output)
-        decode_s = (output - 1) * self.step_s(batch, prompt + output // 2)
-        return self.prefill_s(prompt) + decode_s / batch
-
-    def _pass_s(self, tokens: int, read_bytes: float) -> float:
-        flops = 2.0 * self.model.layers * self.model.layer_parameters * tokens
-        fixed_s = (
-            self.hardware.sweep_overhead_s + self.model.layers * self.hardware.layer_overhead_s
+        return self.prefill_s(prompt) + (output - 1) / batch * self.step_s(
+            batch, prompt + output // 2
         )
-        return fixed_s + max(
-            read_bytes / self.hardware.read_bytes_per_s, flops / self.hardware.compute_flops
+
+    @property
+    def _room(self) -> float:
+        """Bytes for KV cache."""
+        return MEMORY_SHARE * self.hardware.memory_bytes - self.model.nbytes
+
+    def _pass_s(self, positions: int, context: int, pairs: float) -> float:
+        return self._costs.sweep_overhead + self._costs.layers(
+            self.model.layers, positions, context, pairs
         )

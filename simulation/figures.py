@@ -37,11 +37,12 @@ class Look:
 
 LOOKS: Mapping[str, Look] = {
     "lambdascale": Look("#D55E00", width=2.8, order=5),
+    "lambdapipe": Look("#E69F00", width=2.0, order=4),
     "serverlessllm": Look("#0072B2"),
     "faasnet": Look("#009E73", (0, (5, 1.5))),
     "nccl": Look("#56B4E9", (0, (3, 1, 1, 1))),
     "blitzscale": Look("#CC79A7"),
-    "allcache": Look("#B59B00", (0, (7, 2))),
+    "allcache": Look("0.45", (0, (7, 2))),
     "ideal": Look("black", (0, (1, 1.5)), order=4),
 }
 OTHER = Look("0.5")
@@ -74,14 +75,14 @@ def throughput(runs: Sequence[SystemRun]) -> plt.Figure:
     figure, (whole, zoom) = _panels(2, 1, (11, 7.5))
     burst = steepest_burst(runs[0].requests)
     start, end = max(0.0, burst + ZOOM_S[0]), burst + ZOOM_S[1]
-    width = max(run.virtual_s for run in runs) / POINTS
+    width = _end_s(runs) / POINTS
     whole.axvspan(start, end, color="#FFF3D6", zorder=0, label="enlarged below")
     for axis, bin_s in ((whole, width), (zoom, 0.5)):
         axis.fill_between(*_asked(runs[0], max(bin_s, 1.0)), step="post", **OFFERED)
         tops = [_rates(axis, run, bin_s) for run in runs]
         axis.set_ylabel("tokens a second")
         axis.set_ylim(0, 1.15 * max(tops, default=1.0))
-    whole.set_xlim(0, max(run.virtual_s for run in runs))
+    whole.set_xlim(0, _end_s(runs))
     whole.set_title("Tokens that clients received: the whole run", loc="left")
     zoom.set_xlim(start, end)
     zoom.set_title("The steepest burst", loc="left")
@@ -156,6 +157,7 @@ def gpus(runs: Sequence[SystemRun]) -> plt.Figure:
     for row, run in enumerate(runs):
         axis = figure.add_subplot(grid[row, 0], sharex=strips[0] if strips else None)
         _strip(axis, run, most)
+        axis.set_xlim(0, _end_s(runs))
         axis.tick_params(labelbottom=row == len(runs) - 1)
         strips.append(axis)
     strips[0].set_title("Nodes held by models (dark: complete replicas that serve)", loc="left")
@@ -176,7 +178,6 @@ def _strip(axis: plt.Axes, run: SystemRun, most: int) -> None:
     _plain(axis)
     axis.set_ylim(0, most * 1.08)
     axis.set_yticks([0, most])
-    axis.set_xlim(0, run.virtual_s)
     axis.set_ylabel(run.system, rotation=0, ha="right", va="center", fontsize=9, labelpad=8,
                     fontweight="bold" if run.system == REFERENCE else "normal")  # fmt: skip
 
@@ -188,9 +189,9 @@ def host_cache(runs: Sequence[SystemRun]) -> plt.Figure:
         at, held = _steps(run, lambda sample: sample.host_bytes / 1e9)
         axis.step(at, held, where="post", label=run.system, **_look(run).of_line())
     axis.set_yscale("symlog", linthresh=10.0)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, max(10.0, axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_xlim(0, max(run.virtual_s for run in runs))
+    axis.set_xlim(0, _end_s(runs))
     axis.set_ylabel("GB over all nodes (logarithmic above 10)")
     axis.set_xlabel("seconds")
     axis.set_title("Model copies in host memory", loc="left")
@@ -233,7 +234,7 @@ def events(runs: Sequence[SystemRun]) -> plt.Figure:
     counts.set_xlabel("seconds")
     counts.set_ylim(bottom=0)
     counts.yaxis.get_major_locator().set_params(integer=True)
-    counts.set_xlim(0, max(run.virtual_s for run in runs))
+    counts.set_xlim(0, _end_s(runs))
     _legend(counts, "upper left")
     return figure
 
@@ -263,6 +264,11 @@ def _look(run: SystemRun) -> Look:
     return LOOKS.get(run.system, OTHER)
 
 
+def _end_s(runs: Sequence[SystemRun]) -> float:
+    """Of the longest run: one that is behind takes longer."""
+    return max(run.virtual_s for run in runs)
+
+
 def _panels(
     rows: int, columns: int, size: tuple[float, float], **grid: Any
 ) -> tuple[plt.Figure, list[plt.Axes]]:
@@ -290,7 +296,7 @@ def _totals(axis: plt.Axes, runs: Sequence[SystemRun], value: Callable[[Sample],
         at, totals = cumulative(run, value)
         axis.plot(at, totals, label=run.system, **_look(run).of_line())
     axis.set_ylim(bottom=0)
-    axis.set_xlim(0, max(run.virtual_s for run in runs))
+    axis.set_xlim(0, _end_s(runs))
     axis.set_xlabel("seconds")
     _legend(axis, "upper left")
 

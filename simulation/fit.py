@@ -86,6 +86,10 @@ def _copied(rows: Sequence[Row], factor: float) -> list[Row]:
     for row, count in zip(reversed(rows), reversed(_copies(rows, factor)), strict=True):
         gap = following.get(row.model, row.arrival_s + PEAK_WINDOW_S) - row.arrival_s
         gap = min(gap, PEAK_WINDOW_S)
-        copied.extend(row._replace(arrival_s=row.arrival_s + gap * i / count) for i in range(count))
+        copied.extend(
+            row._replace(arrival_s=row.arrival_s + gap * i / count) for i in reversed(range(count))
+        )
         following[row.model] = row.arrival_s
-    return sorted(copied, key=lambda row: row.arrival_s)
+    copied.reverse()
+    copied.sort(key=lambda row: row.arrival_s)
+    return copied

@@ -106,7 +106,7 @@ async def _errors(process: Process) -> str:
 def _failure(system: str, code: int, said: str) -> LambdaScaleError:
     last = said.rpartition("\n")[2] or f"exit code {code}"
     if code == 2:
-        return BadInput(last)
+        return BadInput(f"{system}: {last}")
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"lambdascale-{system}-", suffix=".log", delete=False
     ) as log:

@@ -1,15 +1,17 @@
 """One system's run in a process of its own: `python -m simulation.process SYSTEM SETTING RESULT`.
 
 SETTING is read and RESULT written as MessagePack. Standard output gets a line of progress (virtual
-seconds) now and then; where nobody reads it any more, the run ends. Exit code 2: the setting
-cannot be run, the last line of standard error says why.
+seconds) now and then, and nothing else; where nobody reads it any more, the run ends. Exit code 2:
+the setting cannot be run, the last line of standard error says why.
 """
 
+import logging
 import sys
 import time
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from shared import telemetry
 from shared.config import TelemetryConfig
@@ -21,6 +23,10 @@ TELL_EVERY_S = 1.0
 
 
 def main(system: str, setting: Path, result: Path) -> int:
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     told_at = time.monotonic()
 
     def progress(virtual_s: float) -> None:

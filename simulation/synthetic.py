@@ -14,7 +14,7 @@ from simulation.traces import Row, Workload
 
 MODEL = "synthetic"
 HOUR_S = 3600.0
-MOST = 1_000_000
+MOST = 500_000
 """Requests of one workload: more is a slip of the pen."""
 
 

@@ -29,7 +29,9 @@ clients and their operators saw: latencies, requests served in time, accelerator
 The control plane is the real one, on a clock that skips the waiting; links, memory and
 accelerators are models of the hardware named. A run of the same arguments gives the same numbers.
 
-systems:  {systems}
+systems (--systems):
+{systems}
+
 models:   {models}
 hardware: {hardware}
 
@@ -56,7 +58,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "simulate",
         help="compare systems on a recorded workload, in virtual time",
         description=DESCRIPTION.format(
-            systems=", ".join(SYSTEMS), models=_known("models"), hardware=_known("hardware")
+            systems="\n".join(f"  {s.name:<15} {s.what}" for s in SYSTEMS.values()),
+            models=_known("models"),
+            hardware=_known("hardware"),
         ),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -104,7 +108,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument(
-        "--systems", type=_systems, default=SYSTEMS, metavar="A,B,...", help="default: all"
+        "--systems", type=_systems, default=tuple(SYSTEMS), metavar="A,B,...", help="default: all"
     )
     group.add_argument(
         "--model", default="llama-2-13b", metavar="MODEL|NAME=MODEL,...",
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """BadInput or ConfigError for what cannot be simulated."""
     if args.from_s >= args.until_s:
         raise BadInput(f"--from {args.from_s:g} is not before --until {args.until_s:g}")
-    # Here, since they import numpy, which other commands don't need.
+    # Here, since they import numpy, and torch, which other commands don't need.
     from simulation.measures import measure
     from simulation.report import comparison, document, words
 
@@ -211,7 +215,7 @@ def _capacities(
 
     node = hardware(args.hardware)
     return {
-        name: Capacity(node, model(architecture, name), args.slots)
+        name: Capacity(model(architecture, name), node, args.slots)
         for name, architecture in sorted(set(serves.values()))
     }
 

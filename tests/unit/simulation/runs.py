@@ -2,18 +2,19 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 
 from simulation.results import EventResult, RequestResult, Sample, SystemRun
 from simulation.setting import Setting
 from simulation.traces import Row
 
 LOAD_S = {
-    "lambdascale": 0.9, "serverlessllm": 11.0, "faasnet": 3.2, "nccl": 3.6, "blitzscale": 1.6,
-    "allcache": 1.3, "ideal": 0.0,
+    "lambdascale": 0.9, "lambdapipe": 1.0, "serverlessllm": 11.0, "faasnet": 3.2, "nccl": 3.6,
+    "blitzscale": 1.6, "allcache": 1.3, "ideal": 0.0,
 }  # fmt: skip
 STEP_S = 0.02
 END_S = 600.0
-BURSTS = ((60.0, 100.0, 40.0), (300.0, 330.0, 70.0), (420.0, 480.0, 25.0))
+BURSTS = ((60.0, 100.0, 4.0), (300.0, 330.0, 7.0), (420.0, 480.0, 2.5))
 
 
 def setting(rows: Sequence[Row] | None = None) -> Setting:
@@ -36,12 +37,13 @@ def arrivals() -> list[Row]:
     rows: list[Row] = []
     at = 0.0
     while at < END_S - 30:
-        rate = next((rate for start, end, rate in BURSTS if start <= at < end), 2.0)
+        rate = next((rate for start, end, rate in BURSTS if start <= at < end), 0.2)
         at += rng.expovariate(rate)
         rows.append(Row(at, rng.randint(50, 2000), rng.randint(2, 300), "llama-2-13b"))
     return rows
 
 
+@cache
 def made_up(system: str) -> SystemRun:
     """As if each burst waited for the system's loading time, and was then served by 12 nodes."""
     rng, load = random.Random(2), LOAD_S[system]
@@ -71,7 +73,7 @@ def _scaling(
     cached = 26e9 * (12 if system == "allcache" else 1)
     samples = [Sample(0.0, 1, 1, cached)]
     for start, end, rate in BURSTS:
-        gpus = min(12, int(rate / 5))
+        gpus = min(12, int(rate * 2))
         keep = 60.0 if system == "serverlessllm" else 2.0
         events.append(
             EventResult("llama-2-13b", "complete", "binomial", 1, gpus - 1, start + 0.2,
