@@ -4,6 +4,7 @@ import asyncio
 
 from services.planner.context import Context
 from services.planner.core.instances import Member
+from services.planner.core.multicast.strategies import LOCAL
 from services.planner.core.scaling import Decision, Policy, Scaler, decide
 from services.planner.event_run import IN_MEMORY, EventRun, Hooks
 from services.planner.serving import Cause, Serving
@@ -335,7 +336,10 @@ class ModelController:
         self._give_back(node)
 
     def _keep(self, node: NodeId) -> Tier | None:
-        """The pool's invariant: the last copy in memory stays, in the host's."""
+        """The pool's invariant: the last copy in memory stays, in the host's. Not where every node
+        loads from its own disk or cache."""
+        if self._context.config.strategy == LOCAL:
+            return None
         members = self.serving.members
         holders = self._context.cluster.holders(self.record.model_id, IN_MEMORY)
         for other, held in holders.items():

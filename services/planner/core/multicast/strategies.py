@@ -53,6 +53,7 @@ def _strategy(moves: Callable[[Core], list[Move]], *, forms_group: bool = False)
 
 
 DEFAULT = "binomial"
+LOCAL = "local"
 STRATEGIES: Mapping[str, Strategy] = {
     "binomial": _strategy(_binomial),
     "head": _strategy(_head),
@@ -60,7 +61,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "taps": _strategy(taps_moves),
     "tree": _strategy(_tree),
     "broadcast": _strategy(_broadcast, forms_group=True),
-    "local": _local,
+    LOCAL: _local,
 }
 
 
