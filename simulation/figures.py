@@ -37,7 +37,7 @@ class Look:
 
 LOOKS: Mapping[str, Look] = {
     "lambdascale": Look("#D55E00", width=2.8, order=5),
-    "lambdapipe": Look("#E69F00", width=2.0, order=4),
+    "lambdapipe": Look("#E69F00", (0, (6, 1.5, 1, 1.5)), 2.0, 4),
     "serverlessllm": Look("#0072B2"),
     "faasnet": Look("#009E73", (0, (5, 1.5))),
     "nccl": Look("#56B4E9", (0, (3, 1, 1, 1))),
