@@ -37,7 +37,6 @@ ARRIVALS = f"{ROOT}.arrivals"
 
 # --- load ---
 LOAD_GATEWAY = f"{ROOT}.load.gateway"
-LOAD_NODE = f"{ROOT}.load.node"
 
 # --- durable state (JetStream) ---
 KV_LEASES = "ls_leases"

@@ -14,16 +14,14 @@ from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
 from services.node.parts import Parts, RealParts
 from services.node.reports import Reports
-from services.node.steps import WorkerLoad
 from services.node.transport.base import Buffer
 from shared import subjects
 from shared.bus.base import Bus
-from shared.clock import now, wall_ns
+from shared.clock import wall_ns
 from shared.config import NodeConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok
-from shared.messages.load import NodeLoad
 from shared.messages.pool import (
     Holding,
     ModelAdded,
@@ -47,7 +45,6 @@ from shared.messages.scaling import (
 from shared.messages.serving import Cancel, Submit, Tokens
 from shared.service import Service
 
-LOAD_EVERY_S = 0.1
 STATUS_EVERY_S = 1.0
 RETRY_S = 0.2
 
@@ -179,7 +176,6 @@ class NodeService(Service):
         self.spawn(self._hosting.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
         self.spawn(self._publish_status(), name="status")
-        self.spawn(self._publish_load(), name="load")
         self.spawn(self._learn_pool(), name="learn pool")
 
     def _try(self, what: str, action: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
@@ -345,8 +341,8 @@ class NodeService(Service):
             seq=self._status_seq,
             arena_free=self._hosting.arena_free,
             holdings=self.holdings(),
-            running=self._worker.load().running,
             profile=self._profiler.profile(),
+            **dataclasses.asdict(self._worker.load()),
         )
 
     async def _publish_status(self) -> None:
@@ -358,18 +354,3 @@ class NodeService(Service):
                     await self._status_due.wait()
             except TimeoutError:
                 continue
-
-    async def _publish_load(self) -> None:
-        """Ten times a second while it changes, once a second when it does not."""
-        said: WorkerLoad | None = None
-        said_at = 0.0
-        while True:
-            load = self._worker.load()
-            if load != said or now() - said_at >= STATUS_EVERY_S:
-                said, said_at = load, now()
-                info = self.info
-                message = NodeLoad(
-                    node=info.node, generation=info.generation, **dataclasses.asdict(load)
-                )
-                await self._publish(subjects.LOAD_NODE, message)
-            await asyncio.sleep(LOAD_EVERY_S)

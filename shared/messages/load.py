@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
+from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.base import Message
 
 
@@ -25,18 +25,3 @@ class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     url: str = ""
     """Where it serves HTTP."""
     models: tuple[ModelLoad, ...]
-
-
-class NodeLoad(Message, frozen=True, kw_only=True, tag="node_load"):
-    node: NodeId
-    generation: Generation
-    running: int
-    """Sequences that this node leads or is a stage of."""
-    waiting: int
-    kv_used: int
-    """KV cache in use, token positions."""
-    kv_capacity: int
-    tokens_out: int
-    """Tokens sampled here since the node started."""
-    violations: int = 0
-    """Malformed stage messages that were refused since then."""

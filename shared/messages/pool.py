@@ -88,6 +88,15 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     holdings: tuple[Holding, ...]
     running: int = 0
     """Sequences that it leads or is a stage of."""
+    waiting: int = 0
+    """Sequences that it leads and has no room for yet."""
+    kv_used: int = 0
+    """KV cache in use, token positions."""
+    kv_capacity: int = 0
+    tokens_out: int = 0
+    """Tokens drawn here since the node started."""
+    violations: int = 0
+    """Malformed stage messages that were refused since then."""
     profile: Profile = Profile()
 
 

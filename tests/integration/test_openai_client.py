@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from services.cli.demo_model import make_checkpoint
 from shared import subjects
 from shared.messages import Message
-from shared.messages.load import NodeLoad
+from shared.messages.pool import NodeStatus
 from tests.support.cluster import MODEL, Running, running
 from tests.support.models import TINY
 
@@ -177,14 +177,14 @@ async def test_a_client_that_leaves_cancels_its_request(
     sampled: asyncio.Queue[int] = asyncio.Queue()
 
     async def hear(message: Message) -> None:
-        if isinstance(message, NodeLoad) and message.running == 0:
+        if isinstance(message, NodeStatus) and message.running == 0:
             sampled.put_nowait(message.tokens_out)
 
     stream = await client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=LONG, stream=True, extra_body=NO_END
     )
     await anext(aiter(stream))
-    subscription = await up.bus.subscribe(subjects.LOAD_NODE, hear)
+    subscription = await up.bus.subscribe(subjects.POOL_STATUS, hear)
     await stream.close()
     async with asyncio.timeout(30):
         before = await sampled.get()

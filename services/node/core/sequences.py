@@ -38,6 +38,8 @@ class Sequence:
     key: SequenceKey
     path: Path
     tokens: list[int]
+    share: Fraction
+    """What the leader runs of the model for it."""
     admitted: int = 0
     """When it began to run, in the scheduler's ticks."""
     ready: int = 0
@@ -52,15 +54,11 @@ class Sequence:
     def of(cls, submit: Submit) -> "Sequence":
         key = sequence_key(submit.request, submit.attempt)
         path = Path(submit.model_id, submit.stages)
-        return cls(submit, key, path, list(submit.tokens))
+        return cls(submit, key, path, list(submit.tokens), share_of(submit))
 
     @property
     def limit(self) -> int:
         return limit_of(self.submit)
-
-    @property
-    def share(self) -> Fraction:
-        return share_of(self.submit)
 
     @property
     def started(self) -> bool:

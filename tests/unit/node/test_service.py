@@ -462,7 +462,7 @@ async def test_reports_that_cannot_be_sent_cost_nothing_but_themselves(
     async with nodes(tmp_path, checkpoint, "a") as up:
         bus = Trouble(up.broker, "b")
         await up.start("b", bus=bus)
-        bus.refused |= {subjects.ARRIVALS, subjects.POOL_STATUS, subjects.LOAD_NODE}
+        bus.refused |= {subjects.ARRIVALS, subjects.POOL_STATUS}
         await up.promoted("a")
         await up.apply("b", FROM_A)
         await bus.until_lost(subjects.ARRIVALS, len(ALL))
