@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from services.planner.core.classes import LEAST, Classes
 from services.planner.core.packing import Packing
-from services.planner.core.pricing import Pricer, Stage, Stages
+from services.planner.core.pricing import Pricer, Stages, loads
 from shared.errors import BadInput
 
 _PASSES = 24
@@ -19,12 +20,8 @@ _PASSES = 24
 a few per cent of capacity at worst, which the next call, beginning from `previous`, wins back."""
 _TOLERANCE = 0.01
 """Columns that gain less than this are not worth a change."""
-_LEAST = 0.01
-"""Paths of less weight are left out."""
-_APART = 40
-"""Most nodes that are planned for one by one, which takes some 50 ms."""
-_TINY = 1e-6
-_INF = float("inf")
+_EFFORT = 5_000_000
+"""Most numbers that packing changes: about half a second. What it has then is near the best."""
 REPLICA_FLOOR = 0.05
 """What a complete node keeps of itself for requests that it serves alone, so that those it has are
 not cut off."""
@@ -60,107 +57,37 @@ def plan_paths(
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
     classes = Classes(held, blocks)
-    old = [path for path in previous if _runs(path.stages, held, blocks, max_stages)]
-    known = dict.fromkeys(classes.path_of(path.stages) for path in old)
-    alone = [((i, 0, blocks),) for i, have in enumerate(classes.held) if len(have) == blocks]
-    kept = {
-        stages for stages in known if any(len(classes.held[i]) < blocks for i, _, _ in stages)
+    old = {
+        path.stages: path.weight
+        for path in previous
+        if _runs(path.stages, held, blocks, max_stages)
     }
+    known = [
+        stages
+        for stages in dict.fromkeys(map(classes.path_of, old))
+        if _runs(stages, classes.held, blocks, max_stages)
+    ]
+    complete = [len(have) == blocks for have in classes.held]
+    alone = [((i, 0, blocks),) for i, whole in enumerate(complete) if whole]
+    kept = {stages for stages in known if not all(complete[i] for i, _, _ in stages)}
     counts = [len(members) for members in classes.members]
-    capacities = list(map(float, counts))
-    for ((i, _, _),) in alone:
-        capacities[i] *= 1 - replica_floor
 
     def value(stages: Stages) -> float:
         return 1 - hop_cost * (len(stages) - 1) + (keep_gain if stages in kept else 0.0)
 
-    pricer = Pricer(classes.held, blocks, counts=counts, max_stages=max_stages, hop_cost=hop_cost)
-    packed = _pack(pricer, capacities, tuple(dict.fromkeys([*known, *alone])), value)
-    free = [1.0 - replica_floor * (len(have) == blocks) for have in held]
+    packed = _pack(
+        Pricer(classes.held, blocks, counts=counts, max_stages=max_stages, hop_cost=hop_cost),
+        [n * (1 - replica_floor * whole) for n, whole in zip(counts, complete, strict=True)],
+        tuple(dict.fromkeys([*known, *alone])),
+        value,
+    )
+    floors = {node: replica_floor for node, have in enumerate(held) if len(have) == blocks}
+    free = [1 - floors.get(node, 0.0) for node in range(len(held))]
     weights = classes.deal(packed, old, free)
-    if replica_floor > 0:
-        for node, have in enumerate(held):
-            if len(have) == blocks:
-                lone = ((node, 0, blocks),)
-                weights[lone] = weights.get(lone, 0.0) + replica_floor
+    for node, floor in floors.items():
+        lone = ((node, 0, blocks),)
+        weights[lone] = weights.get(lone, 0.0) + floor
     return _feasible(weights, blocks)
-
-
-class Classes:
-    """Nodes that hold the same blocks, taken together: the linear programme then has a row for
-    each class instead of each node. Of a thousand nodes that load at the same pace there are
-    dozens of classes. Dealing paths out to their members loses a per cent or two where a path needs
-    two nodes of a class, so that in small clusters every node is a class of its own."""
-
-    def __init__(self, held: Sequence[AbstractSet[int]], blocks: int) -> None:
-        self._blocks = blocks
-        apart = len(held) <= _APART
-        index: dict[tuple[frozenset[int], int], int] = {}
-        self._of = [
-            index.setdefault((frozenset(have), node if apart else 0), len(index))
-            for node, have in enumerate(held)
-        ]
-        self.held = [have for have, _ in index]
-        self.members: list[list[int]] = [[] for _ in index]
-        for node, i in enumerate(self._of):
-            self.members[i].append(node)
-
-    def path_of(self, stages: Stages) -> Stages:
-        """Of classes, for a path of nodes."""
-        return tuple((self._of[node], start, stop) for node, start, stop in stages)
-
-    def deal(
-        self, packed: Mapping[Stages, float], previous: Iterable[Path], free: list[float]
-    ) -> dict[Stages, float]:
-        """Paths of nodes, from paths of classes: previous ones go on where they fit, new ones take
-        the nodes that are `free` (how much of each; changed here)."""
-        left = dict(packed)
-        weights: dict[Stages, float] = {}
-
-        def give(stages: Stages, most: float) -> float:
-            load = loads(stages, self._blocks)
-            weight = min([most, *(free[node] / share for node, share in load.items())])
-            if weight > _LEAST:
-                weights[stages] = weights.get(stages, 0.0) + weight
-            for node, share in load.items():
-                free[node] -= weight * share
-            return weight
-
-        previous = list(previous)
-        for limit in [path.weight for path in previous], [_INF] * len(previous):
-            for path, most in zip(previous, limit, strict=True):
-                of = self.path_of(path.stages)
-                if left.get(of, 0.0) > 0:
-                    left[of] -= give(path.stages, min(most, left[of]))
-        def again(of: Stages) -> bool:
-            return len({i for i, _, _ in of}) < len(of)
-
-        for of, weight in sorted(left.items(), key=lambda item: not again(item[0])):
-            while weight > _LEAST:
-                stages = self._freest(of, free)
-                # Where a class stands in a path twice all its members must take turns.
-                turn = packed[of] / max(len(self.members[i]) for i, _, _ in of) if again(of) else weight
-                given = give(stages, min(weight, turn))
-                weight -= given
-                if given < _TINY:
-                    break
-        return weights
-
-    def _freest(self, of: Stages, free: Sequence[float]) -> Stages:
-        stages: list[Stage] = []
-        for i, start, stop in of:
-            used = {node for node, _, _ in stages}
-            ways = (node for node in self.members[i] if node not in used)
-            stages.append((max(ways, key=free.__getitem__), start, stop))
-        return tuple(stages)
-
-
-def loads(stages: Stages, blocks: int) -> dict[int, float]:
-    """What a unit of a path's weight puts on each of its nodes."""
-    load: dict[int, float] = {}
-    for node, start, stop in stages:
-        load[node] = load.get(node, 0.0) + (stop - start) / blocks
-    return load
 
 
 def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
@@ -200,6 +127,8 @@ def _pack(
 
     limit = 1 - _TOLERANCE
     for _ in range(_PASSES):
+        if packing.work > _EFFORT:
+            break
         if not sum(map(enter, (*kept, *pricer.cheap_paths(packing.prices, limit)))):
             cheapest = pricer.cheapest_path(limit)
             if cheapest is None or not enter(cheapest):
@@ -217,7 +146,7 @@ def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
     return tuple(
         Path(stages, weight * scale)
         for stages, weight in sorted(weights.items())
-        if weight >= _LEAST
+        if weight >= LEAST
     )
 
 

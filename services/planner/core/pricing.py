@@ -30,6 +30,14 @@ _EXPANSIONS = 500
 """Most states that the search for a single path visits. Tens are usual."""
 
 
+def loads(stages: Stages, blocks: int) -> dict[int, float]:
+    """What a unit of a path's weight puts on each of its nodes."""
+    load: dict[int, float] = {}
+    for node, start, stop in stages:
+        load[node] = load.get(node, 0.0) + (stop - start) / blocks
+    return load
+
+
 class Pricer:
     """Finds cheap paths: sum over stages of price(node) x blocks / b, plus hop_cost a hop."""
 

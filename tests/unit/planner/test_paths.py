@@ -6,7 +6,8 @@ from collections.abc import Set as AbstractSet
 import pytest
 
 from services.planner.core.multicast.groups import binomial
-from services.planner.core.paths import Path, fewest_stages, loads, plan_paths
+from services.planner.core.paths import Path, fewest_stages, plan_paths
+from services.planner.core.pricing import loads
 from shared.errors import BadInput
 from tests.unit.planner.step_model import capacity_bound
 
@@ -147,6 +148,28 @@ def test_capacity_is_near_the_bound_where_the_cheapest_paths_would_repeat_a_node
     """The dynamic programme alone wants the complete node twice in a path: 9 % less capacity."""
     held = [frozenset(have) for have in ({0}, {0, 1}, set(range(5)), set(range(4)), {0, 1, 4})]
     assert capacity(plan_paths(held, 5, max_stages=4)) >= 0.95 * capacity_bound(held, 5)
+
+
+def test_planning_for_classes_of_alike_nodes_loses_little() -> None:
+    schedule = binomial(256, 64, range(8))
+    previous: tuple[Path, ...] = ()
+    for step in (30, 45):
+        previous = plan_paths(schedule.held(step), 64, max_stages=4, previous=previous)
+        assert capacity(previous) >= 0.97 * 256
+
+
+def test_alike_nodes_take_turns_where_a_path_needs_two_of_them() -> None:
+    """Each path needs two of the 42 outer nodes: three quarters of the model on them."""
+    outer, inner = frozenset({0, 1, 3}), frozenset({2})
+    paths = plan_paths([outer] * 42 + [inner] * 14, 4, max_stages=4)
+    assert capacity(paths) >= 0.98 * 56
+
+
+def test_nodes_that_differ_in_little_are_planned_for_together() -> None:
+    """Each of 200 nodes lacks another block: far more kinds than there are classes."""
+    every = frozenset(range(200))
+    held = [every - {n} for n in range(200)]
+    assert capacity(plan_paths(held, 200, max_stages=4)) >= 0.95 * 200
 
 
 def test_many_alike_nodes_are_all_put_to_use_within_the_limit_on_passes() -> None:
