@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.paths import loads
+from services.planner.core.pricing import loads
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING
 from tests.unit.planner.step_model import capacity_bound

@@ -25,6 +25,8 @@ class Packing(Generic[Column]):
     def __init__(self, capacities: Sequence[float]) -> None:
         size = len(capacities)
         self.prices = [0.0] * size
+        self.work = 0
+        """How many numbers were changed: time spent, on any machine."""
         self._inverse = [[float(i == j) for j in range(size)] for i in range(size)]
         self._amounts = [
             capacity * (1 - _SPREAD * (i * _GOLDEN % 1)) for i, capacity in enumerate(capacities)
@@ -55,6 +57,7 @@ class Packing(Generic[Column]):
         pivot = [entry / direction[row] for entry in self._inverse[row]]
         for i, factor in enumerate(direction):
             if i != row and abs(factor) > _ZERO:
+                self.work += len(pivot)
                 self._amounts[i] -= factor * amount
                 self._inverse[i] = [
                     entry - factor * scaled

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from services.planner.core.classes import LEAST, Classes
 from services.planner.core.packing import Packing
-from services.planner.core.pricing import Pricer, Stages
+from services.planner.core.pricing import Pricer, Stages, loads
 from shared.errors import BadInput
 
 _PASSES = 24
@@ -19,8 +20,8 @@ _PASSES = 24
 a few per cent of capacity at worst, which the next call, beginning from `previous`, wins back."""
 _TOLERANCE = 0.01
 """Columns that gain less than this are not worth a change."""
-_LEAST = 0.01
-"""Paths of less weight are left out."""
+_EFFORT = 5_000_000
+"""Most numbers that packing changes: about half a second. What it has then is near the best."""
 REPLICA_FLOOR = 0.05
 """What a complete node keeps of itself for requests that it serves alone, so that those it has are
 not cut off."""
@@ -55,32 +56,38 @@ def plan_paths(
     """
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
-    alone: list[Stages] = [
-        ((node, 0, blocks),) for node, have in enumerate(held) if len(have) == blocks
+    classes = Classes(held, blocks)
+    old = {
+        path.stages: path.weight
+        for path in previous
+        if _runs(path.stages, held, blocks, max_stages)
+    }
+    known = [
+        stages
+        for stages in dict.fromkeys(map(classes.path_of, old))
+        if _runs(stages, classes.held, blocks, max_stages)
     ]
-    old = [path.stages for path in previous if _runs(path.stages, held, blocks, max_stages)]
-    kept = {stages for stages in old if any(len(held[node]) < blocks for node, _, _ in stages)}
-    capacities = [1.0] * len(held)
-    for ((node, _, _),) in alone:
-        capacities[node] -= replica_floor
+    complete = [len(have) == blocks for have in classes.held]
+    alone = [((i, 0, blocks),) for i, whole in enumerate(complete) if whole]
+    kept = {stages for stages in known if not all(complete[i] for i, _, _ in stages)}
+    counts = [len(members) for members in classes.members]
 
     def value(stages: Stages) -> float:
         return 1 - hop_cost * (len(stages) - 1) + (keep_gain if stages in kept else 0.0)
 
-    pricer = Pricer(held, blocks, max_stages=max_stages, hop_cost=hop_cost)
-    weights = _pack(pricer, capacities, tuple(dict.fromkeys(old + alone)), value)
-    if replica_floor > 0:
-        for stages in alone:
-            weights[stages] = weights.get(stages, 0.0) + replica_floor
+    packed = _pack(
+        Pricer(classes.held, blocks, counts=counts, max_stages=max_stages, hop_cost=hop_cost),
+        [n * (1 - replica_floor * whole) for n, whole in zip(counts, complete, strict=True)],
+        tuple(dict.fromkeys([*known, *alone])),
+        value,
+    )
+    floors = {node: replica_floor for node, have in enumerate(held) if len(have) == blocks}
+    free = [1 - floors.get(node, 0.0) for node in range(len(held))]
+    weights = classes.deal(packed, old, free)
+    for node, floor in floors.items():
+        lone = ((node, 0, blocks),)
+        weights[lone] = weights.get(lone, 0.0) + floor
     return _feasible(weights, blocks)
-
-
-def loads(stages: Stages, blocks: int) -> dict[int, float]:
-    """What a unit of a path's weight puts on each of its nodes."""
-    load: dict[int, float] = {}
-    for node, start, stop in stages:
-        load[node] = load.get(node, 0.0) + (stop - start) / blocks
-    return load
 
 
 def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
@@ -120,6 +127,8 @@ def _pack(
 
     limit = 1 - _TOLERANCE
     for _ in range(_PASSES):
+        if packing.work > _EFFORT:
+            break
         if not sum(map(enter, (*kept, *pricer.cheap_paths(packing.prices, limit)))):
             cheapest = pricer.cheapest_path(limit)
             if cheapest is None or not enter(cheapest):
@@ -137,7 +146,7 @@ def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
     return tuple(
         Path(stages, weight * scale)
         for stages, weight in sorted(weights.items())
-        if weight >= _LEAST
+        if weight >= LEAST
     )
 
 

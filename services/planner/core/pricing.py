@@ -3,7 +3,8 @@
 A dynamic programme from the last block to the first gives the least cost of every suffix; paths
 are then read out of it one after the other, each steered away from the nodes that the ones before
 it took, so that one pass yields a whole set of different paths. A node stands in a path at most
-once (it keeps one KV cache a sequence). The programme ignores that; the reading enforces it, and
+once (it keeps one KV cache a sequence); here "node" may be a class of alike nodes, which stands
+in it at most as often as it has members. The programme ignores that; the reading enforces it, and
 may then miss the cheapest path, so that a best-first search has the last word.
 """
 
@@ -29,6 +30,14 @@ _EXPANSIONS = 500
 """Most states that the search for a single path visits. Tens are usual."""
 
 
+def loads(stages: Stages, blocks: int) -> dict[int, float]:
+    """What a unit of a path's weight puts on each of its nodes."""
+    load: dict[int, float] = {}
+    for node, start, stop in stages:
+        load[node] = load.get(node, 0.0) + (stop - start) / blocks
+    return load
+
+
 class Pricer:
     """Finds cheap paths: sum over stages of price(node) x blocks / b, plus hop_cost a hop."""
 
@@ -37,10 +46,13 @@ class Pricer:
         held: Sequence[AbstractSet[int]],
         blocks: int,
         *,
+        counts: Sequence[int],
         max_stages: int,
         hop_cost: float,
     ) -> None:
+        """`counts`: members of each node that is a class; 1 for a single node."""
         self.blocks = blocks
+        self.counts = counts
         self.max_stages = min(max_stages, blocks)
         self.hop_cost = hop_cost
         self.nodes = len(held)
@@ -67,7 +79,7 @@ class Pricer:
             if stages is not None:
                 paths.append(stages)
                 for node, start, stop in stages:
-                    load[node] += (stop - start) / self.blocks
+                    load[node] += (stop - start) / self.blocks / self.counts[node]
         return paths
 
     def cheapest_path(self, limit: float) -> Stages | None:
@@ -101,9 +113,9 @@ class Pricer:
         yield bound, -block, node, spent, (*stages[:-1], (node, start, block + 1))
         if left:
             spent += self.hop_cost
-            used = {stage[0] for stage in stages}
+            used = [stage[0] for stage in stages]
             for other in self.holders[block]:
-                if other not in used:
+                if other != node and used.count(other) < self.counts[other]:
                     bound = spent + self._costs[left - 1][block][other]
                     yield bound, -block, other, spent, (*stages, (other, block, block + 1))
 
@@ -134,7 +146,7 @@ class Pricer:
     def _read(self, leader: int, load: Sequence[float]) -> Stages | None:
         """None where every way on leads through nodes that the path has already used."""
         stages: list[Stage] = []
-        used = {leader}
+        used = [leader]
         node, start = leader, 0
         for left in range(self.max_stages - 1, -1, -1):
             stop = self._stay(node, start, left)
@@ -144,11 +156,15 @@ class Pricer:
             if left == 0:
                 return None
             costs = self._costs[left - 1][stop]
-            ways = [n for n in self.holders[stop] if n not in used and costs[n] < _INF]
+            ways = [
+                n
+                for n in self.holders[stop]
+                if n != node and costs[n] < _INF and used.count(n) < self.counts[n]
+            ]
             if not ways:
                 return None
             node, start = min(ways, key=lambda n: costs[n] + _STEER * load[n]), stop
-            used.add(node)
+            used.append(node)
         return None
 
     def _stay(self, node: int, start: int, left: int) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Set as AbstractSet
 
 import pytest
 
+from services.planner.core.classes import Classes
 from services.planner.core.multicast.groups import binomial
-from services.planner.core.paths import Path, fewest_stages, loads, plan_paths
+from services.planner.core.paths import Path, fewest_stages, plan_paths
+from services.planner.core.pricing import loads
 from shared.errors import BadInput
 from tests.unit.planner.step_model import capacity_bound
 
@@ -103,6 +105,13 @@ def test_previous_paths_stay_while_they_are_nearly_as_good() -> None:
     assert capacity(paths) == pytest.approx(4.0, rel=1e-3)
 
 
+def test_a_replica_that_was_alone_is_no_reason_to_open_no_path() -> None:
+    held = [frozenset(range(16)), frozenset({0})]
+    alone = (Path(((0, 0, 16),), 1.0),)
+    paths = plan_paths(held, 16, max_stages=4, hop_cost=0.02, previous=alone)
+    assert [path.stages for path in paths] == [((0, 0, 16),), ((1, 0, 1), (0, 1, 16))]
+
+
 def test_a_hop_saved_is_no_reason_to_drop_a_previous_path() -> None:
     held = [frozenset({0, 1}), frozenset({1}), frozenset({2, 3})]
     long = Path(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 2.0)
@@ -147,6 +156,29 @@ def test_capacity_is_near_the_bound_where_the_cheapest_paths_would_repeat_a_node
     """The dynamic programme alone wants the complete node twice in a path: 9 % less capacity."""
     held = [frozenset(have) for have in ({0}, {0, 1}, set(range(5)), set(range(4)), {0, 1, 4})]
     assert capacity(plan_paths(held, 5, max_stages=4)) >= 0.95 * capacity_bound(held, 5)
+
+
+def test_planning_for_classes_of_alike_nodes_loses_little() -> None:
+    schedule = binomial(256, 64, range(8))
+    previous: tuple[Path, ...] = ()
+    for step in (30, 45):
+        previous = plan_paths(schedule.held(step), 64, max_stages=4, previous=previous)
+        assert capacity(previous) >= 0.97 * 256
+
+
+def test_alike_nodes_take_turns_where_a_path_needs_two_of_them() -> None:
+    """Three nodes with a third at each end: in pairs they run 4.5 times the model, and if one pair
+    were to do all it can the third node would be left alone."""
+    paths = plan_paths([frozenset({0, 2})] * 3 + [frozenset({1})] * 40, 3, max_stages=3)
+    assert capacity(paths) == pytest.approx(4.5, rel=0.01)
+
+
+def test_nodes_that_differ_in_little_are_planned_for_together() -> None:
+    """Each of 200 nodes lacks another block: far more kinds than there are classes."""
+    every = frozenset(range(200))
+    held = [every - {n} for n in range(200)]
+    assert len(Classes(held, 200).held) <= 64
+    assert capacity(plan_paths(held, 200, max_stages=4)) >= 0.95 * 200
 
 
 def test_many_alike_nodes_are_all_put_to_use_within_the_limit_on_passes() -> None:

@@ -4,15 +4,22 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 
+from services.planner import serving
 from services.planner.core import instances
+from services.planner.core.paths import Path as PlannedPath
+from services.planner.core.serving.loading import Loading, ServingStrategy
+from services.planner.core.serving.stop_the_world import stop_the_world
+from services.planner.core.serving.strategies import SERVING
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
+from shared.errors import ConfigError
 from shared.messages.scaling import EventState, PlannerQuery, PlannerState
-from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.cluster import CONFIG, Cluster
 from tests.unit.planner.scripted import SLOTS, WAIT_S
 
 
@@ -39,6 +46,36 @@ async def test_the_planner_answers_while_paths_are_being_planned(
     await cluster.until(lambda: cluster.paths)
     cluster.world.open_to(1000)
     await cluster.until_replicas("n0", "n1")
+
+
+async def test_the_configured_strategy_decides_what_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Loading] = []
+
+    def spy(loading: Loading) -> tuple[PlannedPath, ...]:
+        asked.append(loading)
+        return stop_the_world(loading)
+
+    monkeypatch.setattr(serving, "REPUBLISH_S", 0.05)
+    monkeypatch.setitem(cast(dict[str, ServingStrategy], SERVING), "none", spy)
+    async with Cluster(msgspec.structs.replace(CONFIG, serving="none")) as cluster:
+        await cluster.serve(nodes=2)
+        cluster.world.open_to(2)
+        await cluster.scale(2)
+        await cluster.until(
+            lambda: any(len(loading.held) == 2 and loading.held[1] for loading in asked)
+        )
+        assert asked[-1].sources == {0}
+        cluster.world.open_to(1000)
+        await cluster.until_replicas("n0", "n1")
+        assert all(instance.is_replica for known in cluster.sets for instance in known.instances)
+
+
+async def test_an_unknown_way_of_serving_is_refused() -> None:
+    async with Cluster(msgspec.structs.replace(CONFIG, serving="best")) as cluster:
+        with pytest.raises(ConfigError, match=r"planner\.serving 'best': known are .*pipelines"):
+            await cluster.start_planner()
 
 
 @pytest.fixture

@@ -124,6 +124,8 @@ def test_live_scaling_shares_complete_nodes_out_between_targets() -> None:
     paths = serve("zigzag", [EVERY, EVERY, first(4), first(4), first(4), {3}])
     partners = [stages[1][0] for stages in paths if len(stages) == 2]
     assert sorted(partners) == [0, 0, 1]
+    shares = sorted(weight for stages, weight in paths.items() if len(stages) == 2)
+    assert shares == pytest.approx([0.95, 0.95, 1.9])
     assert serve("zigzag", [EVERY, first(4)], max_stages=1) == {((0, 0, B),): 1.0}
 
 

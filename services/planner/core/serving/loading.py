@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from services.planner.core.paths import REPLICA_FLOOR, Path, loads
+from services.planner.core.paths import REPLICA_FLOOR, Path
+from services.planner.core.pricing import loads
 
 
 @dataclass(frozen=True, slots=True)

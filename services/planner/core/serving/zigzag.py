@@ -7,7 +7,7 @@ target loads from the first block on.
 
 from collections.abc import Mapping
 
-from services.planner.core.paths import Path, run_end
+from services.planner.core.paths import REPLICA_FLOOR, Path, run_end
 from services.planner.core.serving.loading import Loading, beside_replicas
 
 
@@ -22,7 +22,8 @@ def live_scaling(loading: Loading) -> tuple[Path, ...]:
     for target, source in partners.items():
         first = run_end(loading.held[target], 0)
         targets = sum(other == source for other in partners.values())
-        weight = min(blocks / first, blocks / (blocks - first) / targets)
+        share = (1 - REPLICA_FLOOR) / targets
+        weight = min(blocks / first, share * blocks / (blocks - first))
         found.append(Path(((target, 0, first), (source, first, blocks)), weight))
     return beside_replicas(loading, found)
 
