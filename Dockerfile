@@ -11,6 +11,7 @@ COPY requirements/run.lock requirements/
 RUN mkdir -p services/cli && touch services/cli/__main__.py && ./lambdascale && rm -r services
 COPY services services
 COPY shared shared
+COPY simulation simulation
 RUN .venv/bin/python -m compileall -q services shared
 
 FROM python:3.11-slim-bookworm

@@ -26,6 +26,7 @@ COMMANDS = [
     ["model", "ls"],
     ["model", "rm"],
     ["scale"],
+    ["simulate"],
     ["events"],
     ["trace"],
     ["plan"],

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from services.node.data_plane import DataPlane
 from services.node.service import NodeService
 from services.node.steps import Steps
+from services.node.worker import Worker
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryObjectStore
 from shared.errors import (
@@ -161,7 +162,9 @@ async def test_an_engine_that_dies_ends_the_node_with_its_error(
 
         async def live() -> None:
             async with NodeService(bus, up.config("a")) as service:
-                service._worker._post(die)
+                worker = service._worker
+                assert isinstance(worker, Worker)
+                worker._post(die)
                 await asyncio.Event().wait()
 
         with nothing_left(), pytest.raises(ZeroDivisionError):
@@ -179,6 +182,7 @@ async def test_a_data_plane_that_dies_ends_the_node(tmp_path: Path, checkpoint: 
         async def live() -> None:
             async with NodeService(bus, up.config("a")) as service:
                 data = service._data
+                assert isinstance(data, DataPlane)
                 data._loop.call_soon_threadsafe(lambda: data._group.create_task(broken()))
                 await asyncio.Event().wait()
 
@@ -392,7 +396,9 @@ async def test_a_peer_that_dies_is_a_suspect_and_what_it_took_part_in_ends(
         await up.submit("a", "b", max_tokens=400)
         await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
         # Its data plane goes, as if the process had: the lease has not ended yet.
-        await up.services["b"]._data._close()
+        data = up.services["b"]._data
+        assert isinstance(data, DataPlane)
+        await data._close()
         await up.suspects.until(lambda: bool(up.suspects.messages))
         suspect = up.suspects.messages[0]
         assert isinstance(suspect, PeerSuspect)

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from services.planner.core.zigzag import best_effort, zigzag
 from shared.errors import BadInput
