@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 
 import pytest
 
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.groups import make_groups
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.paths import Path, plan_paths
@@ -36,7 +37,7 @@ def mean_capacity(
     name: str, nodes: int, blocks: int, sources: int, *, max_stages: int, multicast: str
 ) -> float:
     """Over the loading window, as a share of the final one."""
-    schedule = STRATEGIES[multicast](nodes, blocks, range(sources))
+    schedule = STRATEGIES[multicast](step_task(nodes, blocks, range(sources)))
     previous: tuple[Path, ...] = ()
     total = 0.0
     for step in range(schedule.steps):
@@ -193,7 +194,7 @@ def test_capacity_reaches_the_bound_of_any_schedule_in_most_cases_and_never_exce
     """With k | D. Where it is missed, it takes paths that come to a node twice."""
     gaps: list[float] = []
     for k, nodes, blocks in GRID:
-        schedule = STRATEGIES["binomial"](nodes, blocks, range(k))
+        schedule = STRATEGIES["binomial"](step_task(nodes, blocks, range(k)))
         reached = bound = 0.0
         for step in range(schedule.steps):
             held = schedule.held(step)
