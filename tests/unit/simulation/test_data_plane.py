@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from shared.clock import now
 from shared.errors import Conflict, NotFound, PeerLost
@@ -30,7 +31,7 @@ async def pull(plane: Plane, *pulls: tuple[int, int, str], revision: int = 0) ->
 @pytest.mark.parametrize(("nodes", "sources"), [(2, 1), (5, 1), (8, 1), (12, 1), (9, 3), (33, 1)])
 def test_the_binomial_pipeline_takes_its_steps(nodes: int, sources: int) -> None:
     blocks = 16
-    schedule = STRATEGIES["binomial"](nodes, blocks, range(sources))
+    schedule = STRATEGIES["binomial"](step_task(nodes, blocks, range(sources)))
 
     async def main() -> float:
         async with planes(nodes, blocks) as (_, up):
