@@ -12,7 +12,7 @@ can hand the blocks on, in order, to somebody outside. What comes out of a tap c
 pipeline as a source does, since the source needs not be one node (see `taps.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.multicast.schedule import Move
@@ -91,7 +91,7 @@ class _Build:
         self.exchanges: list[list[_Exchange]] = [
             [(w ^ (1 << i), w, _shift(w, i, h)) for w in range(1, vertices)] for i in range(h)
         ]
-        self.hand_overs = [[(v, _twin_shift(v, i, h)) for v in shared] for i in range(h)]
+        self.hand_overs = [[(v, v, _twin_shift(v, i, h)) for v in shared] for i in range(h)]
         self.swaps = [[v for v in shared if v >> i & 1] for i in range(h)]
         self.moves: list[Move] = []
         self.taps: list[int] = []
@@ -100,24 +100,28 @@ class _Build:
         for t in range(len(self.order) + self.h):
             i = t % self.h
             self.sender[0] = self.roots[min(t, len(self.roots) - 1)]
-            for v, w, shift in self.exchanges[i]:
-                self._move(t, self.sender[v], self.receiver[w], t + shift)
-            for v, shift in self.hand_overs[i]:
-                self._move(t, self.receiver[v], self.sender[v], t + shift)
+            self._send(t, self.sender, self.exchanges[i], self.receiver)
+            self._send(t, self.receiver, self.hand_overs[i], self.sender)
             if t >= self.h:
                 self.taps.append(self.sender[1 << i])
             for v in self.swaps[i]:
                 self.receiver[v], self.sender[v] = self.sender[v], self.receiver[v]
 
-    def _move(self, t: int, src: int, dst: int, virtual: int) -> None:
-        if virtual < 0:
-            return
-        last = len(self.order) - 1
-        if virtual >= last:
-            if dst in self.finished:
-                return
-            self.finished.add(dst)
-            virtual = last
-        block = self.order[virtual]
-        if block is not None:
-            self.moves.append(Move(self.start + t + 1, src, dst, block))
+    def _send(
+        self, t: int, src: Sequence[int], exchanges: Iterable[_Exchange], dst: Sequence[int]
+    ) -> None:
+        """From src[v] to dst[w] for every exchange. (Most of the time of planning goes by here.)"""
+        step, order, moves = self.start + t + 1, self.order, self.moves
+        last = len(order) - 1
+        for v, w, shift in exchanges:
+            virtual = t + shift
+            if virtual < 0:
+                continue
+            if virtual >= last:
+                if dst[w] in self.finished:
+                    continue
+                self.finished.add(dst[w])
+                virtual = last
+            block = order[virtual]
+            if block is not None:
+                moves.append(Move(step, src[v], dst[w], block))

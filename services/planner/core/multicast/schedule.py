@@ -92,8 +92,8 @@ def check_inputs(nodes: int, blocks: int, sources: Sequence[int]) -> None:
 def check(schedule: Schedule, fabric: Fabric | None = None) -> None:
     """PlanError naming the first rule that the schedule breaks; a valid one leaves all complete.
 
-    Nodes that load by themselves (`own`) are taken to. With a fabric its links count as well: see
-    `check_moves`.
+    Nodes of `own` need get nothing: they load by themselves. With a fabric its links count as
+    well: see `check_moves`.
     """
     check_inputs(schedule.nodes, schedule.blocks, schedule.sources)
     wanted = set(range(schedule.nodes)).difference(schedule.own)
