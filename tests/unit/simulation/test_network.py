@@ -170,6 +170,19 @@ def test_a_cancelled_transfer_makes_room() -> None:
     assert network.rates() == {}
 
 
+def test_the_share_of_a_cancelled_transfer_goes_to_others() -> None:
+    network = nodes(3)
+
+    async def main() -> list[float]:
+        first = asyncio.ensure_future(network.transfer("n0", "n1", 1000, 0))
+        second = asyncio.ensure_future(finish(network, ("n0", "n2", 150, 0)))
+        await asyncio.sleep(1)
+        first.cancel()
+        return await second
+
+    assert run(main()) == [2]
+
+
 def test_a_moment_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many transfers begin in it, and whoever of them follows one that has just ended."""
     network = nodes(2)

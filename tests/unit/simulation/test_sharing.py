@@ -118,3 +118,11 @@ def test_only_what_a_change_touches_is_computed() -> None:
     assert set(reshare({ports[1]: 1})) == {near}
     assert set(reshare({ports[1]: 0})) == {near, urgent}
     assert set(reshare({ports[2]: 0})) == set()
+
+
+def test_a_share_that_has_grown_waits_for_its_turn() -> None:
+    """The lane that is held up at the first port leaves the second more than the third has."""
+    ports = [Port("p0", 2.0), Port("p1", 10.0), Port("p2", 12.0)]
+    lanes = [Lane((ports[0], ports[1]), 0), Lane((ports[1], ports[2]), 0), Lane((ports[2],), 0)]
+    opened(lanes)
+    assert [lane.rate for lane in lanes] == [2, 6, 6]

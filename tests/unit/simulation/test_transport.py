@@ -177,3 +177,32 @@ def test_wrong_bytes() -> None:
             assert [into == b"\1" * 100 for into in got] == [False, False, True]
 
     run(main())
+
+
+def test_a_cancelled_read_takes_nothing_any_more() -> None:
+    async def main() -> None:
+        async with ends(2, latency_s=0) as (network, (a, b)):
+            read = asyncio.ensure_future(a.read(b, 1000))
+            await asyncio.sleep(0.5)
+            read.cancel()
+            await asyncio.sleep(0)
+            await a.read(b, 500)
+            assert now() == 1
+            assert network.rates() == {}
+
+    run(main())
+
+
+def test_messages_on_a_connection_that_breaks_never_arrive() -> None:
+    async def main() -> None:
+        async with ends(2, latency_s=0) as (network, (a, b)):
+            await a.transport.send(b.transport.address, b"", [bytes(1000)])
+            await asyncio.sleep(0.5)
+            network.pause("n1")
+            await asyncio.sleep(2 * SILENCE_S)
+            network.resume("n1")
+            await asyncio.sleep(5)
+            assert not b.heard
+            assert len(b.lost) == 1
+
+    run(main())
