@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
 from services.cli.nats_server import NatsServer
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus

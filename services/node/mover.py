@@ -209,7 +209,7 @@ class Mover:
                 addresses[pull.source],
                 frozenset(model.blocks[pull.block].writers),
             )
-        for source in {pulling.source for pulling in model.pulls.values()}:
+        for source in dict.fromkeys(pulling.source for pulling in model.pulls.values()):
             self._fill(model, source)
 
     async def drop(self, model_id: ModelId) -> None:

@@ -49,7 +49,7 @@ class Worker:
         self._log = telemetry.logger("worker", node=node)
         self._calls: list[Call] = []
         self._changed = threading.Condition()
-        """Guards `_calls` and `_over`."""
+        """Guards `_calls`, `_over` and `_error`."""
         self._over = False
         self._stopping = False
         """The thread's own."""
@@ -149,8 +149,7 @@ class Worker:
     def _gone(self) -> Conflict:
         return Conflict(f"the engine thread of node {self._node} has ended: {self._error}")
 
-    def _on_ended(self, error: Exception | None) -> None:
-        self._error = error
+    def _on_ended(self) -> None:
         self._ended.set()
         for answer in self._asked:
             _settle(answer, self._gone())
@@ -165,9 +164,9 @@ class Worker:
             self._log.exception("engine thread failed")
             failure = error
         with self._changed:
-            self._over = True
+            self._over, self._error = True, failure
             self._calls.clear()
-        loop.call_soon_threadsafe(self._on_ended, failure)
+        loop.call_soon_threadsafe(self._on_ended)
 
     def _serve(self) -> None:
         steps = Steps(
