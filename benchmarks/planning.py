@@ -6,15 +6,23 @@ pipelines of destinations (λScale, Algorithm 2).
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
-from services.planner.core.multicast.fabric import step_task
+from services.planner.core.choose import choose
+from services.planner.core.costs import physical_limit
+from services.planner.core.multicast.fabric import Fabric, Port, Task, step_task, uniform
 from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
+from services.planner.core.outlook import Serving
 from services.planner.core.paths import Path, plan_paths
 
 CASES = ((1, 8, 16), (1, 5, 16), (2, 16, 16))
 MAX_STAGES = 4
+RATE = 1.25e9
+OVERHEAD_S = 0.001
+SIZES = (100_000_000,) * 64
 
 
 def capacities(schedule: Schedule) -> tuple[float, float, float]:
@@ -38,20 +46,67 @@ def capacities(schedule: Schedule) -> tuple[float, float, float]:
     return pools / final, fixed / final, complete / final
 
 
-def main() -> None:
-    print("time to make a schedule, 64 blocks (limit: 100 ms at 1,024 nodes)")
+def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
+    """(CPU, wall clock), the least of five runs of each."""
+    cpu, wall = [], []
+    for _ in range(5):
+        began = time.process_time(), time.perf_counter()
+        work()
+        cpu.append((time.process_time() - began[0]) * 1e3)
+        wall.append((time.perf_counter() - began[1]) * 1e3)
+    return min(cpu), min(wall)
+
+
+def times() -> None:
+    print("time to choose and make a schedule, 64 blocks (limit: 100 ms at 1,024 nodes)")
     for nodes in (64, 256, 1000, 1024):
-        started = time.perf_counter()
-        schedule = STRATEGIES["binomial"](step_task(nodes, 64, (0,)))
-        took = (time.perf_counter() - started) * 1e3
-        bound = lower_bound(nodes, 64, 1)
-        print(f"  N = {nodes:5}: {took:6.1f} ms; {schedule.steps} steps, lower bound {bound}")
+        task = Task(uniform(nodes, RATE, OVERHEAD_S), SIZES, (0,))
+        alone = milliseconds(partial(STRATEGIES["binomial"], task))
+        both = milliseconds(partial(choose, task, Serving(MAX_STAGES)))
+        print(
+            f"  N = {nodes:5}: {both[0]:6.1f} ms of CPU, {both[1]:6.1f} ms; "
+            f"the schedule alone {alone[0]:6.1f} ms, {alone[1]:6.1f} ms"
+        )
+
+
+def racks(count: int, size: int) -> Fabric:
+    """Racks whose trunk is as wide as one node's port."""
+    ports = tuple(Port(RATE, RATE, rack=str(node // size)) for node in range(count * size))
+    return Fabric(ports, OVERHEAD_S, {str(rack): RATE for rack in range(count)})
+
+
+def choices() -> None:
+    print("what is chosen on unequal links, and what the others would take; 64 blocks")
+    fast, slow = Port(RATE, RATE), Port(RATE / 4, RATE / 4)
+    for name, fabric in (
+        ("2 racks of 8", racks(2, 8)),
+        ("4 racks of 16", racks(4, 16)),
+        ("12 nodes and 4 of a quarter of the rate", Fabric((fast,) * 12 + (slow,) * 4, OVERHEAD_S)),
+    ):
+        task = Task(fabric, SIZES, (0,))
+        choice = choose(task, Serving(MAX_STAGES))
+        took, _ = milliseconds(partial(choose, task, Serving(MAX_STAGES)))
+        over = {
+            each.strategy: each.outlook.all_complete_s or 0.0
+            for each in reversed(choice.considered)
+        }
+        others = ", ".join(f"{other} {seconds:.2f} s" for other, seconds in over.items())
+        print(
+            f"  {name}: {choice.strategy}; limit {physical_limit(task):.2f} s; {others} "
+            f"({took:.0f} ms of CPU)"
+        )
+
+
+def steps() -> None:
     print("steps by strategy, 16 blocks")
     for nodes in (5, 8, 16, 64):
         counts = {name: make(step_task(nodes, 16, (0,))).steps for name, make in STRATEGIES.items()}
         bound = lower_bound(nodes, 16, 1)
-        ratios = ", ".join(f"{n} {c} ({c / bound:.2f} x)" for n, c in counts.items())
+        ratios = ", ".join(f"{n} {c} ({c / bound:.2f} x)" for n, c in counts.items() if c)
         print(f"  N = {nodes:3}: lower bound {bound}; {ratios}")
+
+
+def serving() -> None:
     print(f"mean capacity while loading, share of the final; at most {MAX_STAGES} stages")
     for sources, nodes, blocks in CASES:
         schedule = STRATEGIES["binomial"](step_task(nodes, blocks, range(sources)))
@@ -64,4 +119,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    times()
+    choices()
+    steps()
+    serving()

@@ -83,8 +83,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """Longest path, in stages."""
     link_bytes_per_s: Size = 0
     """Assumed where a node does not say; 0: unknown (no predictions)."""
-    strategy: str = "binomial"
-    """How blocks spread; `lambdascale plan --help` names the others."""
+    strategy: str = "auto"
+    """How blocks spread: `auto` chooses for each event; `lambdascale plan --help` names the others.
+    """
     serving: str = "pools"
     """Who serves while blocks spread: pools, pools-only-targets, pipelines, zigzag or none."""
     step_overhead_s: Seconds = 0.001

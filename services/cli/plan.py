@@ -1,21 +1,20 @@
-"""`lambdascale plan`: a multicast schedule on paper, for people or for a checker."""
+"""`lambdascale plan`: a multicast schedule on paper, for people, for a checker, or as a picture."""
 
 import argparse
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 
-from services.planner.core.costs import arrival_times, physical_limit, predict
-from services.planner.core.multicast.fabric import step_task
-from services.planner.core.multicast.groups import fixed_pipelines
-from services.planner.core.multicast.schedule import Schedule
-from services.planner.core.multicast.strategies import DEFAULT, STRATEGIES, lower_bound, strategy
-from services.planner.core.paths import Path, plan_paths
+from services.cli import plan_explain, plan_text
+from services.cli.plan_text import Plan
+from services.planner.core.choose import AUTO, choose, units
+from services.planner.core.multicast.fabric import Fabric, Port, Task
+from services.planner.core.multicast.strategies import STRATEGIES
+from services.planner.core.outlook import Serving
 from shared.config import PlannerConfig
 from shared.errors import BadInput
-
-_PATHS_UP_TO = 2048
-"""Nodes x blocks for which the paths of every step are worked out and shown."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -23,187 +22,181 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "plan",
         help="show the multicast schedule for a cluster of this size",
         description="The schedule that takes a model's blocks from the first K nodes to all N, "
-        "checked against the lower bound, and what can serve after each step.",
+        "checked against the lower bound, and what can serve after each step. With rates: how long "
+        "it takes, on unequal links too.",
     )
     parser.add_argument("--nodes", type=_positive, required=True, help="N, sources included")
     parser.add_argument("--blocks", type=_positive, required=True, help="blocks of the model")
     parser.add_argument("--sources", type=_positive, default=1, help="nodes that hold it (1)")
-    parser.add_argument("--algorithm", choices=list(STRATEGIES), default=DEFAULT)
-    parser.add_argument("--link-mbit", type=float, help="rate of a link, 10^6 bits a second")
-    parser.add_argument("--size-mb", type=float, help="size of the model, 10^6 bytes")
-    parser.add_argument("--json", action="store_true", help="the bare schedule, as JSON")
+    parser.add_argument(
+        "--algorithm",
+        choices=[AUTO, *STRATEGIES],
+        default=AUTO,
+        help="auto: the best for these links, with the best number of blocks a move",
+    )
+    _add_links(parser.add_argument_group("links (10^6 bits a second)"))
+    form = parser.add_argument_group("form")
+    form.add_argument("--explain", action="store_true", help="what was chosen, and why")
+    form.add_argument("--json", action="store_true", help="the bare schedule, as JSON")
+    form.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule")
+    form.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule")
     parser.set_defaults(run=run)
+
+
+def _add_links(links: "argparse._ArgumentGroup") -> None:
+    links.add_argument("--size-mb", type=_amount, help="size of the model, 10^6 bytes")
+    links.add_argument("--link-mbit", type=_amount, help="rate of every node's port, each way")
+    links.add_argument("--rates", type=_amounts, metavar="R,R,..", help="rate of each node's port")
+    links.add_argument(
+        "--overhead-ms", type=_amount, help="fixed time of one transfer (the planner's default)"
+    )
+    links.add_argument("--racks", type=_counts, metavar="N,N,..", help="nodes of each rack")
+    links.add_argument("--trunk-mbit", type=_amount, help="rate of a rack's trunk, each way")
+    links.add_argument("--hosts", type=_positive, metavar="N", help="nodes of each host")
+    links.add_argument("--local-mbit", type=_amount, help="rate between nodes of one host")
+    links.add_argument(
+        "--receive-only",
+        type=_indices,
+        metavar="I,I,..",
+        default=(),
+        help="nodes that send nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """BadInput for arguments that do not fit together."""
-    speed = _speed(args)
-    if args.sources > args.nodes:
-        raise BadInput(f"--sources {args.sources} is more than --nodes {args.nodes}")
-    schedule = strategy(args.algorithm)(step_task(args.nodes, args.blocks, range(args.sources)))
+    plan = _plan(args)
+    if args.svg or args.png:
+        from services.cli import plan_figure  # matplotlib takes a second to load
+
+        for path in (args.svg, args.png):
+            if path is not None:
+                plan_figure.draw(plan, path)
     if args.json:
-        print(json.dumps(_document(schedule)))
-    else:
-        for line in _report(schedule, args.algorithm, speed):
-            print(line)
+        print(json.dumps(plan_text.document(plan.schedule, plan.choice.unit)))
+    elif args.explain:
+        print("\n".join(plan_explain.report(plan)))
+    elif not (args.svg or args.png):
+        print("\n".join(plan_text.report(plan)))
     return 0
 
 
+def _plan(args: argparse.Namespace) -> Plan:
+    if args.sources > args.nodes:
+        raise BadInput(f"--sources {args.sources} is more than --nodes {args.nodes}")
+    task = _task(args)
+    choice = choose(task, Serving(PlannerConfig().max_stages), name=args.algorithm)
+    return Plan(task, units(task, choice.unit), choice, timed=args.size_mb is not None)
+
+
+def _task(args: argparse.Namespace) -> Task:
+    sources = tuple(range(args.sources))
+    if args.size_mb is None:
+        return Task(_step_fabric(args), (1,) * args.blocks, sources)
+    nbytes = round(args.size_mb * 1e6)
+    if nbytes < args.blocks:
+        raise BadInput(f"--size-mb {args.size_mb:g} is less than a byte for each block")
+    ends = [nbytes * i // args.blocks for i in range(args.blocks + 1)]
+    sizes = tuple(stop - start for start, stop in pairwise(ends))
+    return Task(_fabric(args), sizes, sources)
+
+
+def _step_fabric(args: argparse.Namespace) -> Fabric:
+    """The step model's: every port takes a block a step."""
+    for name in ("link_mbit", "rates", "racks", "trunk_mbit", "hosts", "local_mbit", "overhead_ms"):
+        if getattr(args, name) is not None:
+            raise BadInput(
+                f"--{name.replace('_', '-')} needs --size-mb: "
+                "rates and the size predict times together"
+            )
+    return Fabric(tuple(_ports(args, [1.0] * args.nodes)), 0.0)
+
+
+def _fabric(args: argparse.Namespace) -> Fabric:
+    if (args.link_mbit is None) == (args.rates is None):
+        raise BadInput("--size-mb needs either --link-mbit or --rates, to predict times")
+    _paired(args, "racks", "trunk_mbit")
+    _paired(args, "hosts", "local_mbit")
+    if args.rates is not None and len(args.rates) != args.nodes:
+        raise BadInput(f"--rates names {len(args.rates)} rates for {args.nodes} nodes")
+    rates = args.rates or [args.link_mbit] * args.nodes
+    overhead_s = PlannerConfig().step_overhead_s
+    if args.overhead_ms is not None:
+        overhead_s = args.overhead_ms / 1e3
+    ports = _ports(args, [_bytes_per_s(rate) for rate in rates])
+    trunks = {port.rack: _bytes_per_s(args.trunk_mbit) for port in ports if port.rack}
+    local = _bytes_per_s(args.local_mbit) if args.local_mbit else 0.0
+    return Fabric(tuple(ports), overhead_s, trunks, local)
+
+
+def _ports(args: argparse.Namespace, rates: Sequence[float]) -> list[Port]:
+    racks = _rack_names(args.racks, args.nodes)
+    for node in args.receive_only:
+        if not args.sources <= node < args.nodes:
+            raise BadInput(
+                f"--receive-only {node}: "
+                f"the nodes that receive are {args.sources}..{args.nodes - 1}"
+            )
+    return [
+        Port(
+            out=0.0 if node in args.receive_only else rate,
+            into=rate,
+            rack=racks[node],
+            host=f"host {node // args.hosts}" if args.hosts else "",
+        )
+        for node, rate in enumerate(rates)
+    ]
+
+
+def _rack_names(sizes: Sequence[int] | None, nodes: int) -> list[str]:
+    if sizes is None:
+        return [""] * nodes
+    if sum(sizes) != nodes:
+        raise BadInput(f"--racks has {sum(sizes)} nodes, --nodes says {nodes}")
+    return [f"rack {rack}" for rack, size in enumerate(sizes) for _ in range(size)]
+
+
+def _paired(args: argparse.Namespace, one: str, other: str) -> None:
+    if (getattr(args, one) is None) != (getattr(args, other) is None):
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in (one, other))
+        raise BadInput(f"{names} go together: give both or neither")
+
+
+def _bytes_per_s(mbit: float) -> float:
+    return mbit * 1e6 / 8
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return _integer(text, least=1)
+
+
+def _integer(text: str, *, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 
-def _speed(args: argparse.Namespace) -> tuple[float, float] | None:
-    """(model size in bytes, link rate in bytes a second), if both were given."""
-    if args.link_mbit is None and args.size_mb is None:
-        return None
-    if args.link_mbit is None or args.size_mb is None:
-        raise BadInput("--link-mbit and --size-mb predict times together: give both or neither")
-    if not (0 < args.link_mbit < float("inf") and 0 < args.size_mb < float("inf")):
-        raise BadInput("--link-mbit and --size-mb must be more than 0")
-    return args.size_mb * 1e6, args.link_mbit * 1e6 / 8
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number more than 0")
+    return value
 
 
-def _document(schedule: Schedule) -> dict[str, object]:
-    steps: list[list[dict[str, int]]] = [[] for _ in range(schedule.steps)]
-    for step, src, dst, block in schedule.moves:
-        steps[step - 1].append({"src": src, "dst": dst, "block": block})
-    return {
-        "n": schedule.nodes,
-        "blocks": schedule.blocks,
-        "sources": list(schedule.sources),
-        "steps": steps,
-        "pipelines": [list(pipeline) for pipeline in _pipelines(schedule)],
-    }
+def _amounts(text: str) -> tuple[float, ...]:
+    return tuple(_amount(part) for part in text.split(","))
 
 
-def _pipelines(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    return fixed_pipelines(schedule.nodes, schedule.blocks, schedule.sources)
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_integer(part, least=1) for part in text.split(","))
 
 
-def _report(schedule: Schedule, algorithm: str, speed: tuple[float, float] | None) -> Iterator[str]:
-    yield (
-        f"{algorithm}: {schedule.blocks} blocks from {len(schedule.sources)} to "
-        f"{schedule.nodes} nodes (sources: {_runs(schedule.sources)})"
-    )
-    if not schedule.moves:
-        yield "every node is a source: nothing moves"
-        return
-    yield ""
-    table = _table(schedule)
-    fits = max(map(len, table)) <= shutil.get_terminal_size((120, 24)).columns
-    yield from table if fits else _list(schedule)
-    yield ""
-    yield from _totals(schedule)
-    if speed is not None:
-        yield from _seconds(schedule, *speed)
-    yield ""
-    yield from _serving(schedule)
-
-
-def _table(schedule: Schedule) -> list[str]:
-    """Rows are nodes, columns steps; a cell is the block received and its sender."""
-    cells = {(m.dst, m.step): f"{m.block}<{m.src}" for m in schedule.moves}
-    steps = range(1, schedule.steps + 1)
-    width = max([3, *map(len, cells.values())])
-    lines = ["step".ljust(6) + "".join(f" {step:>{width}}" for step in steps)]
-    for node in range(schedule.nodes):
-        row = "".join(f" {cells.get((node, step), '.'):>{width}}" for step in steps)
-        lines.append(f"{node:>5}{'*' if node in schedule.sources else ' '}" + row)
-    return [*lines, "(block<sender; * holds everything from the start)"]
-
-
-def _list(schedule: Schedule) -> Iterator[str]:
-    """One line a step, for schedules too wide for a table."""
-    by_step: dict[int, list[str]] = {}
-    for step, src, dst, block in schedule.moves:
-        by_step.setdefault(step, []).append(f"{src}>{dst}:{block}")
-    yield "(sender>receiver:block)"
-    for step, moves in by_step.items():
-        yield f"step {step}: " + " ".join(moves)
-
-
-def _totals(schedule: Schedule) -> Iterator[str]:
-    bound = lower_bound(schedule.nodes, schedule.blocks, len(schedule.sources))
-    beside = "the lower bound" if schedule.steps == bound else f"lower bound {bound}"
-    yield f"steps:              {schedule.steps} ({beside}), {len(schedule.moves)} transfers"
-    first = _union_step(schedule, schedule.destinations)
-    yield f"first complete set: step {first} (the destinations hold every block between them)"
-
-
-def _union_step(schedule: Schedule, nodes: Sequence[int]) -> int:
-    """The step at whose end the nodes hold every block between them."""
-    first: dict[int, int] = {}
-    for step, _, dst, block in schedule.moves:
-        if dst in nodes:
-            first.setdefault(block, step)
-    return max(first.values())
-
-
-def _seconds(schedule: Schedule, nbytes: float, rate: float) -> Iterator[str]:
-    config = PlannerConfig()
-    nodes, blocks = schedule.nodes, schedule.blocks
-    size = [round(nbytes / blocks)] * blocks
-    arrivals = arrival_times(schedule.moves, size, [rate] * nodes, config.step_overhead_s)
-    times = predict(schedule.held(0), blocks, arrivals, max_stages=config.max_stages)
-    limit = physical_limit(nbytes, blocks, nodes, rate, len(schedule.sources))
-    yield (
-        f"predicted:          first path {_clock(times.first_path_s)}, first node complete "
-        f"{_clock(times.first_complete_s)}, all {_clock(times.all_complete_s)} "
-        f"(physical limit {_clock(limit)})"
-    )
-
-
-def _clock(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.3f} s"
-
-
-def _serving(schedule: Schedule) -> Iterator[str]:
-    if schedule.nodes * schedule.blocks <= _PATHS_UP_TO:
-        yield "what can serve (capacity in complete nodes; paths over all holders):"
-        yield from _paths_by_step(schedule)
-        yield ""
-    yield "fixed pipelines (λScale, Algorithm 2) by the step that completes them, for comparison:"
-    by_step: dict[int, list[str]] = {}
-    for pipeline in _pipelines(schedule):
-        by_step.setdefault(_union_step(schedule, pipeline), []).append(_runs(pipeline))
-    for step, pipelines in sorted(by_step.items()):
-        yield f"  step {step:>3}: nodes " + " | ".join(pipelines)
-
-
-def _paths_by_step(schedule: Schedule) -> Iterator[str]:
-    previous: tuple[Path, ...] = ()
-    for step in range(schedule.steps + 1):
-        paths = plan_paths(
-            schedule.held(step),
-            schedule.blocks,
-            max_stages=PlannerConfig().max_stages,
-            previous=previous,
-        )
-        new = [path for path in paths if path.stages not in {old.stages for old in previous}]
-        shown = ", ".join(_path(path) for path in new[:3])
-        more = f", and {len(new) - 3} more" if len(new) > 3 else ""
-        capacity = sum(path.weight for path in paths)
-        yield (
-            f"  step {step:>3}: {capacity:6.2f} on {len(paths):>3} paths"
-            + (f"; new: {shown}{more}" if new else "")
-        )
-        previous = paths
-
-
-def _path(path: Path) -> str:
-    return "|".join(f"{node}[{_runs(range(start, stop))}]" for node, start, stop in path.stages)
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`0-3,7`"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+def _indices(text: str) -> tuple[int, ...]:
+    return tuple(_integer(part, least=0) for part in text.split(","))

@@ -9,16 +9,12 @@ from opentelemetry.trace import Span
 
 from services.planner.context import Context
 from services.planner.core import events
-from services.planner.core.forecast import forecast
-from services.planner.core.placement import (
-    Roles,
-    assign_roles,
-    plan_transfers,
-    repair_transfers,
-)
+from services.planner.core.placement import Plan, Roles, assign_roles
 from services.planner.orders import Orders
+from services.planner.planning import Planning
 from services.planner.registry import Registry
 from services.planner.store import fitting
+from services.planner.trust import Trust
 from shared import subjects, telemetry
 from shared.clock import now, wall_ns
 from shared.errors import CapacityExceeded, LambdaScaleError, PlanError
@@ -42,8 +38,6 @@ STALL_BYTES_PER_S = 20_000_000
 """No block for STALL_S and the time of one block at this rate: plan again from what is held."""
 MAX_STALLS = 3
 MAX_REVISIONS = 32
-MAX_FAILURES = 4
-"""Failed pulls, from senders that are well, after which it is the target that is not."""
 IN_MEMORY = (Tier.GPU, Tier.HOST)
 
 
@@ -78,15 +72,14 @@ class EventRun:
         self._hooks = hooks
         self._registry = Registry(context)
         self._orders = Orders(context)
+        self._planning = Planning(context, model)
         self._held: dict[NodeId, set[int]] = {}
         """Blocks that each target can execute so far."""
         self._pulled: set[tuple[NodeId, int]] = set()
         self._promoting: set[NodeId] = set()
-        self._distrusted: set[NodeId] = set()
-        """Senders that failed to deliver; used again only if nobody else has a block."""
+        self._trust = Trust(context)
         self._out: set[NodeId] = set()
         """Nodes that the event goes on without: gone, silent, or unable."""
-        self._failures: dict[NodeId, int] = {}
         self._troubles: list[PullFailed | NodeGone] = []
         self._news = asyncio.Event()
         self._news_at = 0.0
@@ -149,48 +142,40 @@ class EventRun:
             sources = await self._registry.sources(self._model)
             staying = [s for s in sources if not self._hooks.leaving(s.info.node)]
             roles = assign_roles(staying, [info.node for info in infos])
-            self._plan(roles)
+            plan = self._plan(roles)
             span.set_attributes(
                 {
                     "sources": ",".join(roles.sources),
                     "targets": ",".join(self.record.targets),
                     "strategy": self.record.strategy,
                     "transfers": len(self.record.transfers),
+                    "considered": "; ".join(map(str, plan.considered)),
                 }
             )
         self._set(events.advance(self.record, EventState.TRANSFERRING, wall_ns()))
         for info in infos:
             self._hooks.joined(info, frozenset(self._held[info.node]))
+        await asyncio.sleep(plan.setup_s)
         await self._send(self.record.targets)
 
-    def _plan(self, roles: Roles) -> None:
+    def _plan(self, roles: Roles) -> Plan:
         targets = (*roles.promoting, *roles.receiving)
         held = {node: self._executable(node) for node in targets}
         self._held = {node: set(blocks) for node, blocks in held.items()}
-        self._promoting = set(roles.promoting)
-        transfers = plan_transfers(roles, held, self._model.n_blocks, self.record.strategy)
-        config = self._context.config
-        outlook = forecast(
-            () if roles.from_disk else transfers,
-            held | dict.fromkeys(roles.sources, self._every),
-            {*targets, *(n for n in roles.sources if self._executable(n))},
-            {
-                node: info.link_bytes_per_s or config.link_bytes_per_s
-                for node, info in self._cluster.nodes.items()
-            },
-            self._model.block_bytes,
-            overhead_s=config.step_overhead_s,
-            max_stages=config.max_stages,
-        )
+        running = {*targets, *(n for n in roles.sources if self._executable(n))}
+        plan = self._planning.plan(roles, held, running)
+        self._promoting = {*roles.promoting, *plan.loading}
         record = msgspec.structs.replace(
             self.record,
             sources=roles.sources,
             targets=targets,
-            transfers=transfers,
-            predicted=outlook.predicted,
-            physical_limit_s=outlook.physical_limit_s,
+            strategy=plan.strategy,
+            transfers=plan.transfers,
+            predicted=plan.forecast.predicted,
+            physical_limit_s=plan.forecast.physical_limit_s,
         )
         self._set(events.advance(record, EventState.PLANNED, wall_ns()))
+        return plan
 
     def _executable(self, node: NodeId) -> frozenset[int]:
         return self._cluster.held(node, self._model.model_id, [Tier.GPU]) & self._every
@@ -208,6 +193,7 @@ class EventRun:
             if self._troubles:
                 await self._mend()
                 continue
+            await self._look_for_slow_nodes()
             if await self._something_came() or self._take_reports():
                 stalls = 0
             elif self._cluster.blind(now()):
@@ -217,7 +203,7 @@ class EventRun:
                 waiting = ", ".join(self._incomplete())
                 if stalls > MAX_STALLS:
                     raise PlanError(f"no block arrived for {stalls} x {patience:.0f} s: {waiting}")
-                self._drop(await self._not_answering(self._participants()))
+                self._drop(await self._trust.not_answering(self._participants()))
                 await self._replan(f"no block arrived for {patience:.0f} s: {waiting}")
                 self._news_at = now()
 
@@ -254,6 +240,7 @@ class EventRun:
     def _take(self, node: NodeId, block: int, at_ns: int) -> None:
         if block in self._every and block not in self._held[node]:
             self._held[node].add(block)
+            self._trust.land(node, block)
             if len(self._held[node]) == self._model.n_blocks:
                 self._note(at_ns, "first_complete_s")
             self._hooks.arrived(node, block)
@@ -286,28 +273,34 @@ class EventRun:
         if not whys:
             self._out |= gone
             return
-        unable = await self._blame(failures)
+        self._promoting -= {f.node for f in failures if f.source == f.node}
+        unable = await self._trust.blame(failures)
         self._drop(gone | unable)
         await self._replan("; ".join(dict.fromkeys(whys)))
 
-    async def _blame(self, failures: list[PullFailed]) -> set[NodeId]:
-        """Nodes that the event goes on without: senders that are not there any more, and targets
-        that fail with senders that are."""
-        self._promoting -= {f.node for f in failures if f.source == f.node}
-        senders = {f.source for f in failures}
-        unable = await self._not_answering(senders)
-        for sender in senders - unable:
-            self._distrusted.add(sender)
-        for target in {f.node for f in failures if f.source not in unable}:
-            self._failures[target] = self._failures.get(target, 0) + 1
-            if self._failures[target] > MAX_FAILURES:
-                unable.add(target)
-        return unable
+    async def _look_for_slow_nodes(self) -> None:
+        """A node that is found slow is relieved of what others can send."""
+        slow = self._trust.slow(self.record.transfers, self._held, self._planning.expected)
+        if not slow:
+            return
+        why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
+        try:
+            transfers = self._repaired(self._receiving(), why)
+        except PlanError:
+            return  # all of what is left must come from those that send it now
+        if sum(t.src in slow for t in transfers) < self._sends_of(slow):
+            await self._replan(why)
 
-    async def _not_answering(self, nodes: Collection[NodeId]) -> set[NodeId]:
-        nodes = sorted(nodes)
-        answers = await asyncio.gather(*(self._context.answers(node) for node in nodes))
-        return {node for node, answer in zip(nodes, answers, strict=True) if not answer}
+    def _sends_of(self, nodes: Collection[NodeId]) -> int:
+        """Transfers from these nodes that are still to come."""
+        every = self._every
+        return sum(
+            t.src in nodes and t.block not in self._held.get(t.dst, every)
+            for t in self.record.transfers
+        )
+
+    def _receiving(self) -> list[NodeId]:
+        return [node for node in self._incomplete() if node not in self._promoting]
 
     def _participants(self) -> set[NodeId]:
         """Targets, and the senders of what is still to come."""
@@ -326,6 +319,7 @@ class EventRun:
 
     async def _send(self, targets: Collection[NodeId]) -> None:
         """Gives targets their parts; goes on without those that do not take them."""
+        self._trust.begin()
         refused = await self._orders.send(self.record, targets, self._to_promote)
         for node, error in refused.items():
             self._log.warning("target refused its plan", node=node, error=str(error))
@@ -341,7 +335,7 @@ class EventRun:
         """The next revision, from what every participant holds now."""
         if not self.record.targets:
             raise PlanError(f"no target is left: {why}")
-        receiving = [n for n in self._incomplete() if n not in self._promoting]
+        receiving = self._receiving()
         if not receiving:
             return
         if self.record.revision >= MAX_REVISIONS:
@@ -360,13 +354,10 @@ class EventRun:
         for node, blocks in self._cluster.holders(self._model.model_id, IN_MEMORY).items():
             if node not in held and node not in self._out and not self._hooks.leaving(node):
                 held[node] = blocks & self._every
-        trusted = held.keys() - self._distrusted
-        for senders in (trusted, held.keys()):
-            try:
-                return repair_transfers(held, receiving, self._model.n_blocks, senders)
-            except PlanError as error:
-                lost = error
-        raise PlanError(f"{why}, and {lost}") from lost
+        try:
+            return self._planning.repair(held, receiving, self._trust.distrusted)
+        except PlanError as error:
+            raise PlanError(f"{why}, and {error}") from error
 
     # --- the record ---
 

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar
 
 from services.planner.context import Context
+from services.planner.core.choose import AUTO
 from services.planner.core.cluster import Cluster
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.serving.strategies import SERVING
@@ -59,10 +60,8 @@ class PlannerService(Service):
 
     def __init__(self, bus: Bus, config: PlannerConfig) -> None:
         super().__init__("planner")
-        if config.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"planner.strategy {config.strategy!r}: known are {', '.join(STRATEGIES)}"
-            )
+        if config.strategy not in (known := (AUTO, *STRATEGIES)):
+            raise ConfigError(f"planner.strategy {config.strategy!r}: known are {', '.join(known)}")
         if config.serving not in SERVING:
             raise ConfigError(f"planner.serving {config.serving!r}: known are {', '.join(SERVING)}")
         self._bus = bus

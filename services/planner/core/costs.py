@@ -1,20 +1,22 @@
-"""How long moves take: closed forms for the multicast, and a prediction for any list of moves.
+"""How long moves take: closed forms for equal links, and arrival times on any fabric.
 
 A block of s bytes takes alpha + s / beta seconds from port to port: alpha (`overhead_s`) is the
-fixed time of a transfer, beta (`bytes_per_s`) the slower end's rate. Both are measured.
+fixed time of a transfer, beta the rate of the slowest thing it crosses. Both are measured.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from services.planner.core.multicast.schedule import Move
+from services.planner.core.multicast.fabric import Fabric, Task
+from services.planner.core.multicast.schedule import Move, Schedule
 from services.planner.core.multicast.strategies import lower_bound
-from services.planner.core.paths import fewest_stages, run_end
 
 Arrivals = Mapping[tuple[int, int], float]
 """(node, block) -> seconds from the start of the multicast at which the block is there."""
+
+EQUAL = 0.05
+"""Rates and sizes that differ by less than this share are taken as the same."""
 
 
 @dataclass(frozen=True)
@@ -44,100 +46,140 @@ def best_blocks(nbytes: float, nodes: int, link: Link, *, most: int, sources: in
     return min(beside, key=lambda b: (multicast_seconds(nbytes, b, nodes, link, sources), b))
 
 
-def physical_limit(
-    nbytes: float, blocks: int, nodes: int, bytes_per_s: float, sources: int = 1
-) -> float:
-    """Least seconds for b equal blocks on these links, without any overhead."""
-    return multicast_seconds(nbytes, blocks, nodes, Link(bytes_per_s, 0.0), sources)
+def are_equal(values: Iterable[float]) -> bool:
+    values = tuple(values)
+    return min(values) >= (1 - EQUAL) * max(values)
+
+
+def is_uniform(fabric: Fabric) -> bool:
+    """All links alike: no slower or faster ports, no trunk or local link that makes a difference.
+
+    A trunk makes none if it is as wide as all of its rack's ports together.
+    """
+    ports = fabric.ports
+    if not are_equal(rate for port in ports for rate in (port.out, port.into)):
+        return False
+    if len(_sites(fabric)) < len(ports):
+        return False
+    racks = {port.rack for port in ports}
+    return len(racks) < 2 or not fabric.tight_racks() & racks
+
+
+def least_seconds(task: Task, *, fill: int = 0) -> float:
+    """No schedule of these blocks on this fabric is over sooner.
+
+    The largest of: what the binomial pipeline takes between nodes with the fastest port there is;
+    what each destination's own port takes for a copy; a copy over the sources' ports together, and
+    over the trunk of each rack that has none. On equal links with equal blocks the first is exact.
+    Nodes with local links between them count as one, with all their ports. `fill`: blocks that
+    pass before the last destination has its first, if more than ceil(log2(N/k)) - 1.
+    """
+    fabric, nbytes = task.fabric, sum(task.block_bytes)
+    sites = _sites(fabric)
+    fed = {site for site, nodes in sites.items() if not nodes.isdisjoint(task.sources)}
+    bounds = [0.0]
+    if len(sites) < task.nodes:
+        alpha, local, fill = 0.0, fabric.local_bytes_per_s, 0  # transfers side by side
+    else:
+        alpha, local = fabric.overhead_s, 0.0
+    if len(fed) < len(sites):
+        waits = max(lower_bound(len(sites), 1, len(fed)) - 1, fill)
+        out = {site: sum(fabric.ports[n].out for n in nodes) for site, nodes in sites.items()}
+        into = {site: sum(fabric.ports[n].into for n in nodes) for site, nodes in sites.items()}
+        fastest = max(*out.values(), *into.values())
+        bounds += [
+            (task.blocks + waits) * alpha + (nbytes + waits * min(task.block_bytes)) / fastest,
+            _over(nbytes, sum(out[site] for site in fed)),
+            *(_over(nbytes, into[site]) for site in sites.keys() - fed),
+        ]
+    bounds += (_over(nbytes, fabric.ports[node].into + local) for node in task.destinations)
+    racks = {port.rack for port in fabric.ports} - {fabric.ports[n].rack for n in task.sources}
+    bounds += (nbytes / fabric.trunks[rack] for rack in racks if rack in fabric.trunks)
+    return max(bounds)
+
+
+def _sites(fabric: Fabric) -> dict[Hashable, set[int]]:
+    """Nodes by host, where they have a local link; else each by itself."""
+    sites: dict[Hashable, set[int]] = {}
+    for node, port in enumerate(fabric.ports):
+        shared = port.host and fabric.local_bytes_per_s > 0
+        sites.setdefault(port.host if shared else node, set()).add(node)
+    return sites
+
+
+def physical_limit(task: Task) -> float:
+    """Least seconds for these blocks on these links, without any overhead."""
+    return least_seconds(replace(task, fabric=replace(task.fabric, overhead_s=0.0)))
+
+
+def _over(nbytes: float, rate: float) -> float:
+    return nbytes / rate if rate > 0 else math.inf
 
 
 def arrival_times(
-    moves: Iterable[Move],
-    block_bytes: Sequence[int],
-    bytes_per_s: Sequence[float],
-    overhead_s: float,
+    moves: Iterable[Move], task: Task, ready: Arrivals | None = None
 ) -> dict[tuple[int, int], float]:
-    """When each moved block is there, with every node's own link rate (both directions alike).
+    """When each moved block is there; inf for one that crosses a port which may not send.
 
-    Moves stand in order of their steps, which is the order of service at both ports. A move starts
-    once its block is there and both ports are free; nobody waits for a step to end elsewhere.
+    Moves stand in order of their steps, which is the order of service everywhere. A move takes a
+    port at either end, and the trunks between racks, or the local link of a host instead. It starts
+    once its block is there (`ready`: when a node brings it up by itself) and all of these are free,
+    holds each for its bytes at that one's own rate, and is over when the slowest is done: a fast
+    sender serves a slow receiver and another one at once. Nobody waits for a step to end elsewhere.
     """
-    out_free, in_free = [0.0] * len(bytes_per_s), [0.0] * len(bytes_per_s)
-    there: dict[tuple[int, int], float] = {}
+    fabric, alpha = task.fabric, task.fabric.overhead_s
+    free: dict[Hashable, float] = {}
+    there: dict[tuple[int, int], float] = dict(ready or {})
+    moved: dict[tuple[int, int], float] = {}
+    routes: dict[tuple[int, int], list[tuple[Hashable, float, float]]] = {}
     for _, src, dst, block in moves:
-        start = max(out_free[src], in_free[dst], there.get((src, block), 0.0))
-        rate = min(bytes_per_s[src], bytes_per_s[dst])
-        end = start + overhead_s + block_bytes[block] / rate
-        out_free[src] = in_free[dst] = there[dst, block] = end
-    return there
+        route = routes.get((src, dst))
+        if route is None:
+            route = routes[src, dst] = _route(fabric, src, dst, alpha)
+        nbytes = task.block_bytes[block]
+        start = there.get((src, block), 0.0)
+        for link, _, _ in route:
+            start = max(start, free.get(link, 0.0))
+        end = start
+        for link, seconds_per_byte, fixed in route:
+            over = start + fixed + nbytes * seconds_per_byte
+            free[link] = over
+            end = max(end, over)
+        there[dst, block] = moved[dst, block] = end
+    return moved
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds from the start of the multicast; None: never."""
+def _route(fabric: Fabric, src: int, dst: int, alpha: float) -> list[tuple[Hashable, float, float]]:
+    """What a move crosses: (link, seconds per byte, fixed seconds)."""
+    ends = ((src, fabric.ports[src].out), (dst, fabric.ports[dst].into))
+    if fabric.is_local(src, dst):
+        per_byte = 1 / fabric.local_bytes_per_s
+        return [(("local out", src), per_byte, alpha), (("local in", dst), per_byte, alpha)]
+    names = ("out", "in")
+    route: list[tuple[Hashable, float, float]] = [
+        ((name, node), _over(1.0, rate), alpha)
+        for name, (node, rate) in zip(names, ends, strict=True)
+    ]
+    for way, rack in zip(("up", "down"), fabric.crosses(src, dst) or (), strict=False):
+        if rack in fabric.trunks:
+            route.append(((way, rack), _over(1.0, fabric.trunks[rack]), 0.0))
+    return route
 
-    first_path_s: float | None
-    """A receiving node can serve, alone or in a path."""
-    first_complete_s: float | None
-    all_complete_s: float | None
 
+def schedule_arrivals(
+    schedule: Schedule, task: Task, load_bytes_per_s: Mapping[int, float]
+) -> dict[tuple[int, int], float]:
+    """When each block is on each destination, set-up and loads from lower tiers included.
 
-def predict(
-    held: Sequence[AbstractSet[int]],
-    blocks: int,
-    arrivals: Arrivals,
-    *,
-    max_stages: int,
-    executing: Collection[int] | None = None,
-) -> Prediction:
-    """What the arrivals mean for nodes that hold `held` at the start.
-
-    `executing`: the nodes that can be stages; None: all. A source whose copy is in host memory
-    sends blocks but runs none.
+    `load_bytes_per_s`: by node, what its host memory or disk gives. What a node of `schedule.own`
+    with no known rate loads is left out, and so is what depends on it.
     """
-    receivers = sorted({node for node, _ in arrivals})
-    done: list[float] = []
-    for node in receivers:
-        times = [at for (dst, _), at in arrivals.items() if dst == node]
-        if len(held[node]) + len(times) >= blocks:
-            done.append(max(times))
-    return Prediction(
-        first_path_s=_first_path(held, blocks, arrivals, max_stages, executing),
-        first_complete_s=min(done, default=None),
-        all_complete_s=max(done) if done and len(done) == len(receivers) else None,
-    )
-
-
-def _first_path(
-    held: Sequence[AbstractSet[int]],
-    blocks: int,
-    arrivals: Arrivals,
-    max_stages: int,
-    executing: Collection[int] | None,
-) -> float | None:
-    stages = range(len(held)) if executing is None else executing
-    now = [set(have) if node in stages else set[int]() for node, have in enumerate(held)]
-    lacking = set(range(blocks)).difference(*now)
-    for (node, block), at in sorted(arrivals.items(), key=lambda item: item[1]):
-        if node in stages:
-            now[node].add(block)
-            lacking.discard(block)
-            if not lacking and _serves(now, node, block, blocks, max_stages):
-                return at
-    return None
-
-
-def _serves(
-    now: Sequence[AbstractSet[int]], node: int, block: int, blocks: int, max_stages: int
-) -> bool:
-    """Whether some path has the run of blocks around `block` on `node` as a stage.
-
-    One holder may be counted on both sides of it; schedules begin at the model's ends, so that a
-    lone source is not.
-    """
-    start = block
-    while start - 1 in now[node]:
-        start -= 1
-    before = fewest_stages(now, 0, start)
-    after = fewest_stages(now, run_end(now[node], block), blocks)
-    return before is not None and after is not None and before + 1 + after <= max_stages
+    own: dict[tuple[int, int], float] = {}
+    for node in schedule.own:
+        rate, done = load_bytes_per_s.get(node, 0.0), 0
+        for block, nbytes in enumerate(task.block_bytes):
+            done += nbytes
+            own[node, block] = _over(done, rate)
+    moves = arrival_times(schedule.moves, task, {k: at - schedule.setup_s for k, at in own.items()})
+    there = own | {key: at + schedule.setup_s for key, at in moves.items()}
+    return {key: at for key, at in there.items() if at < math.inf}

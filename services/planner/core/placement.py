@@ -1,17 +1,24 @@
-"""From what the registry names to who sends, who receives and who loads from its own disk."""
+"""From what the registry names to who sends, who receives and who loads by itself."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from services.planner.core.multicast.fabric import step_task
-from services.planner.core.multicast.strategies import STRATEGIES
-from services.planner.core.replan import repair
+from services.planner.core.choose import Considered, choose
+from services.planner.core.costs import arrival_times, physical_limit, schedule_arrivals
+from services.planner.core.forecast import NO_FORECAST, Forecast, forecast
+from services.planner.core.links import Links
+from services.planner.core.multicast.fabric import Task, uniform
+from services.planner.core.multicast.schedule import Move, Schedule
+from services.planner.core.outlook import Serving, predict
+from services.planner.core.replan import repair_soonest
 from shared.errors import PlanError
 from shared.ids import NodeId
-from shared.messages.pool import Source, Tier
+from shared.messages.pool import ModelRecord, Source, Tier
 from shared.messages.scaling import Transfer
 
 Held = Mapping[NodeId, frozenset[int]]
+REPAIR = "repair"
+"""The strategy of what starts from holdings in part, as the record names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,20 @@ class Roles:
     """Targets that pull."""
     from_disk: bool
     """What is promoted comes from disks, as slow as they are."""
+    loadable: frozenset[NodeId] = frozenset()
+    """Receiving targets with a whole copy on their disk, for a strategy that loads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    transfers: tuple[Transfer, ...]
+    """In order of steps."""
+    strategy: str
+    loading: tuple[NodeId, ...] = ()
+    """Receiving targets that load from their own disk instead."""
+    setup_s: float = 0.0
+    forecast: Forecast = NO_FORECAST
+    considered: tuple[Considered, ...] = ()
 
 
 def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
@@ -45,40 +66,133 @@ def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
         where = f"; its only copies are on the disks of {', '.join(disk)}" if disk else ""
         raise PlanError(f"no node that could send the model has all of its blocks{where}")
     receiving = tuple(node for node in targets if node not in promoting)
-    return Roles(feeding, promoting, receiving, from_disk=not memory)
+    loadable = frozenset(disk).intersection(receiving)
+    return Roles(feeding, promoting, receiving, from_disk=not memory, loadable=loadable)
 
 
-def plan_transfers(roles: Roles, held: Held, blocks: int, strategy: str) -> tuple[Transfer, ...]:
-    """The multicast from the sources to the receiving targets, in order of steps.
+def plan_transfers(
+    roles: Roles,
+    held: Held,
+    model: ModelRecord,
+    links: Links,
+    *,
+    strategy: str,
+    executing: Collection[NodeId],
+    max_stages: int,
+) -> Plan:
+    """The multicast from the sources to the receiving targets, and what is expected of it.
 
     `held`: what receiving targets have already, left there by an earlier event. With that the
     multicast is no longer the textbook's, and is planned like one that was interrupted.
+    `executing`: the nodes that run what they hold (a source in host memory does not). PlanError
+    if the strategy has nodes load a copy that they lack.
     """
+    nodes = tuple(dict.fromkeys((*roles.sources, *roles.receiving)))
+    index = {node: i for i, node in enumerate(nodes)}
+    fabric = links.fabric(nodes)
+    task = Task(
+        fabric or uniform(len(nodes)), tuple(model.block_bytes), tuple(range(len(roles.sources)))
+    )
+    serving = Serving(
+        max_stages,
+        [index[node] for node in executing if node in index],
+        links.block_s(nodes, model.model_id, model.n_blocks),
+    )
     if not roles.receiving:
-        return ()
-    if any(held.get(node) for node in roles.receiving):
-        every = frozenset(range(blocks))
-        now_held = {node: held.get(node, frozenset()) for node in roles.receiving}
-        now_held |= dict.fromkeys(roles.sources, every)
-        return repair_transfers(now_held, roles.receiving, blocks, now_held)
-    nodes = (*roles.sources, *roles.receiving)
-    schedule = STRATEGIES[strategy](step_task(len(nodes), blocks, range(len(roles.sources))))
-    return tuple(Transfer(m.step, nodes[m.src], nodes[m.dst], m.block) for m in schedule.moves)
+        plan = Plan((), strategy)
+    elif any(held.get(node) for node in roles.receiving):
+        plan = _from_holdings(roles, held, nodes, task, serving)
+    else:
+        plan = _from_nothing(roles, nodes, task, serving, strategy, links.load_rates(nodes))
+    if plan.transfers and fabric is None:
+        return replace(plan, forecast=NO_FORECAST)
+    if roles.from_disk:
+        found = _from_disks(roles, plan, nodes, task, serving, links.load_rates(nodes))
+        return replace(plan, forecast=found)
+    return plan
+
+
+def _from_nothing(
+    roles: Roles,
+    nodes: Sequence[NodeId],
+    task: Task,
+    serving: Serving,
+    strategy: str,
+    load_rates: Mapping[int, float],
+) -> Plan:
+    choice = choose(task, serving, name=strategy, load_bytes_per_s=load_rates)
+    schedule = choice.schedule
+    loading = tuple(nodes[node] for node in schedule.own)
+    if lacking := sorted(set(loading) - roles.loadable):
+        raise PlanError(
+            f"strategy {choice.strategy}: {', '.join(lacking)} has no copy of its own to load"
+        )
+    first_byte_s = task.fabric.overhead_s + schedule.setup_s
+    return Plan(
+        _transfers(choice.moves(task.blocks), nodes),
+        choice.strategy,
+        loading,
+        schedule.setup_s,
+        forecast(choice.outlook, first_byte_s, physical_limit(task)),
+        choice.considered,
+    )
+
+
+def _from_holdings(
+    roles: Roles, held: Held, nodes: Sequence[NodeId], task: Task, serving: Serving
+) -> Plan:
+    every = frozenset(range(task.blocks))
+    now_held = [every if n in roles.sources else held.get(n, frozenset()) for n in nodes]
+    wanted = [i for i, node in enumerate(nodes) if node in roles.receiving]
+    moves = repair_soonest(now_held, wanted, task)
+    outlook = predict(now_held, task.blocks, arrival_times(moves, task), serving)
+    found = forecast(outlook, task.fabric.overhead_s, None)
+    return Plan(_transfers(moves, nodes), REPAIR, forecast=found)
+
+
+def _from_disks(
+    roles: Roles,
+    plan: Plan,
+    nodes: Sequence[NodeId],
+    task: Task,
+    serving: Serving,
+    load_rates: Mapping[int, float],
+) -> Forecast:
+    """The sources bring the model up while they send it."""
+    index = {node: i for i, node in enumerate(nodes)}
+    own = tuple(index[node] for node in (*roles.sources, *plan.loading))
+    if not load_rates.keys() >= set(own):
+        return NO_FORECAST
+    moves = tuple(Move(t.step, index[t.src], index[t.dst], t.block) for t in plan.transfers)
+    schedule = Schedule(len(nodes), task.blocks, task.sources, moves, own, plan.setup_s)
+    arrivals = schedule_arrivals(schedule, task, load_rates)
+    outlook = predict([frozenset()] * len(nodes), task.blocks, arrivals, serving)
+    return forecast(outlook, None, None)
 
 
 def repair_transfers(
-    held: Held, targets: Iterable[NodeId], blocks: int, senders: Collection[NodeId]
+    held: Held,
+    targets: Iterable[NodeId],
+    block_bytes: Sequence[int],
+    links: Links,
+    *,
+    reluctant: Collection[NodeId] = (),
 ) -> tuple[Transfer, ...]:
     """A schedule from what live nodes hold now until `targets` are complete.
 
-    Only `senders` send. PlanError if they lack a block between them.
+    `reluctant` nodes (failed or slow senders) give only what no other node has. PlanError if the
+    nodes lack a block between them.
     """
     nodes = tuple(held)
     index = {node: i for i, node in enumerate(nodes)}
-    moves = repair(
+    moves = repair_soonest(
         [held[node] for node in nodes],
-        blocks,
         [index[target] for target in targets],
-        can_send=[index[sender] for sender in senders if sender in index],
+        Task(links.fabric(nodes) or uniform(len(nodes)), tuple(block_bytes), ()),
+        reluctant=[index[node] for node in reluctant if node in index],
     )
+    return _transfers(moves, nodes)
+
+
+def _transfers(moves: Iterable[Move], nodes: Sequence[NodeId]) -> tuple[Transfer, ...]:
     return tuple(Transfer(m.step, nodes[m.src], nodes[m.dst], m.block) for m in moves)

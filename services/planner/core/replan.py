@@ -2,15 +2,67 @@
 
 The binomial pipeline needs a clean start. Here every step is a matching between ports, made anew:
 rarest block first (a block that few hold is the one that others will wait for), then augmented
-until no more nodes can receive in the step. That is within a step or two of a lower bound nearly
-always, from a clean start as well as from the middle of a multicast.
+until no more nodes can receive in the step. On equal links that is within a step or two of a lower
+bound nearly always, from a clean start as well as from the middle of a multicast. On others, whose
+slow nodes would hold up those that they relay to, it is planned with and without them as relays.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import groupby, pairwise
 
+from services.planner.core.costs import arrival_times
+from services.planner.core.multicast.fabric import Task
 from services.planner.core.multicast.schedule import Move
 from shared.errors import PlanError
+
+FASTER = 1.25
+"""Rates that differ by less are of one class of speed."""
+CLASSES = 4
+
+
+def repair_soonest(
+    held: Sequence[AbstractSet[int]],
+    wanted: Iterable[int],
+    task: Task,
+    *,
+    reluctant: Collection[int] = (),
+) -> tuple[Move, ...]:
+    """The repair that is over first on the task's links (its sources do not matter here).
+
+    Of the slow classes of senders none, the slowest, the two slowest and so on are reluctant; the
+    soonest is taken. Those that are named as `reluctant` are so in any case, and more than these.
+    """
+    wanted = tuple(wanted)
+    can_send = [node for node, port in enumerate(task.fabric.ports) if port.out > 0]
+    speeds = _classes([port.out for port in task.fabric.ports])
+    best: tuple[Move, ...] = ()
+    soonest = math.inf
+    for slow in range(max(speeds) + 1):
+        moves = repair(
+            held,
+            task.blocks,
+            wanted,
+            can_send=can_send,
+            reluctance=[
+                2 if node in reluctant else int(speed < slow) for node, speed in enumerate(speeds)
+            ],
+            speeds=speeds,
+        )
+        over = max(arrival_times(moves, task).values(), default=0.0)
+        if slow == 0 or over < soonest:
+            best, soonest = moves, over
+    return best
+
+
+def _classes(rates: Sequence[float]) -> list[int]:
+    """By node, its class of speed: 0 the slowest. Split at the widest gaps between rates."""
+    ordered = sorted(set(rates))
+    gaps = [(fast / slow if slow else math.inf, fast) for slow, fast in pairwise(ordered)]
+    starts = sorted(fast for ratio, fast in sorted(gaps)[-(CLASSES - 1) :] if ratio >= FASTER)
+    return [bisect_right(starts, rate) for rate in rates]
 
 
 def repair(
@@ -19,13 +71,16 @@ def repair(
     wanted: Iterable[int],
     *,
     can_send: Collection[int] | None = None,
+    reluctance: Sequence[int] = (),
+    speeds: Sequence[int] = (),
     start_step: int = 1,
 ) -> tuple[Move, ...]:
     """Moves, in order of steps from `start_step`, after which the `wanted` nodes hold all blocks.
 
     `held[n]` is what node n holds now; a node that is gone is left out of `can_send` (None: every
-    node sends). A wanted node that may not send only receives. PlanError naming the blocks that
-    no sender holds.
+    node sends). A wanted node that may not send only receives. By node (empty: all alike): a
+    sender gives only what no sender of less `reluctance` has; nodes of higher `speeds` go first, at
+    both ends. PlanError naming the blocks that no sender holds.
     """
     senders = range(len(held)) if can_send is None else sorted(can_send)
     full = (1 << blocks) - 1
@@ -34,8 +89,10 @@ def repair(
     _check_sources(have, senders, receivers, blocks)
     moves: list[Move] = []
     step = start_step
+    alike = [0] * len(held)
     while receivers:
-        arriving = _Step(have, senders, receivers, blocks).match()
+        gives = _offers(have, senders, reluctance or alike)
+        arriving = _Step(have, gives, receivers, blocks, speeds or alike).match()
         for dst, (src, block) in sorted(arriving.items()):
             moves.append(Move(step, src, dst, block))
             have[dst] |= 1 << block
@@ -59,16 +116,39 @@ def _check_sources(
         raise PlanError(f"no node that may send holds blocks {lost}: load them from a lower tier")
 
 
+def _offers(
+    have: Sequence[int], senders: Iterable[int], reluctance: Sequence[int]
+) -> dict[int, int]:
+    """By sender, the blocks that it gives, of those that have any to give."""
+    gives: dict[int, int] = {}
+    given = 0
+    ordered = sorted(senders, key=reluctance.__getitem__)
+    for _, alike in groupby(ordered, key=reluctance.__getitem__):
+        offers = {node: have[node] & ~given for node in alike}
+        for offer in offers.values():
+            given |= offer
+        gives |= {node: offer for node, offer in offers.items() if offer}
+    return gives
+
+
 class _Step:
     """One step's matching of free send ports to free receive ports, with a block for each pair."""
 
     def __init__(
-        self, have: Sequence[int], senders: Iterable[int], receivers: Sequence[int], blocks: int
+        self,
+        have: Sequence[int],
+        gives: Mapping[int, int],
+        receivers: Sequence[int],
+        blocks: int,
+        speeds: Sequence[int],
     ) -> None:
-        held = [mask.bit_count() for mask in have]
+        def rank(node: int) -> tuple[int, int]:
+            return -speeds[node], have[node].bit_count()
+
         self.have = have
-        self.senders = sorted((node for node in senders if have[node]), key=held.__getitem__)
-        self.receivers = sorted(receivers, key=held.__getitem__)
+        self.gives = gives
+        self.senders = sorted(gives, key=rank)
+        self.receivers = sorted(receivers, key=rank)
         self.copies = [sum(mask >> block & 1 for mask in have) for block in range(blocks)]
         self.fed_by: dict[int, tuple[int, int]] = {}
         """dst -> (src, block)"""
@@ -85,9 +165,12 @@ class _Step:
         return self.fed_by
 
     def _rarest_first(self) -> None:
-        """Those that hold least send first (they are of least use otherwise) and get first."""
+        """Those of the fastest that hold least send first (they are of least use otherwise) and get
+        first."""
         for block in sorted(range(len(self.copies)), key=self.copies.__getitem__):
-            sources = [n for n in self.senders if n not in self.feeds and self.have[n] >> block & 1]
+            sources = [
+                n for n in self.senders if n not in self.feeds and self.gives[n] >> block & 1
+            ]
             targets = (
                 n for n in self.receivers if n not in self.fed_by and not self.have[n] >> block & 1
             )
@@ -102,7 +185,7 @@ class _Step:
         """Finds a sender for dst, moving others to other senders (Kuhn's algorithm)."""
         lacks = ~self.have[dst]
         for src in self.senders:
-            offer = self.have[src] & lacks
+            offer = self.gives[src] & lacks
             if not offer or src in tried:
                 continue
             tried.add(src)

@@ -118,6 +118,8 @@ class ScriptedNode:
         """What it answers plans with."""
         self.broken: set[NodeId] = set()
         """Sources that it cannot pull from."""
+        self.stuck: set[NodeId] = set()
+        """Sources that send it nothing, without an end."""
         self.mute = False
         """Sends nothing, and delivers no block."""
         self.lossy = False
@@ -263,7 +265,8 @@ class ScriptedNode:
 
     def _may_pull(self, plan: ApplyPlan, pull: Pull) -> bool:
         source = self._world.nodes[pull.source]
-        return self._may(pull.step) and not source.mute and source.holds(plan.model_id, pull.block)
+        sends = not source.mute and pull.source not in self.stuck
+        return self._may(pull.step) and sends and source.holds(plan.model_id, pull.block)
 
     async def land(self, plan: ApplyPlan, block: int, source: NodeId) -> None:
         self.gpu[plan.model_id].add(block)

@@ -1,4 +1,6 @@
-"""Closed forms against schedules that are timed move by move."""
+"""Closed forms against schedules that are timed move by move, on links equal and unequal."""
+
+import math
 
 import pytest
 
@@ -6,16 +8,24 @@ from services.planner.core.costs import (
     Link,
     arrival_times,
     best_blocks,
+    is_uniform,
+    least_seconds,
     multicast_seconds,
     physical_limit,
-    predict,
+    schedule_arrivals,
 )
-from services.planner.core.multicast.fabric import step_task
+from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
 from services.planner.core.multicast.groups import binomial
-from services.planner.core.multicast.schedule import Move
+from services.planner.core.multicast.schedule import Move, Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, strategy
 
 LINK = Link(bytes_per_s=50e6, overhead_s=0.001)
+
+
+def task(sizes: tuple[int, ...], *ports: float | Port, overhead_s: float = 0.0) -> Task:
+    """From node 0; a port that is a number has that rate each way."""
+    made = tuple(p if isinstance(p, Port) else Port(p, p) for p in ports)
+    return Task(Fabric(made, overhead_s), sizes, (0,))
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"local"}))
@@ -23,8 +33,9 @@ LINK = Link(bytes_per_s=50e6, overhead_s=0.001)
 def test_on_equal_links_arrivals_follow_the_steps(
     name: str, nodes: int, blocks: int, sources: int
 ) -> None:
-    schedule = strategy(name)(step_task(nodes, blocks, range(sources)))
-    there = arrival_times(schedule.moves, [50_000] * blocks, [LINK.bytes_per_s] * nodes, 0.001)
+    equal = Task(uniform(nodes, 50e6, 0.001), (50_000,) * blocks, tuple(range(sources)))
+    schedule = strategy(name)(equal)
+    there = arrival_times(schedule.moves, equal)
     assert len(there) == len(schedule.moves)
     for move in schedule.moves:
         assert there[move.dst, move.block] <= move.step * 0.002 + 1e-9
@@ -33,15 +44,16 @@ def test_on_equal_links_arrivals_follow_the_steps(
 
 def test_multicast_seconds_is_the_timed_schedule() -> None:
     nbytes, blocks = 64_000_000, 16
-    schedule = binomial(12, blocks, [0])
-    there = arrival_times(schedule.moves, [nbytes // blocks] * blocks, [50e6] * 12, 0.001)
+    equal = Task(uniform(12, 50e6, 0.001), (nbytes // blocks,) * blocks, (0,))
+    there = arrival_times(binomial(12, blocks, [0]).moves, equal)
     assert multicast_seconds(nbytes, blocks, 12, LINK) == pytest.approx(max(there.values()))
 
 
 def test_a_slow_node_delays_what_it_sends_and_receives_only() -> None:
     schedule = binomial(4, 4, [0])
-    equal = arrival_times(schedule.moves, [100] * 4, [100.0] * 4, 0.0)
-    slow = arrival_times(schedule.moves, [100] * 4, [100.0, 100.0, 100.0, 50.0], 0.0)
+    sizes = (100,) * 4
+    equal = arrival_times(schedule.moves, task(sizes, 100.0, 100.0, 100.0, 100.0))
+    slow = arrival_times(schedule.moves, task(sizes, 100.0, 100.0, 100.0, 50.0))
     assert max(at for (node, _), at in slow.items() if node == 3) > max(equal.values())
     first = schedule.moves[0]
     assert slow[first.dst, first.block] == (2.0 if 3 in first[1:3] else 1.0)
@@ -50,14 +62,56 @@ def test_a_slow_node_delays_what_it_sends_and_receives_only() -> None:
 def test_a_receiver_takes_one_block_after_the_other() -> None:
     """Of two sources the second is ready earlier than the port."""
     moves = [Move(1, 0, 2, 0), Move(2, 1, 2, 1), Move(2, 0, 3, 0)]
-    there = arrival_times(moves, [100, 100], [50.0, 100.0, 100.0, 100.0], 0.0)
-    assert there == {(2, 0): 2.0, (2, 1): 3.0, (3, 0): 4.0}
+    there = arrival_times(moves, task((100, 100), 100.0, 100.0, 100.0, 100.0))
+    assert there == {(2, 0): 1.0, (2, 1): 2.0, (3, 0): 2.0}
+
+
+def test_a_fast_sender_serves_slow_receivers_side_by_side() -> None:
+    moves = [Move(1, 0, 1, 0), Move(2, 0, 2, 0)]
+    assert arrival_times(moves, task((100,), 100.0, 10.0, 10.0)) == {(1, 0): 10.0, (2, 0): 11.0}
+
+
+def test_the_directions_of_a_port_have_their_own_rates() -> None:
+    ports = Port(out=10.0, into=100.0), Port(out=100.0, into=50.0)
+    assert arrival_times([Move(1, 0, 1, 0)], task((100,), *ports)) == {(1, 0): 10.0}
+
+
+def test_a_node_that_may_not_send_never_delivers() -> None:
+    ports = 100.0, Port(out=0.0, into=100.0), 100.0
+    moves = [Move(1, 0, 1, 0), Move(2, 1, 2, 0)]
+    assert arrival_times(moves, task((100,), *ports)) == {(1, 0): 1.0, (2, 0): math.inf}
 
 
 def test_unequal_blocks_take_their_own_time() -> None:
-    schedule = binomial(2, 3, [0])
-    there = arrival_times(schedule.moves, [100, 300, 50], [100.0, 100.0], 0.5)
+    moves = binomial(2, 3, [0]).moves
+    there = arrival_times(moves, task((100, 300, 50), 100.0, 100.0, overhead_s=0.5))
     assert there == {(1, 0): 1.5, (1, 1): 5.0, (1, 2): 6.0}
+
+
+def test_moves_between_racks_share_their_trunks() -> None:
+    racks = tuple(Port(100.0, 100.0, rack=rack) for rack in ("a", "a", "b", "b"))
+    moves = [Move(1, 0, 2, 0), Move(1, 1, 3, 0)]
+    free = Task(Fabric(racks, 0.0), (100,), (0, 1))
+    assert arrival_times(moves, free) == {(2, 0): 1.0, (3, 0): 1.0}
+    tight = Task(Fabric(racks, 0.5, {"b": 50.0}), (100,), (0, 1))
+    assert arrival_times(moves, tight) == {(2, 0): 2.0, (3, 0): 4.0}
+    both = Task(Fabric(racks, 0.0, {"a": 50.0, "b": 50.0}), (100, 100), (0, 3))
+    assert arrival_times([Move(1, 0, 2, 0), Move(1, 3, 1, 1)], both) == {(2, 0): 2.0, (1, 1): 2.0}
+
+
+def test_a_local_link_takes_nothing_from_the_ports() -> None:
+    ports = tuple(Port(10.0, 10.0, host=host) for host in ("a", "a", "b"))
+    local = Task(Fabric(ports, 0.0, local_bytes_per_s=100.0), (100,), (0,))
+    moves = [Move(1, 0, 1, 0), Move(2, 0, 2, 0)]
+    assert arrival_times(moves, local) == {(1, 0): 1.0, (2, 0): 10.0}
+
+
+def test_loads_from_lower_tiers_and_the_set_up_count() -> None:
+    schedule = Schedule(3, 2, (0,), (Move(1, 0, 2, 0), Move(2, 1, 2, 1)), own=(1,), setup_s=0.5)
+    equal = task((100, 100), 100.0, 100.0, 100.0)
+    there = schedule_arrivals(schedule, equal, {1: 50.0})
+    assert there == {(1, 0): 2.0, (1, 1): 4.0, (2, 0): 1.5, (2, 1): 5.0}
+    assert schedule_arrivals(schedule, equal, {}) == {(2, 0): 1.5}
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 9, 64])
@@ -73,39 +127,38 @@ def test_without_overhead_finer_is_better() -> None:
     assert best_blocks(64e6, 8, Link(50e6, 0.0), most=48) == 48
 
 
-def test_physical_limit() -> None:
-    assert physical_limit(64e6, 16, 8, 50e6) == pytest.approx(1.28 * 18 / 16)
-    assert physical_limit(64e6, 16, 16, 50e6, sources=2) == pytest.approx(1.28 * 18 / 16)
-    assert physical_limit(64e6, 16, 2, 50e6, sources=2) == 0.0
+def test_physical_limit_on_equal_links() -> None:
+    def limit(nodes: int, sources: int) -> float:
+        fabric = uniform(nodes, 50e6, overhead_s=1.0)
+        return physical_limit(Task(fabric, (4_000_000,) * 16, tuple(range(sources))))
+
+    assert limit(8, 1) == pytest.approx(1.28 * 18 / 16)
+    assert limit(16, 2) == pytest.approx(1.28 * 18 / 16)
+    assert limit(2, 2) == 0.0
 
 
-def test_prediction_with_sources_as_stages_begins_with_the_first_block() -> None:
-    schedule = binomial(8, 16, [0])
-    there = arrival_times(schedule.moves, [100] * 16, [100.0] * 8, 0.0)
-    times = predict(schedule.held(0), 16, there, max_stages=4)
-    assert times.first_path_s == 1.0
-    assert times.first_complete_s == 18.0
-    assert times.all_complete_s == 18.0
+def test_the_slowest_way_that_a_copy_must_go_is_the_limit() -> None:
+    def limit(*ports: Port, local: float = 0.0, **trunks: float) -> float:
+        fabric = Fabric(ports, 0.0, trunks, local)
+        return least_seconds(Task(fabric, (10,) * 10, (0,)))
+
+    fast = Port(100.0, 100.0, rack="a", host="x")
+    assert limit(fast, fast, Port(100.0, 10.0, rack="a")) == 10.0
+    assert limit(Port(5.0, 5.0, rack="a"), fast) == 20.0
+    assert limit(fast, Port(100.0, 100.0, rack="b"), a=100.0, b=20.0) == 5.0
+    assert limit(fast, fast, local=900.0) == pytest.approx(0.1)
+    assert limit(fast, Port(0.0, 50.0, host="y"), Port(0.0, 50.0, host="y"), local=900.0) == 1.0
+    assert limit(Port(0.0, 5.0), fast) == math.inf
 
 
-def test_prediction_without_them_waits_for_every_block() -> None:
-    schedule = binomial(8, 16, [0])
-    there = arrival_times(schedule.moves, [100] * 16, [100.0] * 8, 0.0)
-    times = predict(schedule.held(0), 16, there, max_stages=4, executing=range(1, 8))
-    assert times.first_path_s == 16.0
+def test_what_makes_links_unequal() -> None:
+    def racks(*names: str) -> tuple[Port, ...]:
+        return tuple(Port(100.0, 100.0, rack=name, host="h") for name in names)
 
-
-def test_a_cap_on_stages_delays_the_first_path() -> None:
-    held = [frozenset({0, 2}), frozenset({1}), frozenset[int]()]
-    there = {(2, 1): 1.0, (2, 2): 2.0, (2, 0): 3.0}
-    assert predict(held, 3, there, max_stages=3).first_path_s == 1.0
-    assert predict(held, 3, there, max_stages=2).first_path_s == 2.0
-    assert predict(held, 3, there, max_stages=1).first_path_s == 3.0
-
-
-def test_nothing_is_predicted_for_what_never_happens() -> None:
-    held = [frozenset({0, 1}), frozenset[int](), frozenset[int]()]
-    times = predict(held, 2, {(1, 0): 1.0, (1, 1): 2.0, (2, 0): 2.0}, max_stages=2)
-    assert (times.first_complete_s, times.all_complete_s) == (2.0, None)
-    empty = predict(held, 2, {}, max_stages=2)
-    assert (empty.first_path_s, empty.first_complete_s, empty.all_complete_s) == (None, None, None)
+    assert is_uniform(Fabric(racks("a", "a", "b", "b"), 0.0))
+    assert is_uniform(Fabric(racks("a", "a", "b", "b"), 0.0, {"a": 200.0, "b": 200.0}))
+    assert not is_uniform(Fabric(racks("a", "a", "b", "b"), 0.0, {"a": 199.0}))
+    assert is_uniform(Fabric(racks("a", "a"), 0.0, {"a": 1.0}))
+    assert not is_uniform(Fabric(racks("a", "a"), 0.0, local_bytes_per_s=1000.0))
+    assert is_uniform(Fabric((Port(100.0, 97.0), Port(99.0, 100.0)), 0.0))
+    assert not is_uniform(Fabric((Port(100.0, 90.0), Port(100.0, 100.0)), 0.0))

@@ -1,9 +1,18 @@
 """Events that meet trouble: every one ends well or says why not, and leaves nothing behind."""
 
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.planner import event_run, trust
+from services.planner.core import lateness
 from services.planner.core.multicast.strategies import lower_bound
 from shared.errors import CapacityExceeded, NotFound
+from shared.ids import NodeId
 from shared.messages.scaling import EventState
-from tests.unit.planner.cluster import Cluster
+from tests.unit.planner.cluster import CONFIG, Cluster
 from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, ScriptedNode, record
 
 
@@ -192,3 +201,80 @@ async def test_arrivals_of_an_earlier_process_of_a_node_do_not_count(cluster: Cl
     await cluster.until(lambda: n1.plans[-1].revision == 1)
     assert not cluster.events(EventState.COMPLETE)
     assert cluster.replicas() == {"n0"}
+
+
+async def test_a_slow_sender_is_relieved_once_of_what_others_can_send(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lateness, "SLACK_S", 0.05)
+    monkeypatch.setattr(event_run, "STALL_S", 60.0)
+    n0, _, n2 = await cluster.serve(nodes=3)
+    await cluster.scale(2)
+    await cluster.until_replicas("n0", "n1")
+    await cluster.until_event(EventState.COMPLETE)
+    n2.stuck = {n0.id}
+    await cluster.scale(3)
+    done = await cluster.until_event(EventState.COMPLETE, count=2)
+    assert done.revision == 1
+    assert {t.src for t in done.transfers} == {"n1"}
+    await cluster.until_replicas("n0", "n1", "n2")
+
+
+async def test_the_only_sender_is_not_replaced_however_slow(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lateness, "SLACK_S", 0.0)
+    monkeypatch.setattr(trust, "LOOK_S", 0.01)
+    monkeypatch.setattr(event_run, "STALL_S", 60.0)
+    looked = asyncio.Event()
+    look = lateness.Pace.look
+
+    def looking(pace: lateness.Pace, *args: Any) -> dict[NodeId, lateness.Late]:
+        found = look(pace, *args)
+        if found:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(lateness.Pace, "look", looking)
+    await loading(cluster, targets=1, step=0)
+    await asyncio.wait_for(looked.wait(), timeout=5)
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.revision == 0
+
+
+async def test_what_is_chosen_is_recorded(cluster: Cluster) -> None:
+    await cluster.serve(nodes=4)
+    await cluster.scale(4)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert done.strategy == "binomial"
+    assert done.predicted.all_complete_s is not None
+    assert max(t.step for t in done.transfers) == lower_bound(4, BLOCKS, 1)
+
+
+async def test_targets_with_the_model_on_disk_may_load_it_all_by_themselves() -> None:
+    config = msgspec.structs.replace(CONFIG, strategy="local")
+    async with Cluster(config) as cluster:
+        await cluster.add_nodes(3, disk=3)
+        await cluster.start_planner()
+        await cluster.publish_model(record(min_instances=1))
+        await cluster.until_event(EventState.COMPLETE)
+        await cluster.until_unreserved()
+        await cluster.scale(3)
+        done = await cluster.until_event(EventState.COMPLETE, count=2)
+        assert (done.strategy, done.transfers) == ("local", ())
+        await cluster.until_replicas("n0", "n1", "n2")
+        others = [node for node in cluster.nodes.values() if node.id in done.targets]
+        assert all(node.plans[-1].promote == tuple(range(BLOCKS)) for node in others)
+
+
+async def test_a_group_is_formed_before_anything_moves() -> None:
+    config = msgspec.structs.replace(CONFIG, strategy="broadcast")
+    async with Cluster(config) as cluster:
+        await cluster.serve(nodes=2)
+        await cluster.scale(2)
+        done = await cluster.until_event(EventState.COMPLETE)
+        assert done.strategy == "broadcast"
+        assert done.actual.first_byte_s is not None
+        assert done.predicted.first_byte_s is not None
+        assert done.actual.first_byte_s >= done.predicted.first_byte_s - CONFIG.step_overhead_s

@@ -1,27 +1,46 @@
-"""Predictions are made of what is known, or not at all."""
+"""Predictions in the record are made of what is known, or not at all."""
 
+from collections.abc import Mapping
+
+import msgspec
 import pytest
 
-from services.planner.core.forecast import Forecast, forecast
+from services.planner.core.forecast import NO_FORECAST, Forecast
+from services.planner.core.links import Links
 from services.planner.core.placement import Held, Roles, plan_transfers
 from shared.ids import NodeId
+from shared.messages.pool import ModelProfile, Profile
 from shared.messages.scaling import Timings
+from tests.unit.planner.scripted import record
+from tests.unit.registry.builders import info
 
-BLOCKS = 4
-BYTES = (100,) * BLOCKS
-EVERY = frozenset(range(BLOCKS))
+MODEL = record()  # 4 blocks of 100 bytes
+EVERY = frozenset(range(MODEL.n_blocks))
 NONE = frozenset[int]()
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 RATES = {A: 100, B: 100, C: 100}
 
 
 def predict(
-    held: Held, rates: dict[NodeId, int] = RATES, runs: tuple[NodeId, ...] = (A, B, C)
+    held: Held,
+    rates: Mapping[NodeId, int] = RATES,
+    runs: tuple[NodeId, ...] = (A, B, C),
+    profiles: Mapping[NodeId, Profile] | None = None,
+    *,
+    from_disk: bool = False,
 ) -> Forecast:
     receiving = tuple(node for node, blocks in held.items() if blocks != EVERY)
-    roles = Roles((A,), (), receiving, from_disk=False)
-    transfers = plan_transfers(roles, held, BLOCKS, "binomial")
-    return forecast(transfers, held, runs, rates, BYTES, overhead_s=0.5, max_stages=4)
+    infos = {n: msgspec.structs.replace(info(n), link_bytes_per_s=r) for n, r in rates.items()}
+    plan = plan_transfers(
+        Roles((A,), (), receiving, from_disk=from_disk),
+        held,
+        MODEL,
+        Links(infos, profiles or {}, 0, 0.5),
+        strategy="binomial",
+        executing=runs,
+        max_stages=4,
+    )
+    return plan.forecast
 
 
 def test_one_target_takes_the_time_of_its_blocks_one_after_the_other() -> None:
@@ -39,7 +58,7 @@ def test_a_source_in_host_memory_runs_no_stage() -> None:
 
 def test_the_slowest_link_counts() -> None:
     found = predict({A: EVERY, B: NONE, C: NONE}, {A: 100, B: 100, C: 10})
-    assert found.physical_limit_s == pytest.approx(10 * 5)
+    assert found.physical_limit_s == pytest.approx(40)
     assert found.predicted.all_complete_s is not None
     assert found.predicted.all_complete_s >= 40
 
@@ -50,10 +69,30 @@ def test_what_is_held_already_takes_no_time_and_has_no_textbook_limit() -> None:
     assert found.physical_limit_s is None
 
 
+def test_measured_engines_predict_the_first_token() -> None:
+    timed = Profile(models=(ModelProfile(model_id=MODEL.model_id, decode_s=0.1),))
+    found = predict({A: EVERY, B: NONE}, profiles={A: timed, B: timed})
+    assert found.predicted.first_partial_token_s == pytest.approx(1.6)
+
+
 @pytest.mark.parametrize("rates", [{}, {A: 100}, {A: 100, B: 0}])
 def test_a_rate_that_is_not_known_makes_no_prediction(rates: dict[NodeId, int]) -> None:
-    assert predict({A: EVERY, B: NONE}, rates) == Forecast(Timings(), None)
+    assert predict({A: EVERY, B: NONE}, rates) == NO_FORECAST
+
+
+def test_what_comes_from_disks_takes_what_the_disks_take() -> None:
+    """Each block is on the target 0.5 + 1 s after it is on the source."""
+    disk = {A: Profile(load_bytes_per_s=50.0)}
+    found = predict({A: EVERY, B: NONE}, profiles=disk, from_disk=True)
+    assert found.predicted == Timings(first_path_s=8.0, first_complete_s=8.0, all_complete_s=9.5)
+    assert found.physical_limit_s is None
+    alone = predict({A: EVERY}, profiles=disk, from_disk=True)
+    assert alone.predicted.all_complete_s == 8.0
+
+
+def test_a_disk_that_was_never_timed_makes_no_prediction() -> None:
+    assert predict({A: EVERY, B: NONE}, from_disk=True) == NO_FORECAST
 
 
 def test_nothing_to_move_nothing_to_predict() -> None:
-    assert predict({A: EVERY}) == Forecast(Timings(), None)
+    assert predict({A: EVERY}) == NO_FORECAST

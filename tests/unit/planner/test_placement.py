@@ -1,12 +1,16 @@
 """Who sends, who receives, who loads by itself."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.core.links import Links
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from services.planner.core.placement import (
+    REPAIR,
     Held,
+    Plan,
     Roles,
     assign_roles,
     plan_transfers,
@@ -16,11 +20,35 @@ from shared.errors import PlanError
 from shared.ids import NodeId
 from shared.messages.pool import Source, Tier
 from shared.messages.scaling import Transfer
+from tests.unit.planner.scripted import BLOCKS, record
 from tests.unit.registry.builders import info
 
-BLOCKS = 4
 EVERY = frozenset(range(BLOCKS))
 A, B, C, D = (NodeId(name) for name in "abcd")
+UNKNOWN = Links({}, {}, 0, 0.0)
+SIZES = (100,) * BLOCKS
+
+
+def plan(
+    roles: Roles, held: Held | None = None, strategy: str = "auto", links: Links = UNKNOWN
+) -> Plan:
+    return plan_transfers(
+        roles,
+        held or {},
+        record(),
+        links,
+        strategy=strategy,
+        executing=(A, B, C, D),
+        max_stages=4,
+    )
+
+
+def rates(**rates: int) -> Links:
+    infos = {
+        NodeId(name): msgspec.structs.replace(info(NodeId(name)), link_bytes_per_s=rate)
+        for name, rate in rates.items()
+    }
+    return Links(infos, {}, 0, 0.0)
 
 
 def source(node: NodeId, tier: Tier, *blocks: int) -> Source:
@@ -47,7 +75,7 @@ def test_memory_feeds_and_targets_with_a_copy_promote_it() -> None:
 
 def test_a_disk_is_read_only_when_no_memory_has_a_copy() -> None:
     both = [source(A, Tier.GPU), source(B, Tier.DISK)]
-    assert assign_roles(both, [B, C]) == Roles((A,), (), (B, C), from_disk=False)
+    assert assign_roles(both, [B, C]) == Roles((A,), (), (B, C), False, loadable=frozenset({B}))
     assert assign_roles(both[1:], [C, B]) == Roles((B,), (B,), (C,), from_disk=True)
 
 
@@ -62,27 +90,53 @@ def test_without_a_complete_copy_there_is_no_plan() -> None:
         assign_roles([source(A, Tier.DISK)], [B])
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"local"}))
+@pytest.mark.parametrize("strategy", ["auto", *sorted(STRATEGIES.keys() - {"local"})])
 def test_every_strategy_fills_the_receivers(strategy: str) -> None:
-    roles = Roles((A,), (A,), (B, C, D), from_disk=True)
-    transfers = plan_transfers(roles, {}, BLOCKS, strategy)
-    assert set(map(frozenset, after(transfers, {A: EVERY}).values())) == {EVERY}
+    made = plan(Roles((A,), (A,), (B, C, D), from_disk=True), strategy=strategy)
+    done = after(made.transfers, {A: EVERY})
+    assert set(map(frozenset, done.values())) == {EVERY}
+    assert made.strategy == (strategy if strategy != "auto" else "binomial")
+    assert (made.setup_s > 0) == (strategy == "broadcast")
 
 
 def test_the_multicast_is_the_best_there_is() -> None:
-    transfers = plan_transfers(Roles((A,), (), (B, C, D), False), {}, BLOCKS, "binomial")
-    assert max(t.step for t in transfers) == lower_bound(4, BLOCKS, 1)
+    made = plan(Roles((A,), (), (B, C, D), from_disk=False))
+    assert max(t.step for t in made.transfers) == lower_bound(4, BLOCKS, 1)
+    assert made.considered[0].strategy == "binomial"
+    assert {each.strategy for each in made.considered} == {"binomial", "head", "taps", "chain"}
 
 
 def test_who_receives_nothing_needs_no_transfers() -> None:
-    assert plan_transfers(Roles((A,), (A,), (), True), {}, BLOCKS, "binomial") == ()
+    assert plan(Roles((A,), (A,), (), from_disk=True)).transfers == ()
+
+
+def test_a_strategy_that_loads_needs_copies_on_disk() -> None:
+    roles = Roles((A,), (), (B, C), from_disk=False, loadable=frozenset({B, C}))
+    made = plan(roles, strategy="local")
+    assert (made.transfers, set(made.loading)) == ((), {B, C})
+    with pytest.raises(PlanError, match="strategy local: b has no copy of its own to load"):
+        plan(Roles((A,), (), (B, C), False, loadable=frozenset({C})), strategy="local")
+
+
+def test_a_slow_target_is_left_at_the_end() -> None:
+    """It relays to nobody: the fast ones are as soon complete as without it."""
+    links = rates(a=400, b=400, c=400, d=40)
+    made = plan(Roles((A,), (), (D, C, B), from_disk=False), links=links)
+    assert D not in {t.src for t in made.transfers}
+    without = plan(Roles((A,), (), (C, B), from_disk=False), links=links)
+    first = made.forecast.predicted.first_complete_s
+    alone = without.forecast.predicted.first_complete_s
+    assert first is not None
+    assert alone is not None
+    assert first <= alone * 1.3
 
 
 def test_what_targets_hold_already_is_not_sent_again() -> None:
     held = {B: frozenset({0, 1, 2}), C: frozenset[int]()}
-    transfers = plan_transfers(Roles((A,), (), (B, C), False), held, BLOCKS, "binomial")
-    assert [t.block for t in transfers if t.dst == B] == [3]
-    done = after(transfers, {A: EVERY, **held})
+    made = plan(Roles((A,), (), (B, C), from_disk=False), held)
+    assert made.strategy == REPAIR
+    assert [t.block for t in made.transfers if t.dst == B] == [3]
+    done = after(made.transfers, {A: EVERY, **held})
     assert done[B] == done[C] == EVERY
 
 
@@ -91,17 +145,28 @@ holdings = st.dictionaries(
 )
 
 
-@given(holdings, st.sets(st.sampled_from([A, B, C, D])))
-def test_repair_completes_its_targets_from_its_senders_or_says_what_is_missing(
-    held: dict[NodeId, frozenset[int]], senders: set[NodeId]
+@given(holdings)
+def test_repair_completes_its_targets_or_says_what_is_missing(
+    held: dict[NodeId, frozenset[int]],
 ) -> None:
     targets = sorted(held)[:2]
-    there: frozenset[int] = frozenset().union(*(held.get(s, frozenset()) for s in senders))
-    if any(not EVERY - held[target] <= there for target in targets):
+    if any(not frozenset().union(*held.values()) >= EVERY for target in targets):
         with pytest.raises(PlanError, match="no node that may send holds blocks"):
-            repair_transfers(held, targets, BLOCKS, senders)
+            repair_transfers(held, targets, SIZES, UNKNOWN)
         return
-    transfers = repair_transfers(held, targets, BLOCKS, senders)
-    assert {t.src for t in transfers} <= senders
-    done = after(transfers, held)
+    done = after(repair_transfers(held, targets, SIZES, UNKNOWN), held)
     assert all(done[target] == EVERY for target in targets)
+
+
+def test_who_is_not_trusted_gives_only_what_no_other_has() -> None:
+    held = {A: EVERY, B: frozenset({0, 1, 2}), C: frozenset[int]()}
+    transfers = repair_transfers(held, [C], SIZES, UNKNOWN, reluctant=[A])
+    assert {t.block: t.src for t in transfers} == {0: B, 1: B, 2: B, 3: A}
+
+
+def test_a_slow_relay_is_left_out_where_that_is_sooner() -> None:
+    held = {A: EVERY, B: EVERY, C: frozenset[int](), D: frozenset[int]()}
+    slow = repair_transfers(held, [C, D], SIZES, rates(a=400, b=20, c=400, d=400))
+    assert B not in {t.src for t in slow}
+    fair = repair_transfers(held, [C, D], SIZES, rates(a=400, b=330, c=400, d=400))
+    assert B in {t.src for t in fair}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -84,20 +85,118 @@ def test_nothing_moves_where_all_are_sources(capsys: pytest.CaptureFixture[str])
     assert "nothing moves" in capsys.readouterr().out
 
 
+SPEED = ["--size-mb", "64", "--link-mbit", "400"]
+RACKS = ["--racks", "8,8", "--trunk-mbit", "400"]
+
+
+def test_a_named_algorithm_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--nodes", "8", "--blocks", "4", "--algorithm", "local")
+    assert "nodes 1-7 load from their own host memory or disk" in capsys.readouterr().out
+    run("--nodes", "8", "--blocks", "4", "--algorithm", "tree", "--explain")
+    out = capsys.readouterr().out
+    assert out.startswith("tree: 4 blocks from 1 to 8 nodes")
+    assert "all complete         10 steps" in out
+
+
+def test_racks_are_fed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("taps: 16 blocks")
+    assert "links are unequal: steps are an order, not times" in out
+    assert "all 1.782 s" in out
+
+
+def test_explain_names_everything_that_was_considered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS, "--explain") == 0
+    out = capsys.readouterr().out
+    assert "all complete         1.782 s, 17.2% above the physical limit (1.520 s)" in out
+    assert "first path           0.081 s" in out
+    assert "first node complete  1.458 s" in out
+    rows = [line.split() for line in out.splitlines() if line[:3] in ("   ", "*  ")]
+    named = {row[1] if row[0] == "*" else row[0] for row in rows}
+    assert named >= {"binomial", "head", "taps", "chain"}
+    assert [row[1] for row in rows if row[0] == "*"] == ["taps"]
+    assert "later" in out
+    assert "1.458 s  nodes 1, 2, 3, 4, 5, 6, 7" in out
+
+
+def test_explain_where_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes", "2", "--blocks", "2", "--sources", "2", "--explain") == 0
+    assert "there is nothing to choose" in capsys.readouterr().out
+
+
+def test_dear_transfers_move_many_blocks_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "16", "--blocks", "64", *SPEED, "--overhead-ms", "50"]
+    assert run(*words) == 0
+    assert "64 blocks, moved 8 at a time" in capsys.readouterr().out
+    assert run(*words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["blocks"], document["blocks_per_move"]) == (8, 8)
+
+
+def test_nodes_that_only_receive_send_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes", "6", "--blocks", "4", "--receive-only", "2,5", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {2, 5}.isdisjoint(move["src"] for step in document["steps"] for move in step)
+
+
+def test_hosts_share_a_local_link(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "4", "--blocks", "4", *SPEED, "--hosts", "4", "--local-mbit", "4000"]
+    assert run(*words, "--explain") == 0
+    assert "all complete         0.390 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_the_picture_is_drawn(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"plan.{form}"
+    words = ["--nodes", "5", "--blocks", "3", "--receive-only", "4", f"--{form}", str(path)]
+    assert run(*words) == 0
+    assert path.read_bytes().startswith(b"\x89PNG" if form == "png" else b"<?xml")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_picture_can_go_with_the_explanation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.svg"
+    words = ["--nodes", "4", "--blocks", "2", *SPEED, "--racks", "2,2", "--trunk-mbit", "100"]
+    assert run(*words, "--svg", str(path), "--explain") == 0
+    assert "considered" in capsys.readouterr().out
+    assert "rack 1" in path.read_text()
+
+
+def test_pictures_that_cannot_be_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="make no picture that can be read: 128 of each at most"):
+        run("--nodes", "129", "--blocks", "2", "--png", str(tmp_path / "plan.png"))
+    with pytest.raises(BadInput, match=r"nowhere/plan\.png: .*No such file or directory"):
+        run("--nodes", "2", "--blocks", "2", "--png", str(tmp_path / "nowhere" / "plan.png"))
+
+
+TWO = ["--nodes", "2", "--blocks", "2"]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--nodes", "2", "--blocks", "2", "--sources", "3"], "--sources 3 is more than --nodes 2"),
-        (["--nodes", "2", "--blocks", "2", "--size-mb", "1"], "both or neither"),
-        (
-            ["--nodes", "2", "--blocks", "2", "--size-mb", "1", "--link-mbit", "nan"],
-            "more than 0",
-        ),
+        (["--sources", "3"], "--sources 3 is more than --nodes 2"),
+        (["--link-mbit", "1"], "--link-mbit needs --size-mb"),
+        (["--racks", "1,1"], "--racks needs --size-mb"),
+        (["--size-mb", "1"], "--size-mb needs either --link-mbit or --rates"),
+        ([*SPEED, "--rates", "1,2"], "--size-mb needs either --link-mbit or --rates"),
+        (["--size-mb", "1", "--rates", "1,2,3"], "--rates names 3 rates for 2 nodes"),
+        (["--size-mb", "0.000001", "--link-mbit", "1"], "less than a byte for each block"),
+        ([*SPEED, "--racks", "1,1"], "--racks and --trunk-mbit go together"),
+        ([*SPEED, "--local-mbit", "1"], "--hosts and --local-mbit go together"),
+        ([*SPEED, "--racks", "1,2", "--trunk-mbit", "9"], "--racks has 3 nodes, --nodes says 2"),
+        (["--receive-only", "0"], r"--receive-only 0: the nodes that receive are 1\.\.1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_bad_input(words: list[str], complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        run(*words)
+    with pytest.raises(BadInput, match=complaint) as caught:
+        run(*TWO, *words)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +205,11 @@ def test_arguments_that_do_not_fit_are_bad_input(words: list[str], complaint: st
         ["--nodes", "0", "--blocks", "2"],
         ["--nodes", "two", "--blocks", "2"],
         ["--nodes", "2"],
-        ["--nodes", "2", "--blocks", "2", "--algorithm", "magic"],
+        [*TWO, "--algorithm", "magic"],
+        [*TWO, "--size-mb", "nan", "--link-mbit", "1"],
+        [*TWO, "--size-mb", "1", "--rates", "1,-2"],
+        [*TWO, "--racks", "2,0"],
+        [*TWO, "--receive-only", "x"],
     ],
 )
 def test_words_that_make_no_sense_exit_with_2(words: list[str]) -> None:

@@ -1,0 +1,248 @@
+"""Which multicast to use: every sensible one, planned on paper and held against the others.
+
+A candidate is a strategy and a number of consecutive blocks that move as one unit: alpha makes
+small blocks dear, large ones take long to fill the pipeline (`costs.best_blocks`). The candidate
+of the lowest score wins. One whose score cannot be the lowest, whatever its schedule, is ruled out
+before that is made; on large clusters of equal links all are, but for the winner.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from services.planner.core.costs import (
+    Link,
+    are_equal,
+    best_blocks,
+    is_uniform,
+    least_seconds,
+    schedule_arrivals,
+)
+from services.planner.core.multicast.fabric import Task
+from services.planner.core.multicast.schedule import Move, Schedule
+from services.planner.core.multicast.strategies import lower_bound, strategy
+from services.planner.core.outlook import Outlook, Serving, equal_links_capacity, predict
+from shared.errors import PlanError
+
+AUTO = "auto"
+CANDIDATES = ("binomial", "head", "taps", "chain")
+"""In order of preference between equals. The others are there to be compared with."""
+FOR_UNEQUAL_LINKS = ("taps", "chain")
+EARLY = 0.5
+"""What a second of the whole cluster's service is worth while loading, in seconds of loading."""
+LARGE = 16_384
+"""Nodes x blocks from which on closed forms stand in for schedules where they hold; where they do
+not, what is made for such links is tried, with one size of unit, so that the planner is not held
+up for seconds."""
+RULED_OUT = "cannot be better: ruled out before it was planned"
+
+
+@dataclass(frozen=True)
+class Considered:
+    strategy: str
+    unit: int
+    """Blocks that move as one."""
+    score: float
+    """Seconds until all are complete, less `EARLY` x what serves before then, in seconds of the
+    whole cluster's service. Of a candidate that was ruled out: no less than this."""
+    outlook: Outlook
+    verdict: str
+    """Why it was not chosen; empty for the one that was."""
+
+    def __str__(self) -> str:
+        return f"{self.strategy} x {self.unit}: {self.score:.3f} s, {self.verdict or 'chosen'}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    strategy: str
+    unit: int
+    schedule: Schedule
+    """Of units: its block u stands for blocks u x unit and the following."""
+    outlook: Outlook
+    considered: tuple[Considered, ...]
+    """The chosen one first, then by score."""
+
+    def moves(self, blocks: int) -> Iterator[Move]:
+        """Block by block; those of one unit have the same step."""
+        for step, src, dst, unit in self.schedule.moves:
+            start = unit * self.unit
+            for block in range(start, min(start + self.unit, blocks)):
+                yield Move(step, src, dst, block)
+
+
+def choose(
+    task: Task,
+    serving: Serving,
+    *,
+    name: str = AUTO,
+    load_bytes_per_s: Mapping[int, float] | None = None,
+) -> Choice:
+    """The best candidate, or the strategy `name` with every block moved by itself.
+
+    `load_bytes_per_s`: see `costs.schedule_arrivals`. PlanError if no candidate's schedule
+    completes every destination; BadInput for an unknown name.
+    """
+    judge = _Judge(task, serving, load_bytes_per_s or {})
+    if name != AUTO or not task.destinations:
+        return judge.fixed(CANDIDATES[0] if name == AUTO else name)
+    return judge.best()
+
+
+def units(task: Task, size: int) -> Task:
+    """The task with `size` consecutive blocks as one."""
+    sizes = task.block_bytes
+    merged = tuple(sum(sizes[i : i + size]) for i in range(0, len(sizes), size))
+    return replace(task, block_bytes=merged)
+
+
+def unit_sizes(task: Task) -> tuple[int, ...]:
+    """Worth a try: single blocks, and what the closed form says for the slowest and the fastest
+    port, with the sizes beside it. The first is the best guess."""
+    fabric = task.fabric
+    rates = [rate for port in fabric.ports for rate in (port.out, port.into) if rate > 0]
+    sizes: list[int] = []
+    for rate in (min(rates), max(rates)):
+        link = Link(rate, fabric.overhead_s)
+        count = best_blocks(
+            sum(task.block_bytes), task.nodes, link, most=task.blocks, sources=len(task.sources)
+        )
+        size = -(-task.blocks // count)
+        sizes += (size, size - 1, size + 1)
+    if fabric.overhead_s <= 0:
+        return (1,)
+    sizes = [min(max(size, 1), task.blocks) for size in (*sizes, 1)]
+    return tuple(dict.fromkeys(sizes))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    strategy: str
+    unit: int
+    task: Task
+    floor: Outlook
+    score: float
+    """No less than this."""
+
+
+class _Judge:
+    def __init__(self, task: Task, serving: Serving, load_bytes_per_s: Mapping[int, float]) -> None:
+        self._task = task
+        self._serving = serving
+        self._load_bytes_per_s = load_bytes_per_s
+        self._equal_links = is_uniform(task.fabric)
+        self._large = task.nodes * task.blocks >= LARGE
+
+    def fixed(self, name: str) -> Choice:
+        schedule = strategy(name)(self._task)
+        outlook = self._simulate(schedule, self._task)
+        considered = Considered(name, 1, _score(outlook), outlook, "")
+        return Choice(name, 1, schedule, outlook, (considered,))
+
+    def best(self) -> Choice:
+        best: Considered | None = None
+        schedule: Schedule | None = None
+        judged: list[Considered] = []
+        for candidate in sorted(self._candidates(), key=lambda c: c.score):
+            name, unit = candidate.strategy, candidate.unit
+            if best is not None and candidate.score >= best.score:
+                judged.append(Considered(name, unit, candidate.score, candidate.floor, RULED_OUT))
+                continue
+            made, outlook = self._evaluate(candidate)
+            found = Considered(name, unit, _score(outlook), outlook, "")
+            judged.append(found)
+            if found.score < (best.score if best else math.inf):
+                best, schedule = found, made
+        if best is None:
+            raise PlanError("no multicast reaches every destination over these links")
+        others = sorted((c for c in judged if c is not best), key=lambda c: c.score)
+        if schedule is None:
+            schedule = strategy(best.strategy)(units(self._task, best.unit))
+            best = replace(best, outlook=self._in_steps(schedule, best.outlook))
+        return Choice(
+            best.strategy,
+            best.unit,
+            schedule,
+            best.outlook,
+            (best, *(replace(c, verdict=_why_not(c, best)) for c in others)),
+        )
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        names: tuple[str, ...] = CANDIDATES
+        sizes = unit_sizes(self._task)
+        if self._large and not self._equal_links:
+            names, sizes = FOR_UNEQUAL_LINKS, sizes[:1]
+        for size in sizes:
+            task = units(self._task, size)
+            for name in names:
+                floor = self._floor(name, task)
+                yield _Candidate(name, size, task, floor, _score(floor))
+
+    def _floor(self, name: str, task: Task) -> Outlook:
+        """What no schedule of the strategy beats; what the binomial pipeline takes on equal links
+        with equal blocks."""
+        sources = len(task.sources)
+        steps = lower_bound(task.nodes, task.blocks, sources)
+        if name == "chain":
+            steps = max(steps, task.blocks + -(-task.nodes // sources) - 2)
+        over = least_seconds(task, fill=steps - task.blocks)
+        if not self._equal_links:
+            return Outlook(all_complete_s=over, mean_capacity=1.0)
+        share = equal_links_capacity(
+            task.nodes, task.blocks, sources, steps, sources_run=self._sources_run()
+        )
+        return Outlook(all_complete_s=over, mean_capacity=share)
+
+    def _evaluate(self, candidate: _Candidate) -> tuple[Schedule | None, Outlook]:
+        task = candidate.task
+        exact = self._equal_links and candidate.strategy == "binomial"
+        if self._large and exact and are_equal(task.block_bytes[:-1] or task.block_bytes):
+            return None, candidate.floor  # exact, and quick
+        schedule = strategy(candidate.strategy)(task)
+        return schedule, self._simulate(schedule, task)
+
+    def _in_steps(self, schedule: Schedule, outlook: Outlook) -> Outlook:
+        """With what follows from the steps of a schedule on equal links, all of one length."""
+        step_s = (outlook.all_complete_s or 0.0) / schedule.steps
+        last = {move.dst: move.step for move in schedule.moves}
+        early = self._serving.max_stages > 1 and self._sources_run()
+        return replace(
+            outlook,
+            first_path_s=step_s if early else None,
+            first_complete_s=min(last.values()) * step_s,
+        )
+
+    def _sources_run(self) -> bool:
+        return set(self._serving.nodes(self._task.nodes)) >= set(self._task.sources)
+
+    def _simulate(self, schedule: Schedule, task: Task) -> Outlook:
+        arrivals = schedule_arrivals(schedule, task, self._load_bytes_per_s)
+        held = schedule.held(0)
+        outlook = predict(held, task.blocks, arrivals, self._serving_units(task))
+        reached = {node for node, _ in arrivals}
+        if not reached >= set(task.destinations):
+            return replace(outlook, all_complete_s=None)
+        return outlook
+
+    def _serving_units(self, task: Task) -> Serving:
+        """A unit's blocks run one after the other."""
+        block_s, share = self._serving.block_s, self._task.blocks / task.blocks
+        if block_s is None:
+            return self._serving
+        return replace(self._serving, block_s={n: s * share for n, s in block_s.items()})
+
+
+def _score(outlook: Outlook) -> float:
+    over = outlook.all_complete_s
+    return math.inf if over is None else over * (1 - EARLY * (outlook.mean_capacity or 0.0))
+
+
+def _why_not(other: Considered, best: Considered) -> str:
+    over, best_over = other.outlook.all_complete_s, best.outlook.all_complete_s
+    if other.verdict or over is None or best_over is None:
+        return other.verdict or "does not reach every node over these links"
+    if over > best_over * 1.001:
+        return f"is over {over - best_over:.3f} s later"
+    if other.score > best.score:
+        return "serves less while it loads"
+    return "as good, and less simple"

@@ -1,0 +1,113 @@
+"""Senders that are much slower than their links are said to be, seen while a plan is carried out.
+
+A transfer is due from the moment at which its sender has the block and both are done with what
+came before. From then on it should take alpha + s / beta; what takes far longer is the sender's
+fault, unless the same receiver is late from another one too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from shared.ids import NodeId
+from shared.messages.scaling import Transfer
+
+FACTOR = 3.0
+SLACK_S = 0.5
+"""Late: more than FACTOR times the expected time, and SLACK_S more than it."""
+
+Arrived = Mapping[tuple[NodeId, int], float]
+"""(node, block) -> when it was there; what was held when the plan began is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    transfer: Transfer
+    took_s: float
+    """So far, if it is not over."""
+    expected_s: float
+
+    def __str__(self) -> str:
+        t = self.transfer
+        times = f"{self.took_s:.1f} s, not {self.expected_s:.1f} s"
+        return f"block {t.block} from {t.src} to {t.dst} took {times}"
+
+
+def late_transfers(
+    transfers: Iterable[Transfer],
+    arrived: Arrived,
+    *,
+    began: float,
+    now: float,
+    expected_s: Callable[[Transfer], float],
+) -> Iterator[Late]:
+    """Of a plan's transfers, in order of steps, whose senders have their blocks, those that are
+    late. The plan `began` at that time. One that waits for another at either end is not late: only
+    what it waits for is.
+    """
+    out_free: dict[NodeId, float] = {}
+    in_free: dict[NodeId, float] = {}
+    waiting = float("inf")
+    for transfer in transfers:
+        src, dst, block = transfer.src, transfer.dst, transfer.block
+        due = max(
+            began,
+            arrived.get((src, block), began),
+            out_free.get(src, began),
+            in_free.get(dst, began),
+        )
+        over = arrived.get((dst, block))
+        out_free[src] = in_free[dst] = waiting if over is None else over
+        took, expected = (now if over is None else over) - due, expected_s(transfer)
+        if took > FACTOR * expected and took > expected + SLACK_S:
+            yield Late(transfer, took, expected)
+
+
+class Pace:
+    """How an event's transfers keep up with what was expected, revision by revision."""
+
+    def __init__(self) -> None:
+        self.slow: set[NodeId] = set()
+        self._began = 0.0
+        self._landed: dict[tuple[NodeId, int], float] = {}
+        self._sources: dict[NodeId, set[NodeId]] = {}
+        """By receiver, the senders from which it was late."""
+
+    def begin(self, now: float) -> None:
+        """A revision goes out to the nodes."""
+        self._began, self._landed = now, {}
+
+    def land(self, node: NodeId, block: int, now: float) -> None:
+        self._landed[node, block] = now
+
+    def look(
+        self,
+        transfers: Iterable[Transfer],
+        held: Mapping[NodeId, AbstractSet[int]],
+        now: float,
+        expected_s: Callable[[Transfer], float],
+    ) -> dict[NodeId, Late]:
+        """Nodes that are found to be slow now, with what shows it; each is named once.
+
+        `held`: what each target holds. A transfer that waits for its block is not late: the one
+        that it waits for is.
+        """
+        watched = [
+            t
+            for t in transfers
+            if t.dst in held
+            and ((t.dst, t.block) in self._landed or t.block not in held[t.dst])
+            and (t.src not in held or t.block in held[t.src])
+        ]
+        found: dict[NodeId, Late] = {}
+        for late in late_transfers(
+            watched, self._landed, began=self._began, now=now, expected_s=expected_s
+        ):
+            src, dst = late.transfer.src, late.transfer.dst
+            sources = self._sources.setdefault(dst, set())
+            sources.add(src)
+            culprit = src if len(sources) == 1 else dst
+            if dst not in self.slow and culprit not in self.slow:
+                self.slow.add(culprit)
+                found[culprit] = late
+        return found

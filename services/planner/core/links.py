@@ -1,0 +1,65 @@
+"""What is known of the network, the disks and the engines, as the cost model takes it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from services.planner.core.multicast.fabric import Fabric, Port
+from shared.ids import ModelId, NodeId
+from shared.messages.pool import NodeInfo, Profile
+
+PROMPT_TOKENS = 512
+"""Of the first token that is predicted."""
+_UNMEASURED = Profile()
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What is known of the network between nodes."""
+
+    nodes: Mapping[NodeId, NodeInfo]
+    profiles: Mapping[NodeId, Profile]
+    default_bytes_per_s: int
+    """Of nodes that do not say; 0: unknown."""
+    default_overhead_s: float
+
+    def port(self, node: NodeId) -> Port | None:
+        """None where a rate is not known. What a node says of its link is the rate that it keeps
+        to; what it measured is what it saw, which may be less than the link can do."""
+        info, profile = self.nodes.get(node), self.profiles.get(node, _UNMEASURED)
+        stated = float(info.link_bytes_per_s) if info else 0.0
+        out = stated or profile.out_bytes_per_s or self.default_bytes_per_s
+        into = stated or profile.in_bytes_per_s or self.default_bytes_per_s
+        if not out or not into:
+            return None
+        return Port(out, into, info.rack if info else "", info.host if info else "")
+
+    def fabric(self, nodes: Sequence[NodeId]) -> Fabric | None:
+        """None where some node's rate is not known."""
+        ports = [port for port in map(self.port, nodes) if port is not None]
+        if len(ports) < len(nodes):
+            return None
+        infos = [self.nodes[node] for node in nodes if node in self.nodes]
+        trunks = {i.rack: float(i.trunk_bytes_per_s) for i in infos if i.trunk_bytes_per_s}
+        local = min((i.local_bytes_per_s for i in infos if i.local_bytes_per_s), default=0)
+        return Fabric(tuple(ports), self.overhead_s(nodes), trunks, float(local))
+
+    def overhead_s(self, nodes: Iterable[NodeId]) -> float:
+        """The median of what the nodes measured."""
+        profiles = (self.profiles.get(node, _UNMEASURED) for node in nodes)
+        measured = [profile.overhead_s for profile in profiles if profile.overhead_s]
+        return median(measured) if measured else self.default_overhead_s
+
+    def block_s(self, nodes: Sequence[NodeId], model: ModelId, blocks: int) -> dict[int, float]:
+        """By index, seconds for a prompt of PROMPT_TOKENS to run one of the model's blocks."""
+        return {
+            index: (timed.decode_s + (PROMPT_TOKENS - 1) * timed.prefill_s_per_token) / blocks
+            for index, node in enumerate(nodes)
+            for timed in self.profiles.get(node, _UNMEASURED).models
+            if timed.model_id == model and timed.decode_s
+        }
+
+    def load_rates(self, nodes: Sequence[NodeId]) -> dict[int, float]:
+        """By index, bytes/s from its own lower tiers, where they are known."""
+        rates = {i: self.profiles.get(n, _UNMEASURED).load_bytes_per_s for i, n in enumerate(nodes)}
+        return {index: rate for index, rate in rates.items() if rate}
