@@ -39,7 +39,7 @@ class System:
 _ALL = (
     System(
         "lambdascale",
-        "binomial",
+        "auto",
         "pools",
         Cache.NONE,
         "this project: the planner's choice of multicast, paths over all holders while loading",
