@@ -10,7 +10,7 @@ from shared.clock import now
 from shared.ids import NodeId
 from shared.messages.scaling import PullFailed, Transfer
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 MAX_FAILURES = 4
 """Failed pulls, from senders that are well, after which it is the target that is not."""
 

@@ -29,7 +29,7 @@ class Late:
 
     def __str__(self) -> str:
         t = self.transfer
-        times = f"{self.took_s:.1f} s, not {self.expected_s:.1f} s"
+        times = f"{self.took_s:.2f} s, not {self.expected_s:.2f} s"
         return f"block {t.block} from {t.src} to {t.dst} took {times}"
 
 

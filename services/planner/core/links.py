@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
@@ -45,10 +44,11 @@ class Links:
         return Fabric(tuple(ports), self.overhead_s(nodes), trunks, float(local))
 
     def overhead_s(self, nodes: Iterable[NodeId]) -> float:
-        """The median of what the nodes measured."""
+        """The least of what is assumed and what the nodes measured: a node that asks ahead of time,
+        as pipelines do, waits for a block's predecessor too, so that it measures alpha or more."""
         profiles = (self.profiles.get(node, _UNMEASURED) for node in nodes)
-        measured = [profile.overhead_s for profile in profiles if profile.overhead_s]
-        return median(measured) if measured else self.default_overhead_s
+        measured = (profile.overhead_s for profile in profiles if profile.overhead_s)
+        return min([self.default_overhead_s, *measured])
 
     def block_s(self, nodes: Sequence[NodeId], model: ModelId, blocks: int) -> dict[int, float]:
         """By index, seconds for a prompt of PROMPT_TOKENS to run one of the model's blocks."""

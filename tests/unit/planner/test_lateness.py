@@ -59,7 +59,7 @@ def test_each_slow_sender_is_named_once() -> None:
     assert pace.look(CHAIN, held, 10.5, lambda _: 0.2) == {}
     found = pace.look(CHAIN, held, 11.0, lambda _: 0.2)
     assert [*found] == [A]
-    assert str(found[A]) == "block 0 from a to b took 1.0 s, not 0.2 s"
+    assert str(found[A]) == "block 0 from a to b took 1.00 s, not 0.20 s"
     assert pace.look(CHAIN, held, 12.0, lambda _: 0.2) == {}
 
 

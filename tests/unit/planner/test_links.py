@@ -48,10 +48,11 @@ def test_racks_and_hosts_make_trunks_and_local_links() -> None:
     assert fabric.overhead_s == 0.5
 
 
-def test_the_overhead_is_what_nodes_measured() -> None:
-    measured = {A: Profile(overhead_s=0.1), B: Profile()}
+def test_what_nodes_measured_can_only_lower_the_overhead() -> None:
+    measured = {A: Profile(overhead_s=0.1), B: Profile(overhead_s=0.9)}
     assert links(profiles=measured).overhead_s([A, B]) == 0.1
     assert links(profiles=measured).overhead_s([B]) == 0.5
+    assert links().overhead_s([A]) == 0.5
 
 
 def test_times_of_a_block_and_rates_of_disks_where_they_are_known() -> None:
