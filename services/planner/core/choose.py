@@ -174,22 +174,22 @@ class _Judge:
             names, sizes = FOR_UNEQUAL_LINKS, sizes[:1]
         for size in sizes:
             task = units(self._task, size)
+            sources = len(task.sources)
+            steps = lower_bound(task.nodes, task.blocks, sources)
+            in_chain = max(steps, task.blocks + -(-task.nodes // sources) - 2)
+            floors = {count: self._floor(task, count) for count in {steps, in_chain}}
             for name in names:
-                floor = self._floor(name, task)
+                floor = floors[in_chain if name == "chain" else steps]
                 yield _Candidate(name, size, task, floor, _score(floor))
 
-    def _floor(self, name: str, task: Task) -> Outlook:
-        """What no schedule of the strategy beats; what the binomial pipeline takes on equal links
-        with equal blocks."""
-        sources = len(task.sources)
-        steps = lower_bound(task.nodes, task.blocks, sources)
-        if name == "chain":
-            steps = max(steps, task.blocks + -(-task.nodes // sources) - 2)
+    def _floor(self, task: Task, steps: int) -> Outlook:
+        """What no schedule of so many steps beats; on equal links with equal blocks what the
+        binomial pipeline takes."""
         over = least_seconds(task, fill=steps - task.blocks)
         if not self._equal_links:
             return Outlook(all_complete_s=over, mean_capacity=1.0)
         share = equal_links_capacity(
-            task.nodes, task.blocks, sources, steps, sources_run=self._sources_run()
+            task.nodes, task.blocks, len(task.sources), steps, sources_run=self._sources_run()
         )
         return Outlook(all_complete_s=over, mean_capacity=share)
 

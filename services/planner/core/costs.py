@@ -100,10 +100,11 @@ def least_seconds(task: Task, *, fill: int = 0) -> float:
 
 def _sites(fabric: Fabric) -> dict[Hashable, set[int]]:
     """Nodes by host, where they have a local link; else each by itself."""
+    if fabric.local_bytes_per_s <= 0:
+        return {node: {node} for node in range(len(fabric.ports))}
     sites: dict[Hashable, set[int]] = {}
     for node, port in enumerate(fabric.ports):
-        shared = port.host and fabric.local_bytes_per_s > 0
-        sites.setdefault(port.host if shared else node, set()).add(node)
+        sites.setdefault(port.host or node, set()).add(node)
     return sites
 
 
