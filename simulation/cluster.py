@@ -110,6 +110,7 @@ class NodeParts:
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
             rack=spec.rack(index),
+            trunk_bytes_per_s=round(spec.trunk_bytes_per_s / spec.unit),
         )
         self._cluster = cluster
         hardware, cache = spec.hardware, spec.system.cache
