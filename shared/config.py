@@ -76,6 +76,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """An instance more than the load needs for this long is given back."""
     scale_up_hold_s: Seconds = 0.2
     """The load must want more for this long, so that a blip moves no weights."""
+    horizon_s: Seconds = 1.0
+    """While load grows, what it will have grown to so much later is prepared for; about the time
+    that loading takes. 0: no look ahead."""
     stray_s: Seconds = 10.0
     """Weights in memory that nothing uses, such as part of a model from an event that was cut off,
     are freed after this long."""

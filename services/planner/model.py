@@ -191,6 +191,7 @@ class ModelController:
             prefill_wait_s=config.prefill_wait_s,
             prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),
             scale_up_hold_s=config.scale_up_hold_s,
+            horizon_s=config.horizon_s,
             idle_s=config.idle_s,
             fixed=self.fixed,
         )

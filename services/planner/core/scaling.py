@@ -3,12 +3,17 @@
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
 sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is
 asked for only when work waits, and what is already on its way counts, so a burst is answered once.
-Less is asked for after an idle time, one replica at a time: scaling back up is cheap here
-(BlitzScale, section 5.4).
+While the load grows, what it will have grown to by the time that more replicas are there is asked
+for at once. Less is asked for after an idle time, one replica at a time: scaling back up is cheap
+here (BlitzScale, section 5.4).
 """
 
 import math
 from dataclasses import dataclass
+
+GROWTH = 2.0
+"""Most that load may be expected to grow, in multiples of what there is: a short look at a burst
+says little about its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Policy:
     prefill_wait_s: float
     """Prefill that may wait for one replica."""
     scale_up_hold_s: float
+    horizon_s: float
+    """How far ahead growing load is looked at: about what loading takes."""
     idle_s: float
     prefill_s_per_token: float = 0.0
     """As nodes measured it; 0: not known, and prefill does not count."""
@@ -52,6 +59,8 @@ class Scaler:
     """Since when the model has had too little, and too much."""
 
     short_since: float | None = None
+    short_from: float = 0.0
+    """Instance-fulls then."""
     surplus_since: float | None = None
 
 
@@ -65,16 +74,20 @@ class Decision:
     """When the condition began."""
 
 
-def wanted(demand: Demand, policy: Policy) -> int:
-    """Replicas that the work in the system would fill, within the policy's bounds."""
-    if policy.fixed is not None:
-        return min(policy.fixed, policy.max_instances)
-    fulls = max(
+def fulls(demand: Demand, policy: Policy) -> float:
+    """Replicas that the work in the system would fill."""
+    return max(
         (demand.queued_requests + demand.running_requests) / policy.slots,
         (demand.queued_tokens + demand.running_tokens) / policy.kv_tokens,
         _prefill_s(demand, policy) / policy.prefill_wait_s,
     )
-    return min(max(policy.min_instances, math.ceil(fulls)), policy.max_instances)
+
+
+def wanted(load: float, policy: Policy) -> int:
+    """Replicas for so many instance-fulls, within the policy's bounds."""
+    if policy.fixed is not None:
+        return min(policy.fixed, policy.max_instances)
+    return min(max(policy.min_instances, math.ceil(load)), policy.max_instances)
 
 
 def decide(
@@ -90,15 +103,19 @@ def decide(
     """`have` replicas serve, `coming` are being loaded, `leaving` drain or are being released (and
     count as nothing). Times in seconds of any one clock.
     """
-    want = wanted(demand, policy)
+    load = fulls(demand, policy)
+    want = wanted(load, policy)
     total = have + coming
     if want > total and _is_short(demand, policy, have, total):
-        since = scaler.short_since if scaler.short_since is not None else now
+        since, origin = now, load
+        if scaler.short_since is not None:
+            since, origin = scaler.short_since, scaler.short_from
+        scaler = Scaler(short_since=since, short_from=origin)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
         if urgent or now - since >= policy.scale_up_hold_s:
-            cause = _cause_up(demand, policy, have, coming, want)
-            return Scaler(short_since=since), Decision(want, cause, since)
-        return Scaler(short_since=since), Decision(total, "", now)
+            want = wanted(load + _growth(scaler, load, policy, now), policy)
+            return scaler, Decision(want, _cause_up(demand, policy, have, coming, want), since)
+        return scaler, Decision(total, "", now)
     if want < have and coming == 0:
         since = scaler.surplus_since if scaler.surplus_since is not None else now
         long_enough = policy.fixed is not None or now - since >= policy.idle_s
@@ -107,6 +124,16 @@ def decide(
             return Scaler(surplus_since=since), Decision(have - 1, cause, since)
         return Scaler(surplus_since=since), Decision(total, "", now)
     return Scaler(), Decision(total, "", now)
+
+
+def _growth(scaler: Scaler, load: float, policy: Policy, now: float) -> float:
+    """Instance-fulls that come on top within the horizon, if load grows as it has since it was
+    first too much."""
+    since = scaler.short_since
+    if since is None or now <= since or load <= scaler.short_from:
+        return 0.0
+    rate = (load - scaler.short_from) / (now - since)
+    return min(rate * policy.horizon_s, GROWTH * load)
 
 
 def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:

@@ -22,6 +22,7 @@ def policy(
         queue_per_instance=0.25,
         prefill_wait_s=0.5,
         scale_up_hold_s=hold,
+        horizon_s=1.0,
         idle_s=idle,
         fixed=fixed,
     )
