@@ -21,6 +21,11 @@ from shared.messages.instances import Instance, InstanceState, Stage
 
 Stages = tuple[Stage, ...]
 
+OVERFULL = 2.0
+"""Slots' worth of sequences that a node may come to while a model loads: a decode step is bound by
+reading the weights, so that more rows cost it little, and sequences that began before should not
+keep paths from being used."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -145,8 +150,10 @@ def _with_room(
                 taken[stage.node] = taken.get(stage.node, 0.0) + beyond * (stage.stop - stage.start)
 
     def left(instance: Instance) -> int:
-        shares = (1 - taken[stage.node] / members[stage.node].slots for stage in instance.stages)
-        return max(1, round(instance.slots * min(shares)))
+        shares = (
+            OVERFULL - taken[stage.node] / members[stage.node].slots for stage in instance.stages
+        )
+        return max(1, round(instance.slots * min(1.0, *shares)))
 
     return tuple(
         msgspec.structs.replace(i, slots=left(i)) if i.state is InstanceState.SERVING else i

@@ -177,16 +177,19 @@ def test_what_drains_keeps_its_share_of_slots_until_its_requests_end() -> None:
     model = Model().put(full("a"), member("b", 0, 1))
     model.planned = {HALVES: 2.0}
     (old,) = model.revise().paths
-    model.busy, model.running = {old.id}, {old.id: 8}
+    model.busy, model.running = {old.id}, {old.id: 24}
     model.put(member("b", 0, 1, 2))
     new = (Stage(B, "tcp://b", 0, 3), Stage(A, "tcp://a", 3, BLOCKS))
     model.planned = {new: 1.0}
     slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots[new] == SLOTS / 2, "eight halves are half of what b and a can do"
+    assert slots[new] == SLOTS / 2, "24 halves leave half of the 2 x 8 that b and a may come to"
     assert slots[(Stage(A, "tcp://a", 0, BLOCKS),)] == SLOTS / 2
-    model.running = {old.id: 4}
+    model.running = {old.id: 20}
     slots = {i.stages: i.slots for i in model.revise().instances}
     assert slots[new] == SLOTS * 3 / 4
+    model.running = {old.id: 16}
+    slots = {i.stages: i.slots for i in model.revise().instances}
+    assert slots[new] == SLOTS
 
 
 def test_a_replica_that_is_to_serve_less_leaves_room_to_paths_as_its_requests_end() -> None:
@@ -194,10 +197,10 @@ def test_a_replica_that_is_to_serve_less_leaves_room_to_paths_as_its_requests_en
     (replica,) = model.plan().revise().instances[:1]
     alone = (Stage(A, "tcp://a", 0, BLOCKS),)
     model.planned = {alone: 0.5, HALVES: 1.0}
-    model.running = {replica.id: SLOTS}
+    model.running = {replica.id: 2 * SLOTS}
     slots = {i.stages: i.slots for i in model.revise().instances}
     assert slots[HALVES] == SLOTS / 2
-    model.running = {replica.id: SLOTS // 2}
+    model.running = {replica.id: SLOTS}
     slots = {i.stages: i.slots for i in model.revise().instances}
     assert slots == {alone: SLOTS // 2, HALVES: SLOTS}
 

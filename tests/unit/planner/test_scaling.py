@@ -1,12 +1,22 @@
 """Scaling decisions: within limits, once a burst, steady under a steady load."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.scaling import Decision, Demand, Policy, Scaler, decide, wanted
+from services.planner.core.scaling import (
+    GROWTH,
+    Decision,
+    Demand,
+    Policy,
+    Scaler,
+    decide,
+    fulls,
+    wanted,
+)
 
 SLOTS = 4
 
@@ -78,9 +88,33 @@ def test_a_short_queue_is_worth_no_replica() -> None:
 
 
 def test_tokens_count_as_well_as_requests() -> None:
-    assert wanted(demand(queued=2, tokens=2500), policy()) == 3
+    assert fulls(demand(queued=2, tokens=2500), policy()) == 2.5
     _, decision = ask(demand(queued=2, tokens=2500), policy(hold=0.0), have=1)
     assert decision.replicas == 3
+
+
+def test_prompts_that_wait_for_their_prefill_count() -> None:
+    rules = replace(policy(hold=0.0), prefill_s_per_token=1e-3)
+    waiting = replace(demand(running=1), prompt_tokens=1400)
+    assert fulls(waiting, rules) == pytest.approx(1.4 / rules.prefill_wait_s)
+    _, decision = ask(waiting, rules, have=1)
+    assert decision.replicas == 3
+    assert "1.4 s of prefill due" in decision.cause
+    _, decision = ask(replace(waiting, prompt_tokens=400), rules, have=1)
+    assert (decision.replicas, decision.cause) == (1, "")
+
+
+def test_load_that_grows_is_looked_ahead_at() -> None:
+    rules = policy()
+    scaler, decision = ask(demand(queued=4, running=4), rules, have=1, now=5.0)
+    assert decision.replicas == 1
+    grown = demand(queued=6, running=4)  # half an instance-full in 0.2 s
+    _, decision = ask(grown, rules, have=1, now=5.2, scaler=scaler)
+    assert decision.replicas == 5, "2.5 fulls, and 2.5 a second for a horizon of 1 s"
+    _, decision = ask(grown, replace(rules, horizon_s=0.0), have=1, now=5.2, scaler=scaler)
+    assert decision.replicas == 3
+    _, decision = ask(grown, replace(rules, horizon_s=9.0), have=1, now=5.2, scaler=scaler)
+    assert decision.replicas == min(rules.max_instances, int(2.5 * (1 + GROWTH)) + 1)
 
 
 def test_less_after_the_idle_time_and_one_at_a_time() -> None:
@@ -111,8 +145,8 @@ def test_the_operators_number_is_followed_at_once(have: int, want: int) -> None:
 
 
 def test_limits_that_contradict_each_other() -> None:
-    assert wanted(demand(), policy(least=3, most=2)) == 2
-    assert wanted(demand(queued=100), policy(most=0)) == 0
+    assert wanted(0.0, policy(least=3, most=2)) == 2
+    assert wanted(25.0, policy(most=0)) == 0
 
 
 loads = st.builds(
