@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from services.gateway.frontend import Frontend
@@ -22,6 +22,7 @@ from simulation.loop import EPOCH_NS
 from simulation.models import model
 from simulation.results import EventResult, RequestResult, Sample, SystemRun
 from simulation.setting import Setting
+from simulation.traces import Row
 
 SAMPLE_S = 0.25
 BIN_S = 0.1
@@ -44,12 +45,20 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
 
 def run_system(system: str, setting: Setting, progress: Callable[[float], None]) -> SystemRun:
     """`progress` is told the virtual time, in seconds of the trace, every second of it."""
+    return run_cluster(spec_of(system, setting), setting.trace, setting.seed, progress)
+
+
+def run_cluster(
+    spec: ClusterSpec,
+    trace: Sequence[Row],
+    seed: int,
+    progress: Callable[[float], None] = lambda _: None,
+) -> SystemRun:
+    """Any cluster; the trace's models are the spec's."""
     began = time.perf_counter()
-    watch = loop.run(
-        _run(spec_of(system, setting), setting, progress), seed=setting.seed, limit_s=LIMIT_S
-    )
+    watch = loop.run(_run(spec, trace, progress), seed=seed, limit_s=LIMIT_S)
     return SystemRun(
-        system=system,
+        system=spec.system.name,
         requests=tuple(watch.results),
         events=tuple(watch.events()),
         samples=tuple(watch.samples),
@@ -60,21 +69,23 @@ def run_system(system: str, setting: Setting, progress: Callable[[float], None])
     )
 
 
-async def _run(spec: ClusterSpec, setting: Setting, progress: Callable[[float], None]) -> "Watch":
+async def _run(
+    spec: ClusterSpec, trace: Sequence[Row], progress: Callable[[float], None]
+) -> "Watch":
     async with Cluster(spec) as cluster:
         await cluster.serving()
         await asyncio.sleep(TAIL_S)
         watch = Watch(cluster)
         await watch.begin()
         ticker = asyncio.create_task(watch.tick(progress))
-        await _replay(cluster, setting, watch)
+        await _replay(cluster, trace, watch)
         await asyncio.sleep(TAIL_S)
         ticker.cancel()
         watch.end_s = now() - watch.start
         return watch
 
 
-async def _replay(cluster: Cluster, setting: Setting, watch: "Watch") -> None:
+async def _replay(cluster: Cluster, trace: Sequence[Row], watch: "Watch") -> None:
     architectures = {m.name: m for m in cluster.spec.models}
     open_requests: set[Replay] = set()
     idle = asyncio.Event()
@@ -86,7 +97,7 @@ async def _replay(cluster: Cluster, setting: Setting, watch: "Watch") -> None:
             idle.set()
 
     frontend: Frontend = cluster.gateway.frontend
-    for number, row in enumerate(setting.trace):
+    for number, row in enumerate(trace):
         delay = watch.start + row.arrival_s - now()
         if delay > 0:
             await asyncio.sleep(delay)
