@@ -36,6 +36,7 @@ _LEVELS = {
     "info": logging.INFO,
     "warning": logging.WARNING,
     "error": logging.ERROR,
+    "off": logging.CRITICAL,
 }
 _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None

@@ -35,7 +35,7 @@ def main(system: str, setting: Path, result: Path) -> int:
             told_at = time.monotonic()
             print(virtual_s, flush=True)
 
-    telemetry.configure("simulation", TelemetryConfig(log_level="error"))
+    telemetry.configure("simulation", TelemetryConfig(log_level="off"))
     try:
         run = run_system(
             system, msgspec.msgpack.decode(setting.read_bytes(), type=Setting), progress
