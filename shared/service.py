@@ -26,7 +26,8 @@ class Service(ABC):
         self.resources = AsyncExitStack()
         """What `open` acquires; closed in reverse, after the background tasks have ended."""
         self._owner: asyncio.Task[Any] | None = None
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: dict[asyncio.Task[None], None] = {}
+        """In the order of their begin."""
         self._failure: BaseException | None = None
         self._ending = False
         self._woken = False
@@ -42,7 +43,7 @@ class Service(ABC):
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Runs `work` until it ends or the service closes; its failure ends the service."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name}/{name}")
-        self._background.add(task)
+        self._background[task] = None
         task.add_done_callback(self._on_end)
         return task
 
@@ -77,7 +78,7 @@ class Service(ABC):
             self.log.warning("drain cut off", after_s=self.drain_s)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
+        self._background.pop(task, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
         self.log.error("background task failed", task=task.get_name(), exc_info=error)

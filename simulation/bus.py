@@ -91,7 +91,7 @@ class SimBroker(MemoryBroker):
         super().__init__()
         self.loss = loss
         self._latency_s = latency_s
-        self._jitter_s = jitter_s
+        self.jitter_s = jitter_s
         self._draw = random.Random(seed).random
         self._wires: dict[MemoryBus, _Wire] = {}
         self._cut: set[str] = set()
@@ -167,7 +167,7 @@ class SimBroker(MemoryBroker):
                 self._up(bus, partial(super().answer, bus, reply, data), None, len(data))
 
     def hand(self, subscription: MemorySubscription, data: bytes, reply: Reply | None) -> None:
-        if not self._lost():
+        if subscription.bus is None or not self._lost():
             super().hand(subscription, data, reply)
 
     def down(self, bus: MemoryBus, subject: str, act: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -176,11 +176,11 @@ class SimBroker(MemoryBroker):
             return
         if not wire.open:
             wire.downward.append(partial(act, *args))
-        elif not self._jitter_s:
+        elif not self.jitter_s and wire.last.get(subject, 0.0) <= now():
             act(*args)
         else:
             earliest = math.nextafter(wire.last.get(subject, 0.0), math.inf)
-            at = wire.last[subject] = max(now() + self._draw() * self._jitter_s, earliest)
+            at = wire.last[subject] = max(now() + self._draw() * self.jitter_s, earliest)
             asyncio.get_running_loop().call_at(at, act, *args)
 
     async def exchange(self, bus: MemoryBus, what: str, act: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from services.gateway.service import GatewayService
 from services.node.mover import Arrival, Failure
@@ -16,6 +16,7 @@ from services.node.transport.base import OnMessage, OnPeerLost
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
+from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
 from shared.clock import wall_ns
 from shared.config import GatewayConfig, NodeConfig, PlannerConfig, RegistryConfig
@@ -26,6 +27,7 @@ from shared.messages import Ok
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import ModelAdd
 from shared.messages.scaling import PlannerQuery, PlannerState
+from shared.service import Service
 from simulation.bus import SimBroker
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
@@ -33,6 +35,7 @@ from simulation.hardware import Channel, Hardware
 from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
+from simulation.supervisor import Process
 from simulation.systems import Cache, System
 from simulation.transport import Ends
 from simulation.worker import ModelledWorker
@@ -48,6 +51,8 @@ QUEUE_TIMEOUT_S = 600.0
 """A simulation measures how long requests wait; it turns none away."""
 LATENCY_S = 10e-6
 """Of a byte between two nodes."""
+REGISTRY, PLANNER, GATEWAY, NODE = "registry", "planner", "gateway", "node-"
+"""Names of processes; a node's begins so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class NodeParts:
 
     def __init__(self, cluster: "Cluster", index: int) -> None:
         spec = cluster.spec
-        self.name = f"node-{index}"
+        self.name = node_name(index)
         self.config = NodeConfig(
             id=self.name,
             host=self.name,
@@ -187,20 +192,18 @@ class Cluster:
         }
         self.bus = MemoryBus(self.broker, "observer")
         """For whoever watches."""
-        self.nodes: dict[str, NodeService] = {}
+        self.processes: dict[str, Process[Any]] = {}
+        """By name; those that ended too, until another is begun under their name."""
         self.parts: dict[str, NodeParts] = {}
         self._stack = AsyncExitStack()
+        self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
-        spec = self.spec
-        enter = self._stack.enter_async_context
-        await enter(self.bus)
-        await enter(RegistryService(await self._bus("registry"), RegistryConfig()))
-        await enter(PlannerService(await self._bus("planner"), self.planner_config))
-        config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
-        self.gateway = await enter(GatewayService(await self._bus("gateway"), config, listen=False))
-        for index in range(spec.nodes):
-            await self.add_node(index)
+        await self._stack.enter_async_context(self.bus)
+        await self._stack.enter_async_context(self._group)
+        self._stack.push_async_exit(self._stop)
+        for name in (REGISTRY, PLANNER, GATEWAY, *map(node_name, range(self.spec.nodes))):
+            await self.begin(name)
         await self._publish_models()
         return self
 
@@ -210,7 +213,24 @@ class Cluster:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._stack.aclose()
+        await self._stack.__aexit__(exc_type, exc, traceback)
+
+    async def _stop(self, _: object, exc: BaseException | None, __: object) -> None:
+        """In order, last one first; after an error the group cancels them."""
+        if exc is None:
+            for process in reversed(self.processes.values()):
+                await process.stop()
+
+    @property
+    def gateway(self) -> GatewayService:
+        gateway: GatewayService = self.processes[GATEWAY].running
+        return gateway
+
+    @property
+    def nodes(self) -> dict[str, NodeService]:
+        """Those that are up."""
+        services = {name: process.service for name, process in self.processes.items()}
+        return {n: service for n, service in services.items() if isinstance(service, NodeService)}
 
     @property
     def planner_config(self) -> PlannerConfig:
@@ -222,18 +242,42 @@ class Cluster:
             step_overhead_s=spec.hardware.alpha_s,
         )
 
-    async def add_node(self, index: int) -> None:
-        spec = self.spec
+    # --- processes ---
+
+    async def begin(self, name: str) -> None:
+        """A process of this name, the first or the next; returns once it is up."""
+        process: Process[Any] = Process(self.broker, name, self._maker(name))
+        self.processes[name] = process
+        await process.begin(self._group)
+
+    async def stop(self, name: str) -> None:
+        """SIGTERM."""
+        await self.processes[name].stop()
+        if name in self.network:
+            self.network.kill(name)
+
+    def crash(self, name: str) -> None:
+        """SIGKILL. Of a node, its machine's links go down too."""
+        self.processes[name].kill()
+        if name in self.network:
+            self.network.kill(name)
+
+    def _maker(self, name: str) -> Callable[[Bus], Service]:
+        if name == REGISTRY:
+            return lambda bus: RegistryService(bus, RegistryConfig())
+        if name == PLANNER:
+            return lambda bus: PlannerService(bus, self.planner_config)
+        if name == GATEWAY:
+            config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
+            return lambda bus: GatewayService(bus, config, listen=False)
+        return self._node(int(name.removeprefix(NODE)))
+
+    def _node(self, index: int) -> Callable[[Bus], NodeService]:
         parts = NodeParts(self, index)
-        self.network.add(
-            parts.name,
-            out=spec.hardware.link_bytes_per_s,
-            into=spec.hardware.link_bytes_per_s,
-            rack=spec.rack(index),
-        )
-        service = NodeService(await self._bus(parts.name), parts.config, parts)
+        rate = self.spec.hardware.link_bytes_per_s
+        self.network.add(parts.name, out=rate, into=rate, rack=self.spec.rack(index))
         self.parts[parts.name] = parts
-        self.nodes[parts.name] = await self._stack.enter_async_context(service)
+        return lambda bus: NodeService(bus, parts.config, parts)
 
     async def serving(self, timeout_s: float = 600.0) -> None:
         """Until every model has as many replicas as it should have at least."""
@@ -253,9 +297,6 @@ class Cluster:
                     return
                 await asyncio.sleep(0.1)
 
-    async def _bus(self, name: str) -> MemoryBus:
-        return await self._stack.enter_async_context(MemoryBus(self.broker, name))
-
     async def _publish_models(self) -> None:
         objects = await self.bus.objects()
         for manifest in self.manifests:
@@ -268,6 +309,10 @@ class Cluster:
             await self.bus.request(
                 subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=5.0
             )
+
+
+def node_name(index: int) -> str:
+    return f"{NODE}{index}"
 
 
 def serves_alone(instance: Instance) -> bool:

@@ -69,7 +69,7 @@ class _Run:
     blocks: int = 0
     """That were run so far."""
     work: int = 0
-    """Positions times blocks that were run, of the parts that got off."""
+    """Positions times blocks that were run, of the rows that got off where they should."""
 
     @property
     def due(self) -> float:
@@ -182,9 +182,9 @@ class Steps:
         left, run.left = run.left, {}
         for number, result in left.items():
             part = run.parts.pop(number)
-            run.work += part.positions * (part.stop - part.start)
             part = part.without(set(part.keys) - {row.sequence for row in result.rows})
             if part.rows:
+                run.work += part.positions * (part.stop - part.start)
                 self._do(self._batcher.ran(part, result.sampled, result.hidden))
         if not run.parts:
             self._run = None
@@ -231,11 +231,13 @@ class Steps:
             self._ran(run.model_id, share, run.work / run.blocks, now - run.began)
 
     def _advance(self, run: _Run) -> None:
-        before = max(run.sweep.at, min(part.start for part in run.parts.values()))
+        before = run.sweep.at
         try:
             with self._blamed():
                 run.left = run.sweep.advance()
-            run.blocks += run.sweep.at - before
+            dropped = {number for number, result in run.left.items() if not result.rows}
+            starts = [part.start for number, part in run.parts.items() if number not in dropped]
+            run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
         except LambdaScaleError as error:
             for part in run.parts.values():
                 self._do(self._batcher.failed(part, _failure(error)))

@@ -268,7 +268,7 @@ class EventRun:
                 block=failure.block,
                 code=failure.code,
             )
-        whys = [f"node {node} is gone" for node in gone & self._participants()]
+        whys = [f"node {node} is gone" for node in sorted(gone & self._participants())]
         whys += [f"{f.node} did not get block {f.block} from {f.source}" for f in failures]
         if not whys:
             self._out |= gone
@@ -309,7 +309,7 @@ class EventRun:
         return {*self.record.targets, *senders}
 
     def _drop(self, nodes: Iterable[NodeId]) -> None:
-        for node in nodes:
+        for node in sorted(nodes):
             self._out.add(node)
             self._promoting.discard(node)
             if self._held.pop(node, None) is not None:

@@ -117,9 +117,10 @@ class ModelController:
 
     def owns(self, node: NodeId, holding: Holding) -> bool:
         """Whether what a node holds of the model in memory is there for a reason."""
-        if holding.tier is Tier.HOST and len(holding.blocks) == self.record.n_blocks:
-            return True  # a copy that was put by
-        return self.uses(node) or self._loads(node)
+        if self.uses(node) or self._loads(node):
+            return True
+        whole = len(holding.blocks) == self.record.n_blocks
+        return holding.tier is Tier.HOST and whole and self._keep(node) is Tier.HOST
 
     def remove(self) -> None:
         """The model is no more: nothing serves it from now on. Nodes forget it by themselves."""

@@ -186,7 +186,7 @@ class PlannerService(Service):
 
     async def _refresh(self) -> bool:
         """Learns all that the registry knows and the planner has missed; False if it is away."""
-        nodes = dict(self._cluster.nodes)
+        nodes, over = dict(self._cluster.nodes), dict(self._cluster.over)
         models = {c.record.model_id for c in self._models.values()}
         try:
             pool = await self._bus.request(
@@ -201,6 +201,8 @@ class PlannerService(Service):
             if (info.node, info.generation) not in there:
                 self._gone(info, "the registry does not know it")
         for view in pool.nodes:
+            if over.get(view.info.node) == view.info.generation:
+                self._cluster.on_revived(view.info)
             self._learn_node(view)
         published = {record.model_id for record in pool.models}
         for controller in list(self._models.values()):

@@ -40,7 +40,8 @@ class Tasks:
     """Tasks with one owner, who ends them all when it closes."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], None] = {}
+        """In the order of their begin."""
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
@@ -48,12 +49,12 @@ class Tasks:
             work.close()
             return
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
 
     async def close(self) -> None:
         self._closed = True
-        running = self._running - {asyncio.current_task()}
+        running = [task for task in self._running if task is not asyncio.current_task()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

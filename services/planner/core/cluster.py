@@ -49,7 +49,7 @@ class Cluster:
         self._prefill: dict[ModelId, float] = {}
         """Seconds a prompt token takes, as a node that ran the model said last."""
         self._loads: dict[GatewayId, _Report] = {}
-        self._over: dict[NodeId, Generation] = {}
+        self.over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
         self._heard_at = float("-inf")
 
@@ -57,7 +57,7 @@ class Cluster:
 
     def on_joined(self, info: NodeInfo) -> NodeInfo | None:
         """The node of that name as it was, if this is another generation of it."""
-        if self._over.get(info.node) == info.generation:
+        if self.over.get(info.node) == info.generation:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
@@ -66,13 +66,19 @@ class Cluster:
 
     def on_gone(self, node: NodeId, generation: Generation) -> bool:
         """Whether that very generation was known."""
-        self._over[node] = generation
+        self.over[node] = generation
         info = self.nodes.get(node)
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
         self._largest = None
         return True
+
+    def on_revived(self, info: NodeInfo) -> None:
+        """The registry, asked after it was told that this generation is over, says it lives: one
+        that restarted does not know better, and its word counts with all others."""
+        if self.over.get(info.node) == info.generation:
+            del self.over[info.node]
 
     def on_status(self, status: NodeStatus, now: float) -> bool:
         """Whether the node has more room than it had."""

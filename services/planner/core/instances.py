@@ -117,19 +117,36 @@ def revise(
     paths, which are said to be of `event`.
     """
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
+    paths = {
+        stages: capacity
+        for stages, capacity in planned.items()
+        if len(stages) > 1 and all(_takes(members, stage) for stage in stages)
+    }
+    spare = _spare(paths, blocks)
     result: dict[Stages, Instance] = {}
     for member in members.values():
         if len(member.held) == blocks:
             stages = _alone(member, blocks)
-            result[stages] = _replica(member, stages, kept.get(stages), planned.get(stages, 1.0))
-    for stages, capacity in planned.items():
-        if len(stages) > 1 and all(_takes(members, stage) for stage in stages):
-            leader = members[stages[0].node]
-            result[stages] = _path(stages, leader, kept.get(stages), capacity, new_id, event)
+            capacity = planned.get(stages, spare.get(member.node, 1.0))
+            result[stages] = _replica(member, stages, kept.get(stages), capacity)
+    for stages, capacity in paths.items():
+        leader = members[stages[0].node]
+        result[stages] = _path(stages, leader, kept.get(stages), capacity, new_id, event)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
             result[stages] = _retired(instance, moving=not loading(members, blocks))
     return _with_room(tuple(result.values()), members, running)
+
+
+def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
+    """What paths leave of their nodes: all that a node has for itself when the plan is of before
+    it was complete."""
+    spare: dict[NodeId, float] = {}
+    for stages, capacity in paths.items():
+        for stage in stages:
+            share = capacity * (stage.stop - stage.start) / blocks
+            spare[stage.node] = max(0.0, spare.get(stage.node, 1.0) - share)
+    return spare
 
 
 def _with_room(

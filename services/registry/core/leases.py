@@ -8,7 +8,8 @@
 A lease can expire under a node that is well: while the bus's durable store elects a leader (some
 seconds), nobody can renew. Hence the doubt: a node whose status reports still come keeps its
 place, but gets no new work, until its lease is back. A node that died is silent, so that the doubt
-does not prolong its life by more than SILENCE_S after its last report.
+does not prolong its life by more than SILENCE_S after its last report. When nothing came from
+anybody, it is the registry that was cut off: silence counts from when it hears again.
 A generation that is over stays over; should it show up again, it is told so again.
 """
 
@@ -23,6 +24,8 @@ SILENCE_S = 2.0
 """Nodes report every second: one that let this pass without a report, or a lease, is gone."""
 LEASELESS_S = 10.0
 """How long reports alone keep a node: longer than the durable store may refuse writes."""
+DEAF_S = 1.5
+"""Nobody lets this pass without a renewal or a report: then it is the bus that was away."""
 OWN_DELETE_S = 0.9
 """A key lives at least one second, so one that ends sooner after its renewal was deleted."""
 REMEMBERED = 8
@@ -46,6 +49,10 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[NodeId, _Lease] = {}
         self._over: dict[NodeId, deque[Generation]] = {}
+        self._heard_at = float("-inf")
+        """When anything came from anybody."""
+        self._hears_since = float("-inf")
+        """Without having been cut off in between."""
 
     def restore(self, info: NodeInfo, now: float) -> None:
         """A node from before this process: in doubt until its lease shows."""
@@ -53,6 +60,7 @@ class Leases:
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
         """A lease was made or renewed."""
+        self._hear(now)
         if self.is_over(info.node, info.generation):
             return [self.gone_again(info.node, info.generation)]
         lease = self._leases.get(info.node)
@@ -70,12 +78,14 @@ class Leases:
         return changes
 
     def heard(self, node: NodeId, generation: Generation, now: float) -> None:
+        self._hear(now)
         lease = self._leases.get(node)
         if lease is not None and lease.info.generation == generation:
             lease.heard = now
 
     def dropped(self, node: NodeId, now: float) -> list[Change]:
         """The key of a lease is gone: deleted or expired."""
+        self._hear(now)
         lease = self._leases.get(node)
         if lease is None or lease.ended is not None:
             return []
@@ -97,7 +107,7 @@ class Leases:
         for lease in list(self._leases.values()):
             if lease.ended is None:
                 continue
-            if now - lease.heard >= SILENCE_S:
+            if now - max(lease.heard, self._hears_since) >= SILENCE_S:
                 ended.append(self._end(lease.info, "its lease expired and it is silent"))
             elif now - lease.ended >= LEASELESS_S:
                 reason = f"it reports, but has renewed no lease for {LEASELESS_S:.0f} s"
@@ -130,6 +140,11 @@ class Leases:
     def standing(self) -> tuple[NodeInfo, ...]:
         """Nodes whose lease is not in doubt, by name."""
         return tuple(info for info in self.present if self.stands(info.node))
+
+    def _hear(self, now: float) -> None:
+        if now - self._heard_at >= DEAF_S:
+            self._hears_since = now
+        self._heard_at = now
 
     def _end(self, info: NodeInfo, reason: str) -> NodeGone:
         del self._leases[info.node]

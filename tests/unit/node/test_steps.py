@@ -7,7 +7,7 @@ from services.node.core.rows import Row
 from services.node.engine.base import StagePart
 from services.node.steps import Steps
 from services.node.transport.base import Buffer
-from shared.ids import GatewayId, NodeId
+from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.instances import Stage
 from shared.messages.serving import Tokens
 from tests.support.hash_engine import HIDDEN, HashEngine, hash_manifest
@@ -31,6 +31,7 @@ class Rig:
         self.emitted: list[tuple[GatewayId, Tokens]] = []
         self.until: list[float] = []
         """What each step waited for."""
+        self.ran: list[tuple[ModelId, float, float, float]] = []
         self.steps = Steps(
             node=NodeId("a"),
             engine=self.engine,
@@ -40,7 +41,7 @@ class Rig:
                 (address, header, list(payload))
             ),
             emit=lambda gateway, tokens: self.emitted.append((gateway, tokens)),
-            ran=lambda *_: None,
+            ran=lambda *sweep: self.ran.append(sweep),
         )
         self.steps.open_model(MODEL, hash_manifest(BLOCKS))
         for block in range(BLOCKS):
@@ -235,6 +236,31 @@ def test_rows_freed_during_a_sweep_leave_it() -> None:
     alone.run()
     assert bytes(payload[0]) == bytes(alone.sent[0][2][0])
     assert [sweep.ran for sweep in rig.engine.sweeps] == [[2, 3]]
+
+
+def free(rig: Rig, *keys: str) -> None:
+    header, _ = activations.encode(Free(keys), None)
+    rig.steps.received("mem://c", memoryview(header), memoryview(b""))
+
+
+def test_what_is_freed_before_its_first_block_was_not_run() -> None:
+    rig = Rig()
+    rig.receive(EARLY, (Row("x#1", 0, 3, 9),), hidden_states(1, 2, 3))
+    rig.step()
+    rig.receive(LATE, (Row("y#1", 0, 1, 9),), hidden_states(4))
+    rig.step()
+    free(rig, "y#1")
+    rig.run()
+    assert [(share * BLOCKS, tokens) for _, share, tokens, _ in rig.ran] == [(2, 3)]
+
+
+def test_a_sweep_of_which_everything_was_freed_tells_nothing() -> None:
+    rig = Rig()
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
+    rig.step()
+    free(rig, "x#1")
+    rig.run()
+    assert rig.ran == []
 
 
 def test_a_model_closed_during_a_sweep_ends_it() -> None:

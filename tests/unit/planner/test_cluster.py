@@ -130,6 +130,17 @@ def test_news_of_a_generation_that_is_over_comes_too_late() -> None:
     assert A in found.nodes
 
 
+def test_a_generation_may_be_revived_by_the_registry() -> None:
+    found = cluster()
+    found.on_gone(A, Generation(1))
+    found.on_revived(info("a", generation=2))
+    found.on_joined(info("a", generation=1))
+    assert not found.nodes, "it was another that was revived"
+    found.on_revived(info("a", generation=1))
+    found.on_joined(info("a", generation=1))
+    assert A in found.nodes
+
+
 def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:
     found = cluster()
     found.on_load(load("one", queued=1, on=2), now=0.0)

@@ -162,6 +162,16 @@ def test_a_plan_of_a_while_ago_opens_no_path_that_cannot_run() -> None:
     assert gone.revise().paths == []
 
 
+def test_a_replica_that_the_plan_does_not_know_has_what_its_paths_leave() -> None:
+    model = Model().put(full("a"), member("b", 0, 1)).plan()
+    (path,) = model.paths
+    on_b = path.capacity * sum(s.stop - s.start for s in path.stages if s.node == B) / BLOCKS
+    model.put(full("b")).revise()
+    (replica,) = [i for i in model.instances if i.is_replica and i.leader == B]
+    assert replica.capacity == pytest.approx(1 - on_b)
+    assert model.paths == [path]
+
+
 HALVES = (Stage(B, "tcp://b", 0, 2), Stage(A, "tcp://a", 2, BLOCKS))
 
 
@@ -183,7 +193,7 @@ def test_what_drains_keeps_its_share_of_slots_until_its_requests_end() -> None:
     model.planned = {new: 1.0}
     slots = {i.stages: i.slots for i in model.revise().instances}
     assert slots[new] == SLOTS / 2, "24 halves leave half of the 2 x 8 that b and a may come to"
-    assert slots[(Stage(A, "tcp://a", 0, BLOCKS),)] == SLOTS / 2
+    assert slots[(Stage(A, "tcp://a", 0, BLOCKS),)] == SLOTS * 3 / 8, "less the new path's quarter"
     model.running = {old.id: 20}
     slots = {i.stages: i.slots for i in model.revise().instances}
     assert slots[new] == SLOTS * 3 / 4
@@ -284,14 +294,26 @@ def check(model: Model) -> None:
         ends = [0, *(stage.stop for stage in instance.stages)]
         assert [stage.start for stage in instance.stages] == ends[:-1]
         assert ends[-1] == BLOCKS
-        assert instance.capacity > 0
+        assert instance.capacity > 0 or instance.is_replica
         assert instance.slots >= 1
         for stage in instance.stages:
             holder = model.members[stage.node]
             assert holder.held >= set(range(stage.start, stage.stop))
             if instance.state is S.SERVING:
                 assert not holder.draining
+    assert max(load(model).values(), default=0) <= 1 + 1e-9
     replicas = {i.leader for i in model.instances if i.is_replica}
     assert replicas == {m.node for m in model.members.values() if len(m.held) == BLOCKS}
     if not loading(model.members, BLOCKS):
         assert all(i.state is S.MOVING for i in model.paths if i.state is not S.SERVING)
+
+
+def load(model: Model) -> dict[NodeId, float]:
+    """What instances that take requests ask of each node."""
+    found: dict[NodeId, float] = {}
+    for instance in model.instances:
+        if instance.state is S.SERVING:
+            for stage in instance.stages:
+                share = (stage.stop - stage.start) / BLOCKS
+                found[stage.node] = found.get(stage.node, 0.0) + instance.capacity * share
+    return found

@@ -138,6 +138,20 @@ async def test_a_partial_copy_of_nobodys_is_given_back(
     assert cluster.replicas() == {"n0"}
 
 
+async def test_a_copy_put_by_that_is_not_the_last_is_given_back(cluster: Cluster) -> None:
+    """As of a node that was taken for dead, and came back with it."""
+    _, n1, n2 = await cluster.serve(nodes=3)
+    await cluster.scale(0)
+    await cluster.until(lambda: cluster.node(0).host)
+    for node in (n1, n2):
+        node.host[MODEL] = set(range(BLOCKS))
+        await node.report()
+    await cluster.until(lambda: sum(bool(node.host) for node in cluster.nodes.values()) == 1)
+    (last,) = [node for node in cluster.nodes.values() if node.host]
+    await cluster.scale(1)
+    await cluster.until_replicas(last.id)
+
+
 async def test_memory_of_a_model_that_nobody_published_is_given_back(cluster: Cluster) -> None:
     _, n1 = await cluster.serve(nodes=2)
     n1.host[ModelId("long-gone")] = set(range(BLOCKS))

@@ -1,5 +1,6 @@
 """Small values for the registry's tests."""
 
+from services.registry.core.leases import Leases
 from shared.ids import EventId, Generation, ModelId, ModelName, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Reserve, Tier
 
@@ -73,3 +74,9 @@ def reserve(
         count=count,
         exclude=tuple(NodeId(node) for node in exclude),
     )
+
+
+def hear_others(leases: Leases, until: float) -> None:
+    """The bus stands: somebody speaks."""
+    for at in (until - 2.0, until - 1.0):
+        leases.heard(NodeId("other"), Generation(1), at)

@@ -3,7 +3,7 @@ import pytest
 from services.registry.core.leases import LEASELESS_S, SILENCE_S, Leases
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeGone, NodeJoined
-from tests.unit.registry.builders import info
+from tests.unit.registry.builders import hear_others, info
 
 A = NodeId("a")
 ONE = Generation(1)
@@ -46,9 +46,25 @@ def test_a_lease_given_back_ends_the_node_at_once(leases: Leases) -> None:
 
 def test_a_silent_node_is_gone_when_its_lease_expires(leases: Leases) -> None:
     leases.heard(A, ONE, LATE - SILENCE_S)
+    hear_others(leases, LATE)
     (gone,) = leases.dropped(A, LATE)
     assert isinstance(gone, NodeGone)
     assert "silent" in gone.reason
+
+
+def test_after_an_outage_of_the_bus_nodes_have_time_to_speak(leases: Leases) -> None:
+    assert leases.dropped(A, LATE) == [], "it is the registry that was cut off"
+    assert leases.overdue(LATE + SILENCE_S - 0.1) == []
+    (gone,) = leases.overdue(LATE + SILENCE_S)
+    assert isinstance(gone, NodeGone)
+
+
+def test_who_speaks_after_an_outage_is_not_gone(leases: Leases) -> None:
+    leases.dropped(A, LATE)
+    leases.heard(A, ONE, LATE + 0.3)
+    assert leases.overdue(LATE + SILENCE_S) == []
+    assert leases.put(info(), LATE + SILENCE_S) == []
+    assert leases.standing == (info(),)
 
 
 def test_a_node_that_reports_is_in_doubt_when_its_lease_expires(leases: Leases) -> None:
@@ -83,6 +99,7 @@ def test_reports_alone_do_not_keep_a_node_for_ever(leases: Leases) -> None:
 
 
 def test_reports_of_another_generation_do_not_count(leases: Leases) -> None:
+    hear_others(leases, LATE)
     leases.heard(A, Generation(2), LATE)
     assert [type(change) for change in leases.dropped(A, LATE)] == [NodeGone]
 

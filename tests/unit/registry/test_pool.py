@@ -8,7 +8,17 @@ from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import EventId, NodeId
 from shared.messages.pool import NodeGone, NodeJoined, Profile, Tier, Unreserve
-from tests.unit.registry.builders import EVENT, MODEL, OTHER, holding, info, record, reserve, status
+from tests.unit.registry.builders import (
+    EVENT,
+    MODEL,
+    OTHER,
+    hear_others,
+    holding,
+    info,
+    record,
+    reserve,
+    status,
+)
 
 EV2 = EventId("ev-2")
 LATE = 5.0
@@ -149,12 +159,14 @@ def test_a_node_in_doubt_keeps_its_reservation_and_gets_nothing_new(pool: Pool) 
 
 def test_a_dead_node_loses_its_reservation(pool: Pool) -> None:
     pool.reserve(reserve(1))
+    hear_others(pool.leases, LATE)
     pool.lease_dropped(NodeId("b"), LATE)
     assert pool.reservations.all == ()
     assert [i.node for i in pool.leases.present] == ["a", "c"]
 
 
 def test_a_node_that_is_gone_puts_only_what_it_held_at_risk(pool: Pool) -> None:
+    hear_others(pool.leases, LATE)
     (gone,) = pool.lease_dropped(NodeId("b"), LATE)
     assert isinstance(gone, NodeGone)
     assert [(r.name, c.missing) for r, c in pool.copies_after(gone)] == [("llama", (0, 1, 2, 3))]

@@ -1,0 +1,388 @@
+"""A seed's scenario, played in virtual time: `python -m simulation.chaos SEED [--log FILE]`.
+
+Prints the scenario in words, the log and what was violated; exit code 1 if anything was. A seed
+does the same thing every time.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.planner.core.multicast.strategies import LOCAL
+from services.registry.service import RegistryService
+from shared import subjects
+from shared.bus.memory import MemorySubscription
+from shared.clock import now
+from shared.errors import BusError
+from shared.ids import ModelName, NodeId, RequestId
+from shared.messages import decode
+from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.pool import NodeGone, NodeJoined, NodeStatus, PoolQuery, PoolState
+from shared.messages.scaling import (
+    BlockArrived,
+    EventChanged,
+    PlannerQuery,
+    PlannerState,
+    PullFailed,
+)
+from simulation import invariants, loop
+from simulation.clients import Bins, Replay
+from simulation.cluster import PLANNER, REGISTRY, Cluster
+from simulation.engine import token_of
+from simulation.faults import Field, Role
+from simulation.scenario import Arrival, Scenario, scenario
+
+LOOK_S = 0.1
+"""How often what nodes hold is looked at."""
+ANSWER_S = 150.0
+"""After the last request and the last fault, all requests must have ended."""
+REST_S = 120.0
+"""After that, the cluster must have come to rest."""
+LIMIT_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    log: tuple[str, ...]
+    """What happened, one line each: virtual time, what."""
+    violations: tuple[str, ...]
+
+
+def play(played: Scenario) -> Verdict:
+    log: list[str] = []
+    violations: list[str] = []
+    with _logged(log):
+        try:
+            loop.run(_play(played, log, violations), seed=played.seed, limit_s=LIMIT_S)
+        except Exception as error:  # whatever it is, it is what the run is about
+            log += "".join(traceback.format_exception(error)).splitlines()
+            violations.append(f"the cluster failed: {_root(error)!r}")
+    return Verdict(tuple(log), tuple(violations))
+
+
+def _root(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _play(played: Scenario, log: list[str], violations: list[str]) -> None:
+    def unhandled(_: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        violations.append(f"not handled: {context.get('exception')!r}, {context['message']}")
+
+    asyncio.get_running_loop().set_exception_handler(unhandled)
+    cluster = Cluster(played.spec)
+    watch = Watch(cluster, log, violations)
+    async with cluster:
+        await cluster.serving()
+        watch.say("begins")
+        await Play(played, cluster, watch).run()
+
+
+class Watch:
+    """Sees what passes the bus, and what nodes hold; writes the log."""
+
+    def __init__(self, cluster: Cluster, log: list[str], violations: list[str]) -> None:
+        self.said: dict[NodeId, NodeStatus] = {}
+        self._cluster = cluster
+        self._log = log
+        self._violations = violations
+        self._names = {ModelName(name): model for name, model in cluster.model_ids.items()}
+        self._blocks = {
+            model: manifest.n_blocks
+            for model, manifest in zip(self._names.values(), cluster.manifests, strict=True)
+        }
+        pooled = cluster.spec.system.transfer != LOCAL
+        self.pool = invariants.Pool(self._blocks if pooled else {})
+        self._events = invariants.Events()
+        self._sets: dict[ModelName, InstanceSet] = {}
+        for subject in (
+            subjects.EVENTS,
+            subjects.INSTANCES,
+            subjects.POOL_NODES,
+            subjects.ARRIVALS,
+            subjects.POOL_STATUS,
+        ):
+            cluster.broker.listen(MemorySubscription(cluster.broker, subject, self._hear))
+
+    def say(self, what: str) -> None:
+        self._log.append(f"{now():11.6f} {what}")
+
+    def violated(self, what: str) -> None:
+        self.say(f"VIOLATED: {what}")
+        self._violations.append(f"{now():.3f} s: {what}")
+
+    def find(self, role: Role) -> list[str]:
+        """Nodes that are up and have the role now."""
+        found: list[str] = []
+        records = [r for r in self._events.running.values() if r.transfers]
+        if role is Role.SOURCE:
+            found = [t.src for r in records for t in r.transfers if t.src not in r.targets]
+        elif role is Role.TARGET:
+            found = [node for r in records for node in r.targets]
+        elif role is Role.RELAY:
+            found = [t.src for r in records for t in r.transfers if t.src in r.targets]
+        else:
+            path = role is Role.LEADER
+            found = [
+                i.leader
+                for s in self._sets.values()
+                for i in s.instances
+                if i.state is InstanceState.SERVING and i.is_replica is not path
+            ]
+        nodes = self._cluster.nodes
+        return [name for name in dict.fromkeys(found) if name in nodes]
+
+    def crashed(self, name: str) -> None:
+        nodes = self._cluster.nodes
+        if name in nodes:
+            self._look()
+            self.pool.crashed(nodes[name])
+        elif name == PLANNER:
+            self._events.planner_died()
+
+    async def look(self) -> None:
+        """For ever."""
+        while True:
+            self._look()
+            await asyncio.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        for wrong in self.pool.look(self._cluster.nodes):
+            self.violated(wrong)
+
+    def _hear(self, data: bytes, _: object) -> None:
+        message = decode(data)
+        wrong: list[str] = []
+        match message:
+            case EventChanged(record=record):
+                targets = " ".join(record.targets)
+                self.say(
+                    f"{record.id} of {record.name} is {record.state.value}, revision "
+                    f"{record.revision}, targets {targets or 'none'} {record.error}".rstrip()
+                )
+                wrong = self._events.changed(record)
+            case InstanceSet():
+                wrong = self._on_set(message)
+            case NodeJoined(info=info):
+                self.say(f"{info.node} joined as {info.generation}")
+            case NodeGone(node=node, generation=generation, reason=reason):
+                self.say(f"{node} gone as {generation}: {reason}")
+                self.pool.gone(message)
+            case BlockArrived():
+                self.say(f"{message.node} has block {message.block} from {message.source}")
+            case PullFailed():
+                self.say(f"{message.node} got no block {message.block}: {message.message}")
+            case NodeStatus():
+                self.said[message.node] = message
+        for each in wrong:
+            self.violated(each)
+
+    def _on_set(self, message: InstanceSet) -> list[str]:
+        before = self._sets.get(message.name)
+        age = message.epoch, message.revision
+        if before is not None and age < (before.epoch, before.revision):
+            return [f"set {age} of {message.name} after {before.epoch, before.revision}"]
+        self._sets[message.name] = message
+        if before is None or age != (before.epoch, before.revision):
+            instances = " ".join(map(invariants.brief, message.instances))
+            self.say(f"{message.name} is served by {instances or 'nobody'}")
+        return invariants.of_set(message, self._blocks[message.model_id])
+
+
+class Play:
+    def __init__(self, played: Scenario, cluster: Cluster, watch: Watch) -> None:
+        self._played = played
+        self._cluster = cluster
+        self._watch = watch
+        self._open: dict[RequestId, Replay] = {}
+        self._answered = asyncio.Event()
+        """No request is open."""
+        self._answered.set()
+        self._start = now()
+
+    async def run(self) -> None:
+        watching = asyncio.create_task(self._watch.look(), name="watch")
+        field = Field(self._cluster, self._watch.find, self._watch.say, self._watch.crashed)
+        async with asyncio.TaskGroup() as group:
+            for fault in self._played.faults:
+                group.create_task(self._happen(fault.at, fault.happen(field)), name=str(fault))
+            group.create_task(self._requests(), name="requests")
+        self._watch.say("no more faults")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._answered.wait()
+            await self._rest()
+        except TimeoutError:
+            for request in self._open.values():
+                self._watch.violated(f"{request.id} has not ended, {request.tokens} tokens so far")
+        watching.cancel()
+        self._count()
+
+    # --- requests ---
+
+    async def _requests(self) -> None:
+        for number, arrival in enumerate(self._played.requests):
+            await self._sleep_until(arrival.at)
+            self._begin(RequestId(f"req-{number}"), arrival)
+
+    def _begin(self, request: RequestId, arrival: Arrival) -> None:
+        vocab = next(m.vocab for m in self._played.spec.models if m.name == arrival.model)
+        replay = Replay(
+            request,
+            arrival.model,
+            self._cluster.model_ids[arrival.model],
+            arrival.prompt_tokens,
+            arrival.output_tokens,
+            partial(_token, vocab),
+            Bins(self._start, 1.0),
+            partial(self._ended, arrival),
+        )
+        self._open[request] = replay
+        self._answered.clear()
+        replay.begin(self._cluster.gateway.frontend)
+        if arrival.leaves_after is not None:
+            asyncio.get_running_loop().call_later(arrival.leaves_after, self._leave, request)
+
+    def _leave(self, request: RequestId) -> None:
+        if replay := self._open.get(request):
+            replay.leave(self._cluster.gateway.frontend)
+
+    def _ended(self, arrival: Arrival, replay: Replay) -> None:
+        del self._open[replay.id]
+        if not self._open:
+            self._answered.set()
+        self._watch.say(f"{replay.id} ended, {replay.tokens} tokens {replay.error}".rstrip())
+        if arrival.leaves_after is not None and replay.error == "cancelled":
+            return
+        if replay.error or replay.tokens != arrival.output_tokens:
+            self._watch.violated(
+                f"{replay.id} got {replay.tokens} of {arrival.output_tokens}: {replay.error}"
+            )
+
+    # --- the end ---
+
+    async def _rest(self) -> None:
+        """Until nothing is wrong with a cluster at rest."""
+        give_up = now() + REST_S
+        while True:
+            wrong = await self._wrong_at_rest()
+            if not wrong:
+                self._watch.say("at rest")
+                return
+            if now() > give_up:
+                for each in wrong:
+                    self._watch.violated(f"at rest: {each}")
+                return
+            await asyncio.sleep(0.5)
+
+    async def _wrong_at_rest(self) -> list[str]:
+        cluster = self._cluster
+        ask = partial(cluster.bus.request, timeout=2.0)
+        try:
+            pool = await ask(subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+            planner = await ask(subjects.PLANNER_STATE, PlannerQuery(events=100), PlannerState)
+        except BusError as error:
+            return [str(error)]
+        registry: RegistryService = cluster.processes[REGISTRY].running
+        names = {ModelName(name): model for name, model in cluster.model_ids.items()}
+        return invariants.Rest(
+            nodes=cluster.nodes,
+            pool=pool,
+            planner=planner,
+            said=self._watch.said,
+            reserved=[held.node for held in registry.pool.reservations.all],
+            manifests=dict(zip(names, cluster.manifests, strict=True)),
+            ids=names,
+            replicas=cluster.spec.min_instances,
+            loaded=self._watch.pool.kept,
+            arena_bytes=next(iter(cluster.parts.values())).config.arena_bytes,
+        ).wrong()
+
+    def _count(self) -> None:
+        for name, process in self._cluster.processes.items():
+            bus = process.bus
+            if bus is not None and (bus.failed or bus.rejected or bus.dropped):
+                self._watch.violated(
+                    f"{name}: {bus.failed} handlers failed, {bus.rejected} messages were "
+                    f"malformed, {bus.dropped} were dropped"
+                )
+
+    # --- time ---
+
+    async def _happen(self, at: float, work: Any) -> None:
+        await self._sleep_until(at)
+        await work
+
+    async def _sleep_until(self, at: float) -> None:
+        if (delay := self._start + at - now()) > 0:
+            await asyncio.sleep(delay)
+
+
+def _token(vocab: int, request: RequestId, index: int) -> int:
+    return token_of(request, index, vocab)
+
+
+# --- what services log ---
+
+
+@contextmanager
+def _logged(log: list[str]) -> Iterator[None]:
+    """What services log goes to the log too."""
+
+    def take(
+        _: object, level: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        what = event.pop("event")
+        who = event.pop("name", None) or event.pop("node", "")
+        event.pop("role", None)
+        rest = " ".join(f"{key}={value}" for key, value in event.items())
+        log.append(f"{now():11.6f}   {who} {level}: {what} {rest}".rstrip())
+        raise structlog.DropEvent
+
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, take],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        if before is None:
+            structlog.reset_defaults()
+        else:
+            structlog.configure(**before)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m simulation.chaos", description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--log", type=Path, help="where the log goes; otherwise it is printed")
+    given = parser.parse_args(arguments)
+    played = scenario(given.seed)
+    verdict = play(played)
+    print(*played.in_words(), sep="\n")
+    if given.log:
+        given.log.write_text("".join(f"{line}\n" for line in verdict.log))
+    else:
+        print(*verdict.log, sep="\n")
+    for each in verdict.violations:
+        print(f"VIOLATED {each}")
+    number = len(verdict.violations)
+    print("no violation" if not number else f"{number} violation{'s' * (number > 1)}")
+    return 1 if number else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""What may go wrong in a cluster, each with a time, and what makes it so.
+
+Whom a fault hits may be a node by name, or by what it does: then the fault waits for such a node,
+and hits a named one if none shows. Nodes that crash or are cut off are never so many that fewer
+than two work; a fault that would make it so is skipped.
+"""
+
+import asyncio
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shared.clock import now
+from simulation.cluster import Cluster
+
+POLL_S = 0.01
+PATIENCE_S = 8.0
+"""How long a fault waits for a node of a role."""
+WORKING = 2
+"""Nodes that are always left alone."""
+
+
+class Role(enum.Enum):
+    SOURCE = "a source of a running event"
+    TARGET = "a target that loads"
+    RELAY = "a target that others pull from"
+    LEADER = "the leader of a path"
+    REPLICA = "a replica"
+
+
+@dataclass(frozen=True, slots=True)
+class Whom:
+    role: Role | None
+    otherwise: str
+    """The node's name, if it has no role or nobody has that role."""
+
+    def __str__(self) -> str:
+        return f"{self.role.value}, else {self.otherwise}" if self.role else self.otherwise
+
+
+class Field:
+    """Where faults happen."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        find: Callable[[Role], list[str]],
+        say: Callable[[str], None],
+        crashed: Callable[[str], None],
+    ) -> None:
+        """`find`: nodes that have a role now; `crashed` is told before a process is killed."""
+        self.cluster = cluster
+        self.say = say
+        self.crashed = crashed
+        self._find = find
+        self._hit: set[str] = set()
+
+    async def look_for(self, whom: Whom) -> str:
+        """Nodes that have the role and are well come first."""
+        give_up = now() + PATIENCE_S
+        while whom.role is not None and now() < give_up:
+            for name in self._find(whom.role):
+                if name not in self._hit:
+                    return name
+            await asyncio.sleep(POLL_S)
+        return whom.otherwise
+
+    @contextmanager
+    def hit(self, what: str, *names: str) -> Iterator[bool]:
+        """Whether the nodes may be hit; they are taken until the end, which is said too."""
+        left = [n for n in self.cluster.nodes if n not in self._hit and n not in names]
+        if len(left) < WORKING or self._hit & set(names):
+            self.say(f"skipped: {', '.join(names)} {what}")
+            yield False
+            return
+        self._hit.update(names)
+        self.say(f"{', '.join(names)} {what}")
+        try:
+            yield True
+        finally:
+            self._hit.difference_update(names)
+            self.say(f"over: {', '.join(names)} {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(ABC):
+    at: float
+    """Seconds after the start."""
+    lasts: float
+
+    @abstractmethod
+    async def happen(self, field: Field) -> None:
+        """From its time on, until it is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash(Fault):
+    """A node dies; a new process comes back under its name."""
+
+    whom: Whom
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        with field.hit("dead", name) as may:
+            if may:
+                field.crashed(name)
+                field.cluster.crash(name)
+                await asyncio.sleep(self.lasts)
+                await field.cluster.begin(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Fault):
+    """A node ends in good order; a new process comes back under its name."""
+
+    whom: Whom
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        with field.hit("left", name) as may:
+            if may:
+                field.crashed(name)  # its memory goes all the same
+                await field.cluster.stop(name)
+                await asyncio.sleep(self.lasts)
+                await field.cluster.begin(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Fault):
+    """A node's process is stopped (SIGSTOP): its connections stand and say nothing."""
+
+    whom: Whom
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        with field.hit("paused", name) as may:
+            if may:
+                field.cluster.broker.stop(name)
+                field.cluster.network.pause(name)
+                await asyncio.sleep(self.lasts)
+                field.cluster.network.resume(name)
+                field.cluster.broker.resume(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusCut(Fault):
+    """A node is parted from the bus, not from its peers."""
+
+    whom: Whom
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        with field.hit("cut off from the bus", name) as may:
+            if may:
+                field.cluster.broker.cut(name)
+                await asyncio.sleep(self.lasts)
+                field.cluster.broker.heal(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCut(Fault):
+    """Two nodes do not reach each other, and everybody else does."""
+
+    whom: Whom
+    other: str
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        if name == self.other:
+            return
+        with field.hit("cut off from each other", name, self.other) as may:
+            if may:
+                field.cluster.network.block(name, self.other)
+                await asyncio.sleep(self.lasts)
+                field.cluster.network.unblock(name, self.other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink(Fault):
+    whom: Whom
+    share: float
+    """Of its rate, both ways."""
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        network, rate = field.cluster.network, field.cluster.spec.hardware.link_bytes_per_s
+        with field.hit(f"at {self.share:.0%} of its rate", name) as may:
+            if may:
+                network.set_rates(name, out=rate * self.share, into=rate * self.share)
+                await asyncio.sleep(self.lasts)
+                network.set_rates(name, out=rate, into=rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupt(Fault):
+    """Reads from a node bring wrong bytes."""
+
+    whom: Whom
+    reads: int
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        if name in field.cluster.network:
+            field.say(f"{self.reads} reads from {name} are wrong")
+            field.cluster.network.corrupt(name, self.reads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage(Fault):
+    """The bus is away for all."""
+
+    async def happen(self, field: Field) -> None:
+        field.say("the bus is away")
+        field.cluster.broker.fail()
+        await asyncio.sleep(self.lasts)
+        field.cluster.broker.recover()
+        field.say("the bus is back")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss(Fault):
+    share: float
+    """Of messages."""
+
+    async def happen(self, field: Field) -> None:
+        field.say(f"the bus loses {self.share:.1%} of messages")
+        field.cluster.broker.loss = self.share
+        await asyncio.sleep(self.lasts)
+        field.cluster.broker.loss = 0.0
+        field.say("the bus loses nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter(Fault):
+    """Messages take their time, each subject its own: they come in another order."""
+
+    up_to_s: float
+
+    async def happen(self, field: Field) -> None:
+        field.say(f"messages come up to {self.up_to_s:.3f} s late")
+        field.cluster.broker.jitter_s = self.up_to_s
+        await asyncio.sleep(self.lasts)
+        field.cluster.broker.jitter_s = 0.0
+        field.say("messages come at once")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart(Fault):
+    """Of the planner or the registry: killed, or stopped in good order."""
+
+    process: str
+    killed: bool
+
+    async def happen(self, field: Field) -> None:
+        if self.killed:
+            field.say(f"{self.process} dead")
+            field.crashed(self.process)
+            field.cluster.crash(self.process)
+        else:
+            field.say(f"{self.process} stops")
+            await field.cluster.stop(self.process)
+            field.crashed(self.process)
+        await asyncio.sleep(self.lasts)
+        await field.cluster.begin(self.process)
+        field.say(f"{self.process} back")

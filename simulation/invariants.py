@@ -1,0 +1,259 @@
+"""What must hold of a cluster at all times, whatever goes wrong; and what must hold once it rests.
+
+Everything here only looks: at messages that reach the bus, and at what living nodes really hold.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from services.node.memory.arena import PAGE, ModelSpace
+from services.node.service import NodeService
+from services.planner.core.events import TERMINAL
+from shared.clock import now
+from shared.ids import EventId, ModelId, ModelName, NodeId
+from shared.layout import Manifest
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.pool import NodeGone, NodeStatus, NodeView, PoolState, Tier
+from shared.messages.scaling import EventRecord, PlannerState
+
+EPSILON = 1e-6
+LEARN_S = 2.0
+"""How long after a node's end was announced the planner may still decide without knowing it."""
+
+Say = Callable[[str], None]
+
+
+# --- at all times ---
+
+
+def of_set(instances: InstanceSet, blocks: int) -> list[str]:
+    """What is wrong with a set: capacity counted twice, or paths that do not cover the model."""
+    wrong: list[str] = []
+    load: dict[NodeId, float] = {}
+    for instance in instances.instances:
+        run = [block for s in instance.stages for block in range(s.start, s.stop)]
+        if run != list(range(blocks)):
+            wrong.append(f"{instance.id} of {instances.name} does not run every block once")
+        if instance.state is InstanceState.SERVING:
+            for stage in instance.stages:
+                share = instance.capacity * (stage.stop - stage.start) / blocks
+                load[stage.node] = load.get(stage.node, 0.0) + share
+    wrong += [
+        f"{node} is counted {share:.6f} times for {instances.name}, revision {instances.revision}"
+        for node, share in load.items()
+        if share > 1 + EPSILON
+    ]
+    ids = Counter(instance.id for instance in instances.instances)
+    return wrong + [f"{i} is twice in a set of {instances.name}" for i, n in ids.items() if n > 1]
+
+
+class Events:
+    """A node is a target of one running event at most."""
+
+    def __init__(self) -> None:
+        self.running: dict[EventId, EventRecord] = {}
+
+    def changed(self, record: EventRecord) -> list[str]:
+        if record.state in TERMINAL:
+            self.running.pop(record.id, None)
+            return []
+        self.running[record.id] = record
+        return [
+            f"{node} is a target of {other.id} and of {record.id}"
+            for other in self.running.values()
+            if other.id != record.id
+            for node in sorted({*other.targets} & {*record.targets})
+        ]
+
+    def planner_died(self) -> None:
+        """Its events end with it."""
+        self.running.clear()
+
+
+@dataclass(slots=True)
+class _Copies:
+    nodes: frozenset[str] = frozenset()
+    """That hold a full copy in memory."""
+    was: bool = False
+    """There has been one, and no crash took the last one since."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """A model that was loaded stays in some node's memory, unless a crash takes the last copy.
+
+    What the planner decides before it can know of a crash is the crash's fault.
+    """
+
+    models: Mapping[ModelId, int]
+    """-> number of blocks"""
+    _copies: dict[ModelId, _Copies] = field(default_factory=dict)
+    _crashed: dict[tuple[str, int], tuple[ModelId, ...]] = field(default_factory=dict)
+    """(node, generation) whose end nobody knows yet -> what it held a copy of"""
+    _learnt_at: dict[ModelId, float] = field(default_factory=dict)
+    """When the end of a node with a copy was announced last."""
+
+    @property
+    def kept(self) -> list[ModelId]:
+        """Models of which there is a copy."""
+        return [model for model, copies in self._copies.items() if copies.was]
+
+    def look(self, nodes: Mapping[str, NodeService]) -> list[str]:
+        wrong: list[str] = []
+        for model, blocks in self.models.items():
+            copies = self._copies.setdefault(model, _Copies())
+            holders = frozenset(n for n, s in nodes.items() if has_copy(s, model, blocks))
+            if copies.was and not holders:
+                excused = any(model in held for held in self._crashed.values())
+                if not excused and now() - self._learnt_at.get(model, float("-inf")) > LEARN_S:
+                    last = ", ".join(sorted(copies.nodes))
+                    wrong.append(f"no copy of {model} in memory any more; the last: {last}")
+            copies.nodes, copies.was = holders, bool(holders)
+        return wrong
+
+    def crashed(self, node: NodeService) -> None:
+        """It is about to."""
+        held = tuple(m for m, b in self.models.items() if has_copy(node, m, b))
+        self._crashed[node.info.node, node.info.generation] = held
+        for model in held:
+            copies = self._copies.setdefault(model, _Copies())
+            copies.nodes -= {node.info.node}
+            copies.was = copies.was and bool(copies.nodes)
+
+    def gone(self, message: NodeGone) -> None:
+        for model in self._crashed.pop((message.node, message.generation), ()):
+            self._learnt_at[model] = now()
+
+
+def has_copy(node: NodeService, model: ModelId, blocks: int) -> bool:
+    """Whether the node has all of it in host or device memory."""
+    held: set[int] = set()
+    for holding in node.holdings():
+        if holding.model_id == model and holding.tier is not Tier.DISK:
+            held.update(holding.blocks)
+    return len(held) == blocks
+
+
+# --- at rest: no load, no fault for a while ---
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """All that is known of a cluster that should be at rest."""
+
+    nodes: Mapping[str, NodeService]
+    """Those that live."""
+    pool: PoolState
+    """What the registry says."""
+    planner: PlannerState
+    said: Mapping[NodeId, NodeStatus]
+    """What each node said last."""
+    reserved: Iterable[str]
+    """Nodes that the registry keeps for events."""
+    manifests: Mapping[ModelName, Manifest]
+    ids: Mapping[ModelName, ModelId]
+    replicas: int
+    """That each model should have."""
+    loaded: Iterable[ModelId]
+    """Models that must have a copy in memory."""
+    arena_bytes: int
+
+    def wrong(self) -> list[str]:
+        return [
+            *self._of_events(),
+            *self._of_sets(),
+            *self._of_copies(),
+            *self._of_registry(),
+            *(each for name in self.nodes for each in self._of_node(NodeId(name))),
+        ]
+
+    def _of_events(self) -> list[str]:
+        wrong = [
+            f"{r.id} is {r.state.value}" for r in self.planner.events if r.state not in TERMINAL
+        ]
+        return wrong + [f"{node} is still reserved" for node in self.reserved]
+
+    def _of_sets(self) -> list[str]:
+        wrong = []
+        sets = {found.name: found for found in self.planner.sets}
+        for name in self.manifests:
+            instances = sets[name].instances if name in sets else ()
+            if len(instances) != self.replicas or not all(map(_serves_alone, instances)):
+                wrong.append(f"{name} has {' '.join(map(brief, instances)) or 'no instance'}")
+            open_on = {n for n, s in self.nodes.items() if self.ids[name] in _open(s)}
+            if open_on != {instance.leader for instance in instances}:
+                wrong.append(
+                    f"{name} takes device memory on {', '.join(sorted(open_on)) or 'none'}"
+                )
+        return wrong
+
+    def _of_copies(self) -> list[str]:
+        """One in host memory, where none is on a device and one must be."""
+        wrong = []
+        for name, model in self.ids.items():
+            blocks = self.manifests[name].n_blocks
+            holders = sorted(n for n, s in self.nodes.items() if has_copy(s, model, blocks))
+            wanted = self.replicas or int(model in self.loaded)
+            if len(holders) != wanted:
+                wrong.append(f"{name} has copies on {', '.join(holders) or 'no node'}")
+        return wrong
+
+    def _of_registry(self) -> list[str]:
+        known = {view.info.node for view in self.pool.nodes}
+        if known != set(self.nodes):
+            return [f"the registry knows {sorted(known)}, there are {sorted(self.nodes)}"]
+        return []
+
+    def _of_node(self, node: NodeId) -> list[str]:
+        wrong, service = [], self.nodes[node]
+        for view in (v for v in self.pool.nodes if v.info.node == node):
+            wrong += self._of_view(view, service)
+        said = self.said.get(node)
+        if said is None or said.generation != service.info.generation:
+            return [*wrong, f"{node} has said nothing"]
+        if said.running or said.waiting or said.kv_used:
+            wrong.append(
+                f"{node} has {said.running} sequences, {said.waiting} wait, {said.kv_used} KV"
+            )
+        if said.violations:
+            wrong.append(f"{node} has refused {said.violations} messages of peers")
+        return wrong
+
+    def _of_view(self, view: NodeView, service: NodeService) -> list[str]:
+        node, wrong = view.info.node, []
+        if view.info.generation != service.info.generation:
+            wrong.append(
+                f"{node} is generation {service.info.generation}, not {view.info.generation}"
+            )
+        if view.holdings != service.holdings():
+            wrong.append(f"{node} holds other blocks than the registry says")
+        if view.reserved_by:
+            wrong.append(f"{node} is reserved by {view.reserved_by}")
+        manifests = {self.ids[name]: manifest for name, manifest in self.manifests.items()}
+        taken = sum(_pages(ModelSpace.size(manifests[m])) for m in _in_memory(service))
+        if view.arena_free != _pages(self.arena_bytes) - taken:
+            wrong.append(f"{node} has {view.arena_free} bytes free, {taken} are taken")
+        return wrong
+
+
+def _serves_alone(instance: Instance) -> bool:
+    return instance.is_replica and instance.state is InstanceState.SERVING
+
+
+def brief(instance: Instance) -> str:
+    """For people."""
+    stages = " ".join(f"{s.node}[{s.start}:{s.stop}]" for s in instance.stages)
+    return f"({stages} {instance.state.value} {instance.capacity:.3f})"
+
+
+def _in_memory(node: NodeService) -> set[ModelId]:
+    return {h.model_id for h in node.holdings() if h.tier is not Tier.DISK}
+
+
+def _open(node: NodeService) -> set[ModelId]:
+    return {h.model_id for h in node.holdings() if h.tier is Tier.GPU}
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,202 @@
+"""What a run under faults is made of, all of it drawn from a seed: cluster, requests, faults.
+
+Links, disks and engines are those of the quick start and somewhat faster ones, so that a copy of
+the model takes about as long as a fault lasts. Every node has every model on its disk, and two
+nodes at least are left alone by what takes nodes away: whatever else happens, all can be served.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from simulation import systems
+from simulation.cluster import PLANNER, REGISTRY, ClusterSpec, node_name
+from simulation.faults import (
+    BusCut,
+    Corrupt,
+    Crash,
+    Fault,
+    Jitter,
+    Leave,
+    Loss,
+    Outage,
+    Pause,
+    PeerCut,
+    Restart,
+    Role,
+    SlowLink,
+    Whom,
+)
+from simulation.hardware import hardware
+from simulation.models import model
+
+SPAN_S = 40.0
+"""Requests come, and faults begin, within so long."""
+MODEL, HARDWARE = "demo", "paced-laptop"
+OTHER_SYSTEMS = ("lambdapipe", "blitzscale", "faasnet", "nccl", "serverlessllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    leaves_after: float | None = None
+    """Seconds until its client hangs up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    spec: ClusterSpec
+    requests: tuple[Arrival, ...]
+    """In order of time."""
+    faults: tuple[Fault, ...]
+    """In order of time."""
+
+    def in_words(self) -> list[str]:
+        spec = self.spec
+        return [
+            f"seed {self.seed}: {spec.system.name}, {spec.nodes} nodes in {spec.racks} racks, "
+            f"{len(spec.models)} models of {spec.blocks} blocks, {spec.chunks} chunks a block, "
+            f"{spec.slots} slots, {spec.hardware.memory_bytes / 1e6:.0f} MB a node, "
+            f"links {spec.hardware.nic_bytes_per_s / 1e6:.1f} MB/s, "
+            f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
+            f"at least {spec.min_instances} instances",
+            f"{len(self.requests)} requests, "
+            f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up",
+            *(f"{fault.at:7.3f} s: {fault}" for fault in self.faults),
+        ]
+
+
+def scenario(seed: int) -> Scenario:
+    draw = random.Random(seed)
+    spec = _spec(draw)
+    requests = sorted(_requests(draw, spec), key=lambda request: request.at)
+    faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
+    return Scenario(seed, spec, tuple(requests), tuple(faults))
+
+
+def _spec(draw: random.Random) -> ClusterSpec:
+    nodes = draw.randint(3, 7)
+    models = draw.choice((1, 1, 2))
+    laptop = hardware(HARDWARE)
+    return ClusterSpec(
+        system=systems.named("lambdascale" if draw.random() < 0.7 else draw.choice(OTHER_SYSTEMS)),
+        hardware=msgspec.structs.replace(
+            laptop,
+            memory_bytes=laptop.memory_bytes * draw.choice((1, 4)),
+            nic_bytes_per_s=laptop.nic_bytes_per_s * draw.choice((1, 2, 5)),
+            ssd_bytes_per_s=draw.choice((5e6, 2e7, laptop.ssd_bytes_per_s)),
+        ),
+        models=tuple(model(MODEL, f"model-{index}") for index in range(models)),
+        nodes=nodes,
+        racks=draw.choice((1, 1, 2)),
+        blocks=draw.randint(3, 8),
+        chunks=draw.randint(2, 5),
+        slots=draw.choice((2, 4, 8)),
+        min_instances=1 if draw.random() < 0.8 else 0,
+    )
+
+
+def _requests(draw: random.Random, spec: ClusterSpec) -> list[Arrival]:
+    """A trickle, and bursts that take several nodes."""
+    names = [each.name for each in spec.models]
+    found = [_arrival(draw, draw.uniform(0, SPAN_S), draw.choice(names)) for _ in range(8)]
+    for _ in range(draw.randint(2, 4)):
+        start, name = draw.uniform(0.5, SPAN_S - 5), draw.choice(names)
+        size = draw.randint(2, 3 * spec.nodes) * spec.slots
+        found += [_arrival(draw, start + draw.uniform(0, 1.5), name) for _ in range(size)]
+    return found
+
+
+def _arrival(draw: random.Random, at: float, name: str) -> Arrival:
+    leaves = draw.uniform(0.01, 4) if draw.random() < 0.1 else None
+    return Arrival(at, name, draw.randint(1, 60), draw.randint(1, 40), leaves)
+
+
+# --- faults ---
+
+ROLES = (None, *Role)
+
+
+def _faults(draw: random.Random, spec: ClusterSpec) -> list[Fault]:
+    """Some that hit nodes, and of those that hit everybody each at most once."""
+    several = [draw.choice(_OF_NODES)(draw, spec) for _ in range(draw.randint(1, 5))]
+    return several + [kind(draw) for kind in _OF_ALL if draw.random() < 0.2]
+
+
+def _at(draw: random.Random) -> float:
+    return round(draw.uniform(0.2, SPAN_S - 5), 3)
+
+
+def _lasts(draw: random.Random, longest: float) -> float:
+    """Mostly short."""
+    return round(longest * draw.random() ** 2 + 0.05, 3)
+
+
+def _whom(draw: random.Random, spec: ClusterSpec) -> Whom:
+    return Whom(draw.choice(ROLES), node_name(draw.randrange(spec.nodes)))
+
+
+def _crash(draw: random.Random, spec: ClusterSpec) -> Fault:
+    return Crash(at=_at(draw), lasts=_lasts(draw, 15), whom=_whom(draw, spec))
+
+
+def _leave(draw: random.Random, spec: ClusterSpec) -> Fault:
+    return Leave(at=_at(draw), lasts=_lasts(draw, 10), whom=_whom(draw, spec))
+
+
+def _pause(draw: random.Random, spec: ClusterSpec) -> Fault:
+    return Pause(at=_at(draw), lasts=_lasts(draw, 12), whom=_whom(draw, spec))
+
+
+def _bus_cut(draw: random.Random, spec: ClusterSpec) -> Fault:
+    return BusCut(at=_at(draw), lasts=_lasts(draw, 20), whom=_whom(draw, spec))
+
+
+def _peer_cut(draw: random.Random, spec: ClusterSpec) -> Fault:
+    other = node_name(draw.randrange(spec.nodes))
+    return PeerCut(at=_at(draw), lasts=_lasts(draw, 15), whom=_whom(draw, spec), other=other)
+
+
+def _slow_link(draw: random.Random, spec: ClusterSpec) -> Fault:
+    share = draw.choice((0.5, 0.1, 0.01))
+    return SlowLink(at=_at(draw), lasts=_lasts(draw, 20), whom=_whom(draw, spec), share=share)
+
+
+def _corrupt(draw: random.Random, spec: ClusterSpec) -> Fault:
+    return Corrupt(at=_at(draw), lasts=0, whom=_whom(draw, spec), reads=draw.choice((1, 10, 100)))
+
+
+def _planner(draw: random.Random) -> Fault:
+    killed = draw.random() < 0.7
+    return Restart(at=_at(draw), lasts=_lasts(draw, 8), process=PLANNER, killed=killed)
+
+
+def _registry(draw: random.Random) -> Fault:
+    killed = draw.random() < 0.7
+    return Restart(at=_at(draw), lasts=_lasts(draw, 8), process=REGISTRY, killed=killed)
+
+
+def _outage(draw: random.Random) -> Fault:
+    return Outage(at=_at(draw), lasts=_lasts(draw, 12))
+
+
+def _loss(draw: random.Random) -> Fault:
+    return Loss(at=_at(draw), lasts=_lasts(draw, 10), share=draw.choice((0.002, 0.01, 0.03)))
+
+
+def _jitter(draw: random.Random) -> Fault:
+    return Jitter(at=_at(draw), lasts=_lasts(draw, 20), up_to_s=draw.choice((0.002, 0.02, 0.1)))
+
+
+_OF_NODES: tuple[Callable[[random.Random, ClusterSpec], Fault], ...] = (
+    *(_crash,) * 3, _leave, _pause, _bus_cut, _peer_cut, _slow_link, _corrupt,
+)  # fmt: skip
+_OF_ALL: tuple[Callable[[random.Random], Fault], ...] = (
+    _planner, _registry, _outage, _loss, _jitter,
+)  # fmt: skip

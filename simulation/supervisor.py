@@ -1,0 +1,96 @@
+"""One of the cluster's processes: a service on a bus of its own, which may stop, die and come back.
+
+Each runs as a task, under the cluster's task group, as each service ends when something in it
+fails: that then ends the cluster with the same error.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from shared import telemetry
+from shared.bus.base import Bus
+from shared.bus.memory import MemoryBus
+from shared.errors import BusError, Conflict
+from shared.service import Service
+from simulation.bus import SimBroker
+
+S = TypeVar("S", bound=Service)
+
+RESTART_S = 1.0
+"""As systemd's (`deploy/systemd`): a process that finds no bus at its start ends, and is begun
+again."""
+
+
+class Process(Generic[S]):
+    """One life of it. Who comes back under its name is another."""
+
+    def __init__(self, broker: SimBroker, name: str, make: Callable[[Bus], S]) -> None:
+        self.name = name
+        self.bus: MemoryBus | None = None
+        self.service: S | None = None
+        """While it is up."""
+        self._broker = broker
+        self._make = make
+        self._up = asyncio.Event()
+        """Or has ended."""
+        self._opened = False
+        self._ending = asyncio.Event()
+        self._dead = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> S:
+        """Conflict if it is not up."""
+        if self.service is None:
+            raise Conflict(f"{self.name} is not up")
+        return self.service
+
+    async def begin(self, group: asyncio.TaskGroup) -> None:
+        """Returns once it is up, or has been ended."""
+        self._task = group.create_task(self._run(), name=self.name)
+        await self._up.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM: in good order, as far as that goes. Returns when it is over."""
+        self._ending.set()
+        self._up.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def kill(self) -> None:
+        """SIGKILL: nothing that it still does reaches anybody."""
+        self._broker.crash(self.name)
+        self._dead = True
+        self.service = None
+        self._up.set()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                await self._live()
+                return
+            except BusError as error:
+                if self._dead:
+                    return
+                if self._opened:
+                    raise
+                telemetry.logger("supervisor", name=self.name).warning(
+                    "begun again", why=str(error)
+                )
+                await asyncio.sleep(RESTART_S)
+            except Exception:
+                if not self._dead:
+                    raise
+                return
+
+    async def _live(self) -> None:
+        async with MemoryBus(self._broker, self.name) as self.bus, self._make(self.bus) as service:
+            self.service, self._opened = service, True
+            self._up.set()
+            try:
+                await self._ending.wait()
+            finally:
+                self.service = None

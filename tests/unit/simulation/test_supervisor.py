@@ -1,0 +1,158 @@
+"""Processes in virtual time: what they fail with gets out, unless they are dead."""
+
+import asyncio
+from typing import ClassVar
+
+import pytest
+
+from shared.bus.base import Bus
+from shared.bus.memory import MemoryBus
+from shared.errors import Conflict
+from shared.messages import Message, Ok, Ping
+from shared.service import Service
+from simulation import loop
+from simulation.bus import SimBroker
+from simulation.supervisor import Process
+
+HERE = "here"
+
+
+class Echo(Service):
+    """Serves `here`, and says to `log` what becomes of it."""
+
+    role: ClassVar[str] = "echo"
+
+    def __init__(self, bus: Bus, log: list[str]) -> None:
+        super().__init__("echo")
+        self._bus = bus
+        self._said = log
+
+    async def open(self) -> None:
+        served = await self._bus.serve(HERE, self._answer)
+        self.resources.push_async_callback(served.close)
+        self._said.append("open")
+
+    async def drain(self) -> None:
+        self._said.append("drained")
+
+    async def _answer(self, message: Message) -> Message:
+        return Ok()
+
+
+class World:
+    def __init__(self) -> None:
+        self.broker = SimBroker()
+        self.log: list[str] = []
+
+    def process(self) -> Process[Echo]:
+        return Process(self.broker, "echo", lambda bus: Echo(bus, self.log))
+
+    async def answers(self) -> bool:
+        async with MemoryBus(self.broker, "asker") as bus:
+            try:
+                await bus.request(HERE, Ping(), Ok, timeout=1)
+            except Exception:
+                return False
+            return True
+
+
+async def fail() -> None:
+    raise RuntimeError("broken")
+
+
+def test_one_that_is_stopped_drains() -> None:
+    world = World()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            await process.begin(group)
+            assert process.running is process.service
+            assert await world.answers()
+            await process.stop()
+            assert not await world.answers()
+            with pytest.raises(Conflict, match="echo is not up"):
+                _ = process.running
+
+    loop.run(work())
+    assert world.log == ["open", "drained"]
+
+
+def test_one_that_is_killed_is_gone_at_once_and_another_may_begin() -> None:
+    world = World()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            first, second = world.process(), world.process()
+            await first.begin(group)
+            first.kill()
+            assert first.service is None
+            assert not await world.answers()
+            await second.begin(group)
+            assert await world.answers()
+            await second.stop()
+
+    loop.run(work())
+    assert world.log == ["open", "open", "drained"]
+
+
+def test_what_it_fails_with_gets_out() -> None:
+    world = World()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            await process.begin(group)
+            process.running.spawn(fail(), name="fails")
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        loop.run(work())
+    assert caught.group_contains(RuntimeError, match="broken")
+
+
+def test_what_a_dead_one_fails_with_does_not() -> None:
+    world = World()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            await process.begin(group)
+            process.running.spawn(fail(), name="fails")
+            process.kill()
+            await asyncio.sleep(10)
+
+    loop.run(work())
+
+
+def test_without_a_bus_it_is_begun_again_until_there_is_one() -> None:
+    world = World()
+
+    async def work() -> float:
+        world.broker.fail()
+        asyncio.get_running_loop().call_later(20, world.broker.recover)
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            await process.begin(group)
+            up_at = asyncio.get_running_loop().time()
+            await process.stop()
+            return up_at
+
+    assert 20 <= loop.run(work()) < 26
+    assert world.log == ["open", "drained"]
+
+
+def test_one_may_be_stopped_while_it_waits_for_a_bus() -> None:
+    world = World()
+
+    async def work() -> None:
+        world.broker.fail()
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            begun = asyncio.create_task(process.begin(group))
+            await asyncio.sleep(1)
+            await process.stop()
+            await begun
+
+    loop.run(work(), limit_s=30)
+    assert world.log == []
