@@ -43,10 +43,11 @@ class _Timer(asyncio.TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Relies on three of its base's internals: `_ready`, `_run_once` and `_stopping`."""
+    """Relies on its base's internals `_ready`, `_run_once`, `_stopping` and `_check_closed`."""
 
     _ready: deque[asyncio.Handle]
     _stopping: bool
+    _check_closed: Callable[[], None]
 
     def __init__(self, *, late_s: float = 0.0, limit_s: float = math.inf) -> None:
         """`late_s`: by how much timers fire late. `limit_s`: Stalled if time would go beyond."""
@@ -63,6 +64,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """As the base's, without what it checks in debug mode."""
+        self._check_closed()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
 
     def call_at(
         self,

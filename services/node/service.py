@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -62,6 +63,9 @@ class NodeService(Service):
         self._config = config
         self._parts = parts or RealParts(config)
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
+        self._calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        """Of other threads, for the control loop to make."""
+        self._calling = threading.Lock()
         self._status_due = asyncio.Event()
         self._status_seq = 0
         self._profiler = Profiler()
@@ -129,9 +133,20 @@ class NodeService(Service):
         self._data.send(address, header, payload)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
-        """From another thread: has the control loop call `function`."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(function, *args)
+        """From another thread: has the control loop call `function`, which raises nothing; in
+        the order of the calls. The loop is woken once for all that come before it looks."""
+        with self._calling:
+            first = not self._calls
+            self._calls.append((function, args))
+        if first:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._make_calls)
+
+    def _make_calls(self) -> None:
+        with self._calling:
+            calls, self._calls = self._calls, []
+        for function, args in calls:
+            function(*args)
 
     def _describe(self) -> NodeInfo:
         config = self._config

@@ -192,6 +192,8 @@ class Steps:
 
     def flush(self) -> None:
         """Everything for one gateway goes out in one message."""
+        if not self._out:
+            return
         out, self._out = self._out, {}
         for gateway, box in out.items():
             message = Tokens(node=self._node, tokens=tuple(box.tokens), failed=tuple(box.failed))

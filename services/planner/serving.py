@@ -54,6 +54,8 @@ class Serving:
         self._revision = next(context.revisions)
         self._published_at = float("-inf")
         self._closed = False
+        self._basis: tuple[object, ...] = ()
+        """What the instances were made from; only those that retire change by themselves."""
 
     # --- the members ---
 
@@ -148,18 +150,22 @@ class Serving:
         if self._closed:
             return
         before = self.instances
-        self.instances = self._within_limit(
-            instances.revise(
-                before,
-                self.members,
-                self._planned,
-                self._record.n_blocks,
-                busy=self.busy,
-                running=self.requests_on,
-                new_id=new_id,
-                event=self.cause.event,
+        running = self._context.cluster.running(self._record.name)
+        basis = self.members, self._planned, running
+        if self._retired or basis != self._basis:
+            self._basis = basis
+            self.instances = self._within_limit(
+                instances.revise(
+                    before,
+                    self.members,
+                    self._planned,
+                    self._record.n_blocks,
+                    busy=self.busy,
+                    running=running,
+                    new_id=new_id,
+                    event=self.cause.event,
+                )
             )
-        )
         if self.instances != before:
             self._revision = next(self._context.revisions)
             self._publish()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -131,24 +132,31 @@ class Inbox:
     def __init__(self, delivery: Delivery, subject: str) -> None:
         self._delivery = delivery
         self._subject = subject
-        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue(INBOX_LIMIT)
+        self._waiting: deque[bytes] = deque()
+        self._asleep: asyncio.Future[None] | None = None
+        """What the task waits for while there is nothing to do."""
         self._closed = False
 
     def put(self, data: bytes) -> None:
-        try:
-            self._waiting.put_nowait(data)
-        except asyncio.QueueFull:
+        if len(self._waiting) == INBOX_LIMIT:
             self._delivery.dropped += 1
             self._delivery.log.error("message dropped: slow handler", subject=self._subject)
+            return
+        self._waiting.append(data)
+        self._wake()
 
     def close(self) -> None:
         self._closed = True
-        if self._waiting.empty():
-            self._waiting.put_nowait(None)  # wakes the task, which then ends
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._asleep is not None and not self._asleep.done():
+            self._asleep.set_result(None)
 
     async def work_off(self, handler: Handler) -> None:
-        while True:
-            data = await self._waiting.get()
-            if self._closed or data is None:
-                return
-            await self._delivery.handle(self._subject, handler, data)
+        while not self._closed:
+            if self._waiting:
+                await self._delivery.handle(self._subject, handler, self._waiting.popleft())
+            else:
+                self._asleep = asyncio.get_running_loop().create_future()
+                await self._asleep

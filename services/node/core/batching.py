@@ -83,7 +83,9 @@ class Batcher:
 
     def take(self) -> tuple[Part, ...]:
         """What to run in a new sweep, of one model, the oldest first. Empty: nothing can run."""
-        self._leader.admit(self.kv_reserved, self._tick())
+        tick = self._tick()
+        if self._leader.waiting:
+            self._leader.admit(self.kv_reserved, tick)
         oldest = sorted(self._runnable(), key=lambda found: found[0])
         parts: list[Part] = []
         room = self._step_tokens

@@ -88,8 +88,6 @@ class Leader:
 
         One takes as much of a slot as its first stage is of the model.
         """
-        if not self.waiting:
-            return
         taken = sum(sequence.share for sequence in self.running.values())
         while self.waiting:
             sequence = self.waiting[0]

@@ -40,6 +40,10 @@ class Sequence:
     tokens: list[int]
     share: Fraction
     """What the leader runs of the model for it."""
+    limit: int
+    """Positions that it can come to."""
+    prompt: int
+    """Tokens that the attempt began with: the prompt, and what was generated before."""
     admitted: int = 0
     """When it began to run, in the scheduler's ticks."""
     ready: int = 0
@@ -54,11 +58,15 @@ class Sequence:
     def of(cls, submit: Submit) -> "Sequence":
         key = sequence_key(submit.request, submit.attempt)
         path = Path(submit.model_id, submit.stages)
-        return cls(submit, key, path, list(submit.tokens), share_of(submit))
-
-    @property
-    def limit(self) -> int:
-        return limit_of(self.submit)
+        return cls(
+            submit,
+            key,
+            path,
+            list(submit.tokens),
+            share_of(submit),
+            limit_of(submit),
+            len(submit.tokens),
+        )
 
     @property
     def started(self) -> bool:
@@ -67,12 +75,12 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        return self.position >= len(self.submit.tokens)
+        return self.position >= self.prompt
 
     @property
     def turn(self) -> int:
         """Lower goes first in its lane."""
-        return self.ready if self.decodes else self.admitted
+        return self.ready if self.position >= self.prompt else self.admitted
 
     def depart(self, batch: int, count: int) -> Row:
         """Its next `count` positions, in a micro-batch."""
@@ -118,8 +126,8 @@ class Lane:
         """Tick since which a micro-batch could have been formed; None: there is none to form."""
         if len(self.flights) >= len(self.path.stages):
             return None
-        ready = [s.ready for s in self.sequences.values() if s.flight is None]
-        return max(min(ready), self.formed) if ready else None
+        since = min((s.ready for s in self.sequences.values() if s.flight is None), default=None)
+        return None if since is None else max(since, self.formed)
 
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
         """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens."""
@@ -135,7 +143,7 @@ class Lane:
                 break
             count = 1
             if not sequence.decodes:
-                count = min(len(sequence.submit.tokens) - sequence.position, prompt_budget)
+                count = min(sequence.prompt - sequence.position, prompt_budget)
                 prompt_budget -= count
             if count:
                 rows.append(sequence.depart(batch, count))

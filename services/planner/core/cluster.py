@@ -5,7 +5,8 @@ they said before. What they say is sorted by model when it changes, so that a qu
 model costs what concerns that model.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from services.planner.core.scaling import Demand
@@ -183,9 +184,18 @@ class Cluster:
             prompt_tokens=sum(load.prompt_tokens for load in loads),
         )
 
+    def running(self, model: ModelName) -> Mapping[InstanceId, int]:
+        """Requests in flight on the model's instances, as the gateways last said."""
+        loads = self._of(model)
+        if len(loads) == 1:
+            return loads[0].instance_requests
+        total: Counter[InstanceId] = Counter()
+        for load in loads:
+            total.update(load.instance_requests)
+        return total
+
     def requests_on(self, model: ModelName, instance: InstanceId) -> int:
-        """Requests in flight on an instance, as the gateways last said."""
-        return sum(load.instance_requests.get(instance, 0) for load in self._of(model))
+        return self.running(model).get(instance, 0)
 
     def reported_since(self, at: float) -> bool:
         """Whether what gateways say is later than that, of all who still count."""

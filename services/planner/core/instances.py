@@ -108,12 +108,12 @@ def revise(
     blocks: int,
     *,
     busy: Callable[[InstanceId], bool],
-    running: Callable[[InstanceId], int],
+    running: Mapping[InstanceId, int],
     new_id: Callable[[str], str],
     event: EventId | None,
 ) -> tuple[Instance, ...]:
     """The next set. `planned` may be of a while ago; `busy`: whether requests still run on an
-    instance, for all that is known; `running`: how many are known to; `new_id` makes the ids of
+    instance, for all that is known; `running`: how many are known to, if any; `new_id` makes the ids of
     paths, which are said to be of `event`.
     """
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
@@ -152,7 +152,7 @@ def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
 def _with_room(
     candidates: tuple[Instance, ...],
     members: Mapping[NodeId, Member],
-    running: Callable[[InstanceId], int],
+    running: Mapping[InstanceId, int],
 ) -> tuple[Instance, ...]:
     """Slots of those that serve: what their capacity asks for, less what is taken on the busiest
     of their nodes by requests beyond the plan: on instances that drain, or that now have fewer
@@ -162,7 +162,7 @@ def _with_room(
     for i in candidates:
         if i.state is not InstanceState.MOVING:
             planned = i.slots if i.state is InstanceState.SERVING else 0
-            beyond = max(0, running(i.id) - planned) / i.stages[-1].stop
+            beyond = max(0, running.get(i.id, 0) - planned) / i.stages[-1].stop
             for stage in i.stages:
                 taken[stage.node] = taken.get(stage.node, 0.0) + beyond * (stage.stop - stage.start)
 

@@ -61,7 +61,7 @@ class Model:
             self.planned,
             BLOCKS,
             busy=self.busy.__contains__,
-            running=lambda instance: self.running.get(instance, 0),
+            running=self.running,
             new_id=lambda kind: f"{kind}-{next(self._ids)}",
             event=EVENT,
         )
