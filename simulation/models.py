@@ -189,4 +189,5 @@ def model_record(
         created_ns=created_ns,
         min_instances=min_instances,
         max_instances=max_instances,
+        chunk_bytes=manifest.chunk_bytes,
     )

@@ -134,6 +134,7 @@ class Library:
             created_ns=wall_ns(),
             min_instances=message.min_instances,
             max_instances=message.max_instances,
+            chunk_bytes=imported.manifest.chunk_bytes,
         )
 
 

@@ -50,9 +50,7 @@ class Planning:
         self, held: Held, targets: Collection[NodeId], reluctant: Collection[NodeId]
     ) -> tuple[Transfer, ...]:
         """See `placement.repair_transfers`."""
-        return repair_transfers(
-            held, targets, self._model.block_bytes, self._links, reluctant=reluctant
-        )
+        return repair_transfers(held, targets, self._model, self._links, reluctant=reluctant)
 
     def expected(self) -> Callable[[Transfer], float]:
         """Seconds of a transfer that has its links for itself; inf where a rate is not known."""

@@ -133,6 +133,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     min_instances: int = 0
     max_instances: int = 0
     """0: as many as there are nodes."""
+    chunk_bytes: int = 0
+    """The manifest's. 0: not known (a record from before there was the field); it is then
+    predicted that blocks are relayed whole, which is later than they are."""
 
 
 class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):

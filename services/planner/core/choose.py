@@ -14,6 +14,7 @@ from services.planner.core.costs import (
     Link,
     are_equal,
     best_blocks,
+    equal_links_seconds,
     is_uniform,
     least_seconds,
     schedule_arrivals,
@@ -123,6 +124,8 @@ class _Candidate:
     floor: Outlook
     score: float
     """No less than this."""
+    exact: bool
+    """The floor is what it takes, on equal links with equal blocks."""
 
 
 class _Judge:
@@ -157,8 +160,9 @@ class _Judge:
             raise PlanError("no multicast reaches every destination over these links")
         others = sorted((c for c in judged if c is not best), key=lambda c: c.score)
         if schedule is None:
-            schedule = strategy(best.strategy)(units(self._task, best.unit))
-            best = replace(best, outlook=self._in_steps(schedule, best.outlook))
+            task = units(self._task, best.unit)
+            schedule = strategy(best.strategy)(task)
+            best = replace(best, outlook=self._in_steps(schedule, task, best.outlook))
         return Choice(
             best.strategy,
             best.unit,
@@ -174,42 +178,46 @@ class _Judge:
             names, sizes = FOR_UNEQUAL_LINKS, sizes[:1]
         for size in sizes:
             task = units(self._task, size)
-            sources = len(task.sources)
-            steps = lower_bound(task.nodes, task.blocks, sources)
-            in_chain = max(steps, task.blocks + -(-task.nodes // sources) - 2)
-            floors = {count: self._floor(task, count) for count in {steps, in_chain}}
+            exact = self._equal_links and are_equal(task.block_bytes[:-1] or task.block_bytes)
+            floors: dict[int, Outlook] = {}
             for name in names:
-                floor = floors[in_chain if name == "chain" else steps]
-                yield _Candidate(name, size, task, floor, _score(floor))
+                if exact:
+                    floor = self._on_equal_links(name, task)
+                else:
+                    fill = _fill(name, task)
+                    floor = floors.get(fill) or _floor(task, fill)
+                    floors[fill] = floor
+                yield _Candidate(name, size, task, floor, _score(floor), exact)
 
-    def _floor(self, task: Task, steps: int) -> Outlook:
-        """What no schedule of so many steps beats; on equal links with equal blocks what the
-        binomial pipeline takes."""
-        over = least_seconds(task, fill=steps - task.blocks)
-        if not self._equal_links:
-            return Outlook(all_complete_s=over, mean_capacity=1.0)
+    def _on_equal_links(self, name: str, task: Task) -> Outlook:
+        """What it takes; the capacity is a bound for any schedule."""
+        over = equal_links_seconds(name, task)
+        steps = math.ceil(over / _block_s(task) * (1 - 1e-9))
         share = equal_links_capacity(
-            task.nodes, task.blocks, len(task.sources), steps, sources_run=self._sources_run()
+            task.nodes,
+            task.blocks,
+            len(task.sources),
+            steps,
+            sources_run=self._sources_run(),
+            whole_blocks=task.first_chunks == task.block_bytes,
         )
         return Outlook(all_complete_s=over, mean_capacity=share)
 
     def _evaluate(self, candidate: _Candidate) -> tuple[Schedule | None, Outlook]:
-        task = candidate.task
-        exact = self._equal_links and candidate.strategy == "binomial"
-        if self._large and exact and are_equal(task.block_bytes[:-1] or task.block_bytes):
-            return None, candidate.floor  # exact, and quick
-        schedule = strategy(candidate.strategy)(task)
-        return schedule, self._simulate(schedule, task)
+        if self._large and candidate.exact:
+            return None, candidate.floor
+        schedule = strategy(candidate.strategy)(candidate.task)
+        return schedule, self._simulate(schedule, candidate.task)
 
-    def _in_steps(self, schedule: Schedule, outlook: Outlook) -> Outlook:
+    def _in_steps(self, schedule: Schedule, task: Task, outlook: Outlook) -> Outlook:
         """With what follows from the steps of a schedule on equal links, all of one length."""
-        step_s = (outlook.all_complete_s or 0.0) / schedule.steps
+        step_s, over = _block_s(task), outlook.all_complete_s or 0.0
         last = {move.dst: move.step for move in schedule.moves}
         early = self._serving.max_stages > 1 and self._sources_run()
         return replace(
             outlook,
             first_path_s=step_s if early else None,
-            first_complete_s=min(last.values()) * step_s,
+            first_complete_s=min(min(last.values()) * step_s, over),
         )
 
     def _sources_run(self) -> bool:
@@ -230,6 +238,23 @@ class _Judge:
         if block_s is None:
             return self._serving
         return replace(self._serving, block_s={n: s * share for n, s in block_s.items()})
+
+
+def _fill(name: str, task: Task) -> int:
+    """Hops behind a source at which the strategy's last destination begins."""
+    nodes, sources = task.nodes, len(task.sources)
+    least = max(lower_bound(nodes, 1, sources) - 1, 0)
+    return max(least, -(-nodes // sources) - 2) if name == "chain" else least
+
+
+def _floor(task: Task, fill: int) -> Outlook:
+    """What no schedule with so many hops beats."""
+    return Outlook(all_complete_s=least_seconds(task, fill=fill), mean_capacity=1.0)
+
+
+def _block_s(task: Task) -> float:
+    rate = max(max(port.out, port.into) for port in task.fabric.ports)
+    return task.fabric.overhead_s + max(task.block_bytes) / rate
 
 
 def _score(outlook: Outlook) -> float:

@@ -165,21 +165,29 @@ def capacity_bound(held: Iterable[int], blocks: int) -> float:
 
 
 def equal_links_capacity(
-    nodes: int, blocks: int, sources: int, steps: int, *, sources_run: bool
+    nodes: int,
+    blocks: int,
+    sources: int,
+    steps: int,
+    *,
+    sources_run: bool,
+    whole_blocks: bool = True,
 ) -> float:
     """Mean share of the final capacity over `steps` steps that no schedule on equal links beats.
 
     k sources put e = min(k, D) new blocks out a step, so that at step t at least b - e(t - j)
     blocks have at most k 2^j holders: N or k 2^j b / (b - e(t - j)), the least over j; without the
-    sources as stages k (2^j - 1) in place of k 2^j.
+    sources as stages k (2^j - 1) in place of k 2^j. Unless relays forward `whole_blocks`, only j = 0
+    holds: a block that has left its source can be everywhere within the step.
     """
     receivers = nodes - sources
     out, idle = min(sources, receivers), 0 if sources_run else 1
+    oldest = nodes.bit_length() if whole_blocks else 0
     final = nodes if sources_run else receivers
     total = 0.0
     for step in range(steps):
         bound = float(final)
-        for age in range(min(step, nodes.bit_length()), -1, -1):
+        for age in range(min(step, oldest), -1, -1):
             rare = blocks - out * (step - age)
             if rare <= 0:
                 break

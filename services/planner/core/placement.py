@@ -91,7 +91,10 @@ def plan_transfers(
     index = {node: i for i, node in enumerate(nodes)}
     fabric = links.fabric(nodes)
     task = Task(
-        fabric or uniform(len(nodes)), tuple(model.block_bytes), tuple(range(len(roles.sources)))
+        fabric or uniform(len(nodes)),
+        model.block_bytes,
+        tuple(range(len(roles.sources))),
+        model.chunk_bytes,
     )
     serving = Serving(
         max_stages,
@@ -173,7 +176,7 @@ def _from_disks(
 def repair_transfers(
     held: Held,
     targets: Iterable[NodeId],
-    block_bytes: Sequence[int],
+    model: ModelRecord,
     links: Links,
     *,
     reluctant: Collection[NodeId] = (),
@@ -188,7 +191,9 @@ def repair_transfers(
     moves = repair_soonest(
         [held[node] for node in nodes],
         [index[target] for target in targets],
-        Task(links.fabric(nodes) or uniform(len(nodes)), tuple(block_bytes), ()),
+        Task(
+            links.fabric(nodes) or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes
+        ),
         reluctant=[index[node] for node in reluctant if node in index],
     )
     return _transfers(moves, nodes)

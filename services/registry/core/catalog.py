@@ -103,6 +103,11 @@ def _check(record: ModelRecord) -> None:
             f"model {record.name!r} gives the sizes of {len(record.block_bytes)} blocks, "
             f"but has {record.n_blocks}: import the checkpoint again"
         )
+    if record.chunk_bytes < 0:
+        raise BadInput(
+            f"model {record.name!r} has chunks of {record.chunk_bytes} bytes: "
+            "0 (not known) or more; import the checkpoint again"
+        )
     if record.min_instances < 0 or record.max_instances < 0:
         raise BadInput(f"model {record.name!r}: limits on instances must not be negative")
     if 0 < record.max_instances < record.min_instances:

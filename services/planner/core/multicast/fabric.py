@@ -72,6 +72,8 @@ class Task:
     block_bytes: tuple[int, ...]
     sources: tuple[int, ...]
     """Nodes that hold every block, best first."""
+    chunk_bytes: int = 0
+    """Relays forward a block while they receive it, by chunks; 0: only when it is complete."""
     group_setup_s: float = 0.3
     """What it takes a collective library to form a group (NCCL: hundreds of ms)."""
 
@@ -82,6 +84,11 @@ class Task:
     @property
     def blocks(self) -> int:
         return len(self.block_bytes)
+
+    @property
+    def first_chunks(self) -> tuple[int, ...]:
+        """By block, the bytes that a relay must have of it before it forwards any."""
+        return tuple(min(self.chunk_bytes or size, size) for size in self.block_bytes)
 
     @property
     def destinations(self) -> tuple[int, ...]:
