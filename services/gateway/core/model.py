@@ -99,7 +99,7 @@ class Model:
         self.dispatch(now)
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
-        """Takes the request's next token; says whether a slot came free."""
+        """Takes the request's next token; says whether its instance has more room now."""
         route = self._route(request)
         first = request.state is State.SUBMITTED
         if first and not route.served:
@@ -120,8 +120,9 @@ class Model:
             self._detach(route, request)
             self._close(request, State.DONE, finish)
         elif first:
+            self._prefilled(route, request)
             request.become(State.STREAMING, "first token")
-        return bool(finish)
+        return first or bool(finish)
 
     def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
         """The node refused the attempt, did not answer, or gave it up."""
@@ -171,7 +172,11 @@ class Model:
         draw = self._rules.draw
         routes = self.table.routes.values()
         position = 0
-        while position < len(self.queue) and any(route.takes(now) for route in routes):
+        while (
+            position < len(self.queue)
+            and self.table.has_room
+            and any(route.takes(now) for route in routes)
+        ):
             request = self.queue[position]
             route = routing.choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
@@ -234,8 +239,11 @@ class Model:
         request.charge = request.work
         if instance.event is not None:
             request.traces[route.trace] = None
+        request.prefill = len(request.prompt) + len(request.tokens)
         route.requests[request.id] = request
         route.tokens += request.charge
+        route.prompts += request.prefill
+        self.table.prompts += request.prefill
         submit = Submit(
             request=request.id,
             attempt=request.attempt,
@@ -290,9 +298,15 @@ class Model:
 
     def _detach(self, route: Route, request: Request) -> None:
         del route.requests[request.id]
+        self._prefilled(route, request)
         route.tokens -= request.charge
         request.charge = 0
         request.instance = None
+
+    def _prefilled(self, route: Route, request: Request) -> None:
+        route.prompts -= request.prefill
+        self.table.prompts -= request.prefill
+        request.prefill = 0
 
     def _fail(self, request: Request, error: LambdaScaleError) -> None:
         self._out.append(End(request.id, error))

@@ -67,6 +67,8 @@ class Request:
     """When the attempt was submitted or gave its last token."""
     charge: int = 0
     """Tokens of work that it counts for on its instance."""
+    prefill: int = 0
+    """Those of them that its instance has to prefill before its first token."""
     history: list[str] = field(default_factory=list)
     traces: dict[str, None] = field(default_factory=dict)
     """Of the scaling events that made the instances it ran on, in order."""

@@ -19,6 +19,9 @@ request that it refused keeps away twice as long, so that others go first: it ma
 AVOID_MAX_S = 1.0
 HOP_STEPS = 0.25
 """What a token gains by leaving a path, in decode steps for each hop of the path."""
+PROMPTS_AHEAD = 4096
+"""Tokens of prompts that an instance of capacity 1 may have before it (one prompt in any case):
+enough to keep it busy. More would wait there in vain when another instance appears."""
 PREFILL_TOKENS = 64
 """Tokens that are prefilled in the time of one decode step."""
 
@@ -33,6 +36,8 @@ class Route:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     tokens: int = 0
     """Outstanding: the sum of its requests' charges."""
+    prompts: int = 0
+    """Tokens to prefill, of requests that have no token from here yet."""
     avoid_until: float = float("-inf")
     refusals: int = 0
     """In a row."""
@@ -45,6 +50,7 @@ class Route:
             instance.state is InstanceState.SERVING
             and len(self.requests) < instance.slots
             and instance.capacity > 0
+            and self.prompts <= PROMPTS_AHEAD * instance.capacity
             and now >= self.avoid_until
         )
 
@@ -64,6 +70,15 @@ class Table:
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
+        self.prompts = 0
+        """Tokens to prefill, of all requests that have no token from where they are."""
+        self._capacity = 0.0
+        """Of all that serve."""
+
+    @property
+    def has_room(self) -> bool:
+        """For one more prompt. Paths that are no longer used have prompts before them as well."""
+        return self.prompts <= PROMPTS_AHEAD * self._capacity
 
     def apply(self, new: InstanceSet) -> list[Route]:
         """Takes a set over unless a newer one was seen; returns the routes that are gone.
@@ -79,6 +94,7 @@ class Table:
             route = old.pop(instance.id, None) or Route(instance, new.trace)
             route.instance = instance
             self.routes[instance.id] = route
+        self._count()
         return list(old.values())
 
     def drop_node(self, node: NodeId) -> list[Route]:
@@ -90,7 +106,12 @@ class Table:
         ]
         for route in gone:
             del self.routes[route.instance.id]
+        self._count()
         return gone
+
+    def _count(self) -> None:
+        instances = [route.instance for route in self.routes.values()]
+        self._capacity = sum(i.capacity for i in instances if i.state is InstanceState.SERVING)
 
 
 def pause(refusals: int) -> float:

@@ -6,7 +6,7 @@ from services.gateway.core.commands import Command, Emit, End, Resumed, Send, Wi
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request
-from services.gateway.core.routing import AVOID_S
+from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD
 from services.gateway.core.streams import Verdict, judge
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, NotFound
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
@@ -222,3 +222,27 @@ def test_work_is_counted_as_it_shrinks() -> None:
     driver.dispatch.cancel(RequestId("a"), driver.now)
     (load,) = driver.dispatch.loads()
     assert (load.running_tokens, load.queued_requests) == (15, 0)
+
+
+def test_prompts_wait_here_for_whoever_can_prefill_them_first() -> None:
+    first, second = replica(1), replica(2)
+    driver = Driver(first)
+    half = PROMPTS_AHEAD // 2 + 1
+    assert [r for r, *_ in sent(driver.admit("a", "b", "c", "d", prompt=half))] == ["a", "b"]
+    assert sent(driver.publish(first, second)) == [("c", second.id, 1), ("d", second.id, 1)]
+
+
+def test_a_first_token_makes_room_for_the_next_prompt() -> None:
+    driver = Driver(replica(1))
+    assert len(sent(driver.admit("a", "b", prompt=PROMPTS_AHEAD + 1))) == 1, "one in any case"
+    assert [r for r, *_ in sent(driver.give("a", 1, 0))] == ["b"]
+
+
+def test_prompts_before_a_path_that_is_no_longer_used_count() -> None:
+    way = path(1, 2)
+    driver = Driver(way)
+    assert len(sent(driver.admit("a", prompt=2 * PROMPTS_AHEAD))) == 1
+    drains = path(1, 2, state=InstanceState.DRAINING)
+    driver.publish(drains, replica(1))
+    assert sent(driver.admit("b")) == []
+    assert [r for r, *_ in sent(driver.give("a", 1, 0))] == ["b"]
