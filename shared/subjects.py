@@ -12,6 +12,7 @@ REGISTRY_SOURCES = f"{ROOT}.registry.sources"
 REGISTRY_RESERVE = f"{ROOT}.registry.reserve"
 REGISTRY_UNRESERVE = f"{ROOT}.registry.unreserve"
 REGISTRY_POOL = f"{ROOT}.registry.pool"
+REGISTRY_NODES = f"{ROOT}.registry.nodes"
 
 # --- the pool's broadcasts ---
 POOL_STATUS = f"{ROOT}.pool.status"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,13 +50,16 @@ LEAST_KV = 0.05
 QUEUE = 1 << 20
 QUEUE_TIMEOUT_S = 600.0
 """A simulation measures how long requests wait; it turns none away."""
+LEAST_UNIT = 4096
+REAL_BYTES = 1 << 30
+"""Most that the arenas of a cluster take of this machine's memory, about."""
 LATENCY_S = 10e-6
 """Of a byte between two nodes."""
 REGISTRY, PLANNER, GATEWAY, NODE = "registry", "planner", "gateway", "node-"
 """Names of processes; a node's begins so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClusterSpec:
     system: System
     hardware: Hardware
@@ -67,8 +71,6 @@ class ClusterSpec:
     blocks: int = 16
     chunks: int = 1
     """Of the largest block: what a relay forwards before it has the block."""
-    unit: int = 4096
-    """Modelled bytes that one real byte stands for."""
     slots: int = 16
     step_tokens: int = 2048
     min_instances: int = 1
@@ -79,7 +81,7 @@ class ClusterSpec:
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
 
-    @property
+    @cached_property
     def arena_bytes(self) -> int:
         """Modelled bytes for weights on a node. ConfigError if a model does not fit."""
         usable = USABLE * self.hardware.memory_bytes
@@ -91,7 +93,16 @@ class ClusterSpec:
             )
         return math.ceil(max(WEIGHTS * usable, largest.nbytes * 1.01))
 
-    @property
+    @cached_property
+    def unit(self) -> int:
+        """Modelled bytes that one real byte stands for: so many that all arenas fit into
+        REAL_BYTES."""
+        unit = LEAST_UNIT
+        while self.nodes * self.arena_bytes > REAL_BYTES * unit:
+            unit *= 2
+        return unit
+
+    @cached_property
     def kv_tokens(self) -> int:
         """Positions, of the model that needs most for one."""
         free = USABLE * self.hardware.memory_bytes - self.arena_bytes

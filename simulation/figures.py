@@ -293,7 +293,7 @@ def _steps(run: SystemRun, value: Callable[[Sample], float]) -> tuple[list[float
 
 def _totals(axis: plt.Axes, runs: Sequence[SystemRun], value: Callable[[Sample], float]) -> None:
     for run in runs:
-        at, totals = cumulative(run, value)
+        at, totals = cumulative(run, value, _end_s(runs))
         axis.plot(at, totals, label=run.system, **_look(run).of_line())
     axis.set_ylim(bottom=0)
     axis.set_xlim(0, _end_s(runs))

@@ -48,7 +48,7 @@ class Measures:
     slo_attainment: float
     """Share of all requests, also of those that failed."""
     gpu_seconds: float
-    """Nodes with device memory set aside, over time."""
+    """Nodes with device memory set aside, over time; the same time for all that are compared."""
     host_cache_gb_mean: float
     """Model copies in host memory, 10^9 bytes over all nodes, mean over time."""
     scale_events: int
@@ -63,9 +63,20 @@ class Measures:
     tokens: int
     virtual_s: float
     wall_s: float
+    """What the simulation itself cost: this, CPU time and memory at its peak."""
+    cpu_s: float
+    peak_gb: float
 
 
-def measure(run: SystemRun, objective: Objective) -> Measures:
+def measure_all(runs: Mapping[str, SystemRun], objective: Objective) -> dict[str, Measures]:
+    """What runs cost is counted until the end of the longest: who still works off a backlog pays
+    for it, and who was done before pays for what it goes on holding."""
+    end_s = max((run.virtual_s for run in runs.values()), default=0.0)
+    return {system: measure(run, objective, end_s) for system, run in runs.items()}
+
+
+def measure(run: SystemRun, objective: Objective, end_s: float) -> Measures:
+    """`end_s`: until when what it holds is counted; not before the run's end."""
     requests, events = run.requests, run.events
     met = sum(map(objective.met, requests))
     return Measures(
@@ -74,9 +85,9 @@ def measure(run: SystemRun, objective: Objective) -> Measures:
         ttft_ms=percentiles(request.ttft_s for request in requests),
         tpot_ms=percentiles(request.tpot_s for request in requests),
         slo_attainment=met / len(requests) if requests else 0.0,
-        gpu_seconds=integral(run, lambda sample: sample.gpus),
-        host_cache_gb_mean=integral(run, lambda sample: sample.host_bytes)
-        / max(run.virtual_s, 1e-9)
+        gpu_seconds=integral(run, lambda sample: sample.gpus, end_s),
+        host_cache_gb_mean=integral(run, lambda sample: sample.host_bytes, end_s)
+        / max(end_s, 1e-9)
         / 1e9,
         scale_events=len(events),
         errors=dict(Counter(request.error for request in requests if request.error)),
@@ -87,6 +98,8 @@ def measure(run: SystemRun, objective: Objective) -> Measures:
         tokens=sum(request.tokens for request in requests),
         virtual_s=run.virtual_s,
         wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        peak_gb=run.peak_bytes / 1e9,
     )
 
 
@@ -102,14 +115,16 @@ def percentiles(seconds: Iterable[float | None]) -> Percentiles:
     return Percentiles(p50, p90, p99)
 
 
-def integral(run: SystemRun, value: Callable[[Sample], float]) -> float:
-    """Over the whole run; a sample holds until the next one, the last until the end."""
-    return cumulative(run, value)[1][-1]
+def integral(run: SystemRun, value: Callable[[Sample], float], end_s: float) -> float:
+    """From 0 to `end_s`; a sample holds until the next one, the last until the end."""
+    return cumulative(run, value, end_s)[1][-1]
 
 
-def cumulative(run: SystemRun, value: Callable[[Sample], float]) -> tuple[list[float], list[float]]:
+def cumulative(
+    run: SystemRun, value: Callable[[Sample], float], end_s: float
+) -> tuple[list[float], list[float]]:
     """(times, the integral until then), at every sample and at the end."""
-    at = [sample.at_s for sample in run.samples] + [run.virtual_s]
+    at = [sample.at_s for sample in run.samples] + [end_s]
     totals = [0.0]
     for sample, (start, end) in zip(run.samples, pairwise(at), strict=True):
         totals.append(totals[-1] + value(sample) * max(0.0, end - start))

@@ -34,6 +34,7 @@ def document(
             "nodes": setting.nodes,
             "racks": setting.racks,
             "slots": setting.slots,
+            "min_instances": setting.min_instances,
             "hardware": setting.hardware,
             "seed": setting.seed,
             "slo": objective,
@@ -49,10 +50,17 @@ def comparison(systems: Mapping[str, Measures]) -> Iterator[str]:
     yield ""
     yield f"* best of those that completed the most requests; {BOUND} is a bound, not a system"
     yield (
-        "TTFT and TPOT in ms; GPU s: nodes held x seconds; host GB: model copies in host memory, "
-        "mean; scaled in s: median of an event"
+        "TTFT and TPOT in ms; GPU s: nodes held x seconds, until the last system is done; host GB: "
+        "model copies in host memory, mean; scaled in s: median of an event"
     )
     yield from _failures(systems)
+    yield ""
+    yield "Simulated in:"
+    for system, m in systems.items():
+        yield (
+            f"{system}: {m.virtual_s:.0f} s in {m.wall_s:.1f} s, {m.cpu_s:.1f} s of CPU, "
+            f"{m.peak_gb:.2f} GB"
+        )
     compared = ratios(systems)
     if len(compared) > 1:
         yield ""

@@ -81,3 +81,6 @@ class SystemRun:
     """Length of the run."""
     wall_s: float
     """What it cost to simulate, in this process."""
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    """The most memory that the process has ever had resident."""

@@ -1,6 +1,7 @@
 """One system's run over one setting, from the first request to the last token."""
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
         nodes=setting.nodes,
         racks=setting.racks,
         slots=setting.slots,
+        min_instances=setting.min_instances,
     )
 
 
@@ -55,7 +57,7 @@ def run_cluster(
     progress: Callable[[float], None] = lambda _: None,
 ) -> SystemRun:
     """Any cluster; the trace's models are the spec's."""
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     watch = loop.run(_run(spec, trace, progress), seed=seed, limit_s=LIMIT_S)
     return SystemRun(
         system=spec.system.name,
@@ -66,6 +68,8 @@ def run_cluster(
         tokens_by_bin=tuple(watch.bins.counts),
         virtual_s=watch.end_s,
         wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - cpu_began,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
@@ -166,7 +170,7 @@ class Watch:
         }
         gpus, host = 0, 0.0
         for name, node in self._cluster.nodes.items():
-            holdings = node.holdings()
+            holdings = node.in_memory()
             gpus += any(holding.tier is Tier.GPU for holding in holdings)
             host += self._cluster.parts[name].host_cache_bytes
             for holding in holdings:

@@ -17,6 +17,8 @@ class Setting:
     racks: int
     slots: int
     """Requests that a complete node runs at once."""
+    min_instances: int
+    """Replicas of each model that stay when nobody asks for it."""
     workload: str
     """The trace's file, or the description of a synthetic one."""
     synthetic: bool

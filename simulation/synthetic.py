@@ -4,6 +4,7 @@ A workload is written as one word, `KIND:name=value,name=value`; every request h
 """
 
 import csv
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ MODEL = "synthetic"
 HOUR_S = 3600.0
 MOST = 500_000
 """Requests of one workload: more is a slip of the pen."""
+MOST_MODELS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,36 @@ def synthesize(text: str, *, seed: int = 0) -> Workload:
         raise BadInput(f"--trace {text}: no such kind of workload; there are {', '.join(KINDS)}")
     values = _values(text, kind, given)
     prompt, output = int(values.numbers["prompt"]), int(values.numbers["output"])
+    named = _models(text, values, random.Random(f"models of {seed}"))
     rows: list[Row] = []
     for at in kind.arrivals(values, random.Random(seed)):
         if len(rows) == MOST:
             raise BadInput(f"--trace {text}: more than {MOST} requests")
-        rows.append(Row(at, prompt, output, MODEL))
+        rows.append(Row(at, prompt, output, next(named)))
     if not rows:
         raise BadInput(f"--trace {text}: no request falls into its time; make it longer")
     described = kind.describe.format(
         **{key: f"{value:g}" for key, value in values.numbers.items()}, **values.words
     )
     note = f"synthetic: {described}; every prompt {prompt} and every output {output} tokens"
+    if values.numbers["models"] > 1:
+        note += "; {models:g} models, Zipf {skew:g}".format_map(values.numbers)
     return Workload(text, tuple(rows), (note,), synthetic=True)
+
+
+def _models(text: str, values: Values, rng: random.Random) -> Iterator[str]:
+    """Of request after request: the n-th most popular of the models is asked for with a frequency
+    of 1 / n^skew."""
+    count = int(values.numbers["models"])
+    if count > MOST_MODELS:
+        raise BadInput(f"--trace {text}: more than {MOST_MODELS} models")
+    if count == 1:
+        return itertools.repeat(MODEL)
+    names = [f"{MODEL}-{index:0{len(str(count - 1))}}" for index in range(count)]
+    weights = list(
+        itertools.accumulate((rank + 1) ** -values.numbers["skew"] for rank in range(count))
+    )
+    return (rng.choices(names, cum_weights=weights)[0] for _ in itertools.count())
 
 
 def _values(text: str, kind: Kind, given: str) -> Values:
@@ -93,7 +113,13 @@ def _number(text: str, key: str, value: str) -> float:
         number = float(value)
     except ValueError:
         raise BadInput(f"--trace {text}: {key}={value} is not a number") from None
-    least = 0 if key in ("idle", "day") else 1 if key in ("prompt", "output") else 1e-6
+    least = (
+        0
+        if key in ("idle", "day", "skew")
+        else 1
+        if key in ("prompt", "output", "models")
+        else 1e-6
+    )
     if not least <= number < 1e9:
         raise BadInput(f"--trace {text}: {key}={value} must be at least {least:g}")
     return number
@@ -150,31 +176,31 @@ def _counts(path: Path, day: int, column: str) -> dict[int, int]:
     return counts
 
 
-_LENGTHS: dict[str, float | None] = {"prompt": 1024, "output": 128}
+_COMMON: dict[str, float | None] = {"prompt": 1024, "output": 128, "models": 1, "skew": 0}
 KINDS: Mapping[str, Kind] = {
     "gamma": Kind(
         _gamma,
         "Gamma bursts, {rate} requests a second on average, CV {cv}, for {seconds} s",
-        {"rate": None, "cv": None, "seconds": None} | _LENGTHS,
+        {"rate": None, "cv": None, "seconds": None} | _COMMON,
         {},
     ),
     "poisson": Kind(
         _poisson,
         "Poisson arrivals, {rate} a second for {seconds} s",
-        {"rate": None, "seconds": None} | _LENGTHS,
+        {"rate": None, "seconds": None} | _COMMON,
         {},
     ),
     "spike": Kind(
         _spike,
         "a spike, idle for {idle} s, then {rate} requests a second (Poisson) for {seconds} s",
-        {"rate": None, "seconds": None, "idle": 5} | _LENGTHS,
+        {"rate": None, "seconds": None, "idle": 5} | _COMMON,
         {},
     ),
     "hourly": Kind(
         _hourly,
         "{column} counts by hour of day {day} in {file}, spread at random over each hour, "
         "time compressed {compress} times",
-        {"day": None, "compress": 1} | _LENGTHS,
+        {"day": None, "compress": 1} | _COMMON,
         {"file": None, "column": "all"},
     ),
 }

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from services.cli.processes import die_with_parent
+from shared.bus.delivery import MAX_PAYLOAD
 from shared.errors import BusError, ConfigError
 
 _POLL_S = 0.01
@@ -144,6 +145,7 @@ class NatsServer:
             "host": "127.0.0.1",
             "port": self._port or -1,
             "ports_file_dir": str(self._directory),
+            "max_payload": MAX_PAYLOAD,
             "jetstream": {"store_dir": str(self._directory / "store")},
         }
         if self._user:

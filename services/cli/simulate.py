@@ -43,13 +43,16 @@ workloads (--trace):
   gamma:rate=4,cv=8,seconds=600   bursts: gaps of a Gamma distribution
   poisson:rate=4,seconds=600      no bursts
   hourly:file=FILE,day=9          from counts by hour (day,hour,...), column=all, compress=1
-  The last four are synthetic and take prompt=1024,output=128 (tokens) as well.
+  The last four are synthetic and take prompt=1024,output=128 (tokens) as well, and
+  models=1,skew=0: each request is for one of so many, the n-th as often as 1 / n^skew.
 """
 EXAMPLES = """\
 examples:
   lambdascale simulate --trace spike:rate=30,seconds=20 --systems lambdascale,serverlessllm
   lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --nodes 12 --plots figures --jobs 4
   lambdascale simulate --trace both.csv --model code=llama-2-7b,chat=llama-2-13b --until 600
+  lambdascale simulate --trace poisson:rate=200,seconds=60,models=100,skew=1 --nodes 1000 \
+      --racks 50 --model '*=llama-3.1-8b' --systems lambdascale   (minutes; 1 GB and more)
 """
 
 
@@ -128,6 +131,11 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "--slots", type=_count, default=32, metavar="N",
         help="requests that a complete node runs at once (default: %(default)s)",
     )  # fmt: skip
+    group.add_argument(
+        "--min-instances", type=_whole, default=1, metavar="N",
+        help="replicas of each model that stay when nobody asks for it; 0: it sleeps until "
+        "somebody does (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     if args.from_s >= args.until_s:
         raise BadInput(f"--from {args.from_s:g} is not before --until {args.until_s:g}")
     # Here, since they import numpy, and torch, which other commands don't need.
-    from simulation.measures import measure
+    from simulation.measures import measure_all
     from simulation.report import comparison, document, words
 
     workload = _workload(args)
@@ -146,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print([*words(setting), f"SLO: {objective.words}", ""])
     runs = asyncio.run(_simulate(setting, args.systems, args.jobs))
-    measured = {system: measure(found, objective) for system, found in runs.items()}
+    measured = measure_all(runs, objective)
     if args.plots:
         from simulation.figures import draw_all
 
@@ -250,6 +258,7 @@ def _setting(
         hardware=args.hardware,
         racks=args.racks,
         slots=args.slots,
+        min_instances=args.min_instances,
         seed=args.seed,
         workload=served.name,
         synthetic=served.synthetic,
@@ -322,6 +331,10 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is not a number")
     return value
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _count(text: str) -> int:

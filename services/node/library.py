@@ -32,6 +32,8 @@ class Library:
         self._manifests: dict[ModelId, Manifest] = {}
         self._disk: dict[ModelId, frozenset[int]] = {}
         """Blocks not known to be damaged."""
+        self._listed: tuple[Holding, ...] | None = None
+        """What the disk holds, as it was last said; None: that changed."""
         self._writing = asyncio.Lock()
         """Imports and removals go one at a time."""
 
@@ -40,11 +42,13 @@ class Library:
         for model, manifest in (await asyncio.to_thread(self._store.manifests)).items():
             self._shelve(model, manifest)
 
-    def holdings(self) -> list[Holding]:
-        return [
-            Holding(model, Tier.DISK, tuple(sorted(self._disk[model])))
-            for model in sorted(self._disk)
-        ]
+    def holdings(self) -> tuple[Holding, ...]:
+        if self._listed is None:
+            self._listed = tuple(
+                Holding(model, Tier.DISK, tuple(sorted(self._disk[model])))
+                for model in sorted(self._disk)
+            )
+        return self._listed
 
     # --- manifests ---
 
@@ -83,6 +87,7 @@ class Library:
         """A block could not be read: it is not offered again, until the model is imported anew."""
         if model in self._disk:
             self._disk[model] -= {block}
+            self._listed = None
             self._changed()
 
     async def pack(self, message: ImportModel) -> ModelRecord:
@@ -106,6 +111,7 @@ class Library:
         self._known.discard(model)
         self._manifests.pop(model, None)
         stored = self._disk.pop(model, None) is not None
+        self._listed = None
         self._changed()
         return stored
 
@@ -119,6 +125,7 @@ class Library:
         self._known.add(model)
         self._manifests[model] = manifest
         self._disk[model] = frozenset(range(manifest.n_blocks))
+        self._listed = None
 
     async def _upload(self, message: ImportModel, imported: Imported) -> ModelRecord:
         objects = await self._bus.objects()

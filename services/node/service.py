@@ -32,9 +32,9 @@ from shared.messages.pool import (
     NodeGone,
     NodeInfo,
     NodeJoined,
+    Nodes,
+    NodesQuery,
     NodeStatus,
-    PoolQuery,
-    PoolState,
 )
 from shared.messages.scaling import (
     ApplyPlan,
@@ -213,15 +213,15 @@ class NodeService(Service):
                 models = await self._bus.request(
                     subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
                 )
-                pool = await self._bus.request(
-                    subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=REGISTRY_TIMEOUT_S
+                peers = await self._bus.request(
+                    subjects.REGISTRY_NODES, NodesQuery(), Nodes, timeout=REGISTRY_TIMEOUT_S
                 )
                 break
             except LambdaScaleError:
                 await asyncio.sleep(RETRY_S)
         for record in models.records:
             self._try("learning a model", self._library.learn, record)
-        for info in sorted((view.info for view in pool.nodes), key=self._distance):
+        for info in sorted(peers.nodes, key=self._distance):
             self._meet(info)
 
     async def _on_pool(self, message: Message) -> None:
@@ -344,9 +344,13 @@ class NodeService(Service):
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 
+    def in_memory(self) -> list[Holding]:
+        """What it holds on the device and in host memory."""
+        return self._hosting.holdings()
+
     def holdings(self) -> tuple[Holding, ...]:
         """What it holds now, in every tier."""
-        return (*self._hosting.holdings(), *self._library.holdings())
+        return (*self.in_memory(), *self._library.holdings())
 
     def _status(self) -> NodeStatus:
         self._status_seq += 1

@@ -28,6 +28,8 @@ from shared.messages.pool import (
     NodeGone,
     NodeInfo,
     NodeJoined,
+    Nodes,
+    NodesQuery,
     NodeStatus,
     PoolQuery,
     PoolState,
@@ -90,6 +92,7 @@ class RegistryService(Service):
         await self._serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve)
         await self._serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve)
         await self._serve(subjects.REGISTRY_POOL, PoolQuery, self._view)
+        await self._serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes)
 
     async def drain(self) -> None:
         await self._outbox.join()
@@ -167,6 +170,10 @@ class RegistryService(Service):
     async def _view(self, request: PoolQuery) -> PoolState:
         await self._reconciled.wait()
         return self.pool.view()
+
+    async def _nodes(self, request: NodesQuery) -> Nodes:
+        await self._reconciled.wait()
+        return Nodes(nodes=self.pool.leases.present)
 
     # --- what nodes say ---
 

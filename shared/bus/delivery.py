@@ -11,8 +11,9 @@ from shared.bus.base import Handler, M, Server
 from shared.errors import BadInput, BadMessage, BusError, LambdaScaleError
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
-MAX_PAYLOAD = 1 << 20
-"""Bytes of one message or KV value; the default of nats-server."""
+MAX_PAYLOAD = 8 << 20
+"""Bytes of one message or KV value: the whole pool of some thousand nodes fits. nats-server must
+be told (`max_payload`), its default is 1 MiB."""
 INBOX_LIMIT = 1 << 16
 """Messages that wait for one handler; more are dropped, as a slow consumer's are."""
 

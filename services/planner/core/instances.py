@@ -113,8 +113,8 @@ def revise(
     event: EventId | None,
 ) -> tuple[Instance, ...]:
     """The next set. `planned` may be of a while ago; `busy`: whether requests still run on an
-    instance, for all that is known; `running`: how many are known to, if any; `new_id` makes the ids of
-    paths, which are said to be of `event`.
+    instance, for all that is known; `running`: how many are known to, if any; `new_id` makes the
+    ids of paths, which are said to be of `event`.
     """
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
     paths = {

@@ -26,6 +26,7 @@ def setting(rows: Sequence[Row] | None = None) -> Setting:
         seed=0,
         racks=1,
         slots=32,
+        min_instances=1,
         workload="bursts.csv",
         synthetic=False,
         notes=("rate scaled by 0.4 (so that the peak just fits)",),

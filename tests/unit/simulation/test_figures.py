@@ -65,7 +65,7 @@ def test_the_curves_are_the_measures() -> None:
         for system, run in RUNS.items():
             at, minutes = drawn(total, system)
             assert at[-1] == END_S
-            assert minutes[-1] == pytest.approx(integral(run, lambda s: s.gpus) / 60)
+            assert minutes[-1] == pytest.approx(integral(run, lambda s: s.gpus, END_S) / 60)
 
         cdf = figures.ttft(runs).axes[0]
         waits, shares = drawn(cdf, "serverlessllm")

@@ -5,10 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.measures import Objective, Percentiles, measure, percentiles, ratios, steepest_burst
+from simulation.measures import (
+    Objective,
+    Percentiles,
+    measure,
+    measure_all,
+    percentiles,
+    ratios,
+    steepest_burst,
+)
 from simulation.report import comparison, document, title, words
 from simulation.results import EventResult, RequestResult, Sample, SystemRun
-from tests.unit.simulation.runs import made_up, setting
+from tests.unit.simulation.runs import END_S, made_up, setting
 
 OBJECTIVE = Objective(lambda r: r.prompt_tokens / 100, lambda r: 0.1, "in words")
 
@@ -46,7 +54,7 @@ RUN = SystemRun(
 
 
 def test_measures() -> None:
-    found = measure(RUN, OBJECTIVE)
+    found = measure(RUN, OBJECTIVE, RUN.virtual_s)
     assert (found.requests, found.completed) == (6, 4)
     assert found.slo_attainment == pytest.approx(2 / 6)
     assert found.ttft_ms.p50 == pytest.approx(500)
@@ -61,6 +69,16 @@ def test_measures() -> None:
     assert found.bytes_moved == 6e9
 
 
+def test_what_is_held_is_counted_until_the_last_system_is_done() -> None:
+    held = replace(RUN, samples=(Sample(0.0, 1, 1, 2e9), Sample(5.0, 2, 2, 4e9)))
+    late = replace(held, virtual_s=30.0)
+    found = measure_all({"early": held, "late": late}, OBJECTIVE)
+    assert found["early"].gpu_seconds == found["late"].gpu_seconds == 5 * 1 + 25 * 2
+    assert found["early"].host_cache_gb_mean == pytest.approx((5 * 2 + 25 * 4) / 30)
+    alone = measure_all({"early": held}, OBJECTIVE)
+    assert alone["early"].gpu_seconds == 5 * 1 + 15 * 2
+
+
 def test_a_request_of_one_token_has_only_a_ttft() -> None:
     single = RequestResult("m", 5.0, 100, 1, 1, 5.5, 5.5)
     assert OBJECTIVE.met(single)
@@ -69,13 +87,13 @@ def test_a_request_of_one_token_has_only_a_ttft() -> None:
 
 def test_nothing_to_measure() -> None:
     empty = SystemRun("ideal", (), (), (), 1.0, (), 0.0, 0.0)
-    found = measure(empty, OBJECTIVE)
+    found = measure(empty, OBJECTIVE, 0.0)
     assert found.ttft_ms == percentiles([None, None]) == Percentiles(None, None, None)
     assert (found.gpu_seconds, found.host_cache_gb_mean, found.slo_attainment) == (0, 0, 0)
 
 
 def test_ratios() -> None:
-    base = measure(RUN, OBJECTIVE)
+    base = measure(RUN, OBJECTIVE, RUN.virtual_s)
     twice = replace(base, ttft_ms=Percentiles(1000, 3000, None), gpu_seconds=base.gpu_seconds * 2)
     found = ratios({"lambdascale": base, "faasnet": twice})
     assert found["lambdascale"]["TTFT p90"] == 1
@@ -92,7 +110,7 @@ def test_the_steepest_burst() -> None:
 
 
 def test_the_document_has_the_agreed_keys() -> None:
-    found = measure(made_up("ideal"), OBJECTIVE)
+    found = measure(made_up("ideal"), OBJECTIVE, END_S)
     made = json.loads(json.dumps(document(setting(), "in words", {"ideal": found})))
     assert list(made)[:2] == ["systems", "setting"]
     system = made["systems"]["ideal"]
@@ -107,7 +125,7 @@ def test_the_document_has_the_agreed_keys() -> None:
 
 
 def test_the_table_marks_the_best_that_is_real() -> None:
-    base = measure(RUN, OBJECTIVE)
+    base = measure(RUN, OBJECTIVE, RUN.virtual_s)
     systems = {
         "lambdascale": base,
         "faasnet": replace(base, ttft_ms=Percentiles(400, 1600, 1700)),
@@ -130,7 +148,9 @@ def test_the_table_marks_the_best_that_is_real() -> None:
 
 def test_one_system_has_no_best() -> None:
     assert "*" not in next(
-        line for line in comparison({"nccl": measure(RUN, OBJECTIVE)}) if line.startswith("nccl")
+        line
+        for line in comparison({"nccl": measure(RUN, OBJECTIVE, RUN.virtual_s)})
+        if line.startswith("nccl")
     )
 
 
