@@ -191,9 +191,7 @@ def repair_transfers(
     moves = repair_soonest(
         [held[node] for node in nodes],
         [index[target] for target in targets],
-        Task(
-            links.fabric(nodes) or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes
-        ),
+        Task(links.fabric(nodes) or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes),
         reluctant=[index[node] for node in reluctant if node in index],
     )
     return _transfers(moves, nodes)
