@@ -19,7 +19,13 @@ from services.planner.core.costs import (
 )
 from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
 from services.planner.core.multicast.strategies import STRATEGIES, strategy
-from services.planner.core.outlook import Serving, capacity_bound, predict
+from services.planner.core.outlook import (
+    SAMPLES,
+    Serving,
+    capacity_bound,
+    equal_links_capacity,
+    predict,
+)
 from services.planner.core.paths import plan_paths
 from services.planner.core.replan import repair_soonest
 from tests.unit.planner.step_model import replay
@@ -139,6 +145,37 @@ def test_on_equal_links_the_closed_forms_are_exact(
         assert math.isclose(over, closed)
     if name == "binomial" and not chunk_bytes:
         assert math.isclose(over, least_seconds(task))
+
+
+@given(
+    st.integers(2, 12),
+    st.integers(2, 12),
+    st.integers(1, 3),
+    st.sampled_from([1, 10, 25, 100]),
+    st.sampled_from(CANDIDATES),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_schedule_serves_more_meanwhile_than_the_bound_on_equal_links(
+    nodes: int, blocks: int, sources: int, chunk_bytes: int, name: str, sources_run: bool
+) -> None:
+    assume(sources < nodes)
+    task = Task(uniform(nodes, 100.0), (100,) * blocks, tuple(range(sources)), chunk_bytes)
+    schedule = strategy(name)(task)
+    serving = Serving(4, None if sources_run else task.destinations)
+    arrivals = schedule_arrivals(schedule, task, {})
+    outlook = predict(schedule.held(0), blocks, arrivals, serving)
+    assert outlook.all_complete_s is not None
+    assert outlook.mean_capacity is not None
+    bound = equal_links_capacity(
+        nodes,
+        blocks,
+        sources,
+        math.ceil(outlook.all_complete_s - 1e-9),
+        sources_run=sources_run,
+        whole_blocks=chunk_bytes == 100,
+    )
+    assert outlook.mean_capacity <= bound + 1 / SAMPLES
 
 
 @given(tasks())
