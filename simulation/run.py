@@ -24,7 +24,7 @@ from simulation.results import EventResult, RequestResult, Sample, SystemRun
 from simulation.setting import Setting
 from simulation.traces import Row
 
-CHUNKS = 1
+CHUNKS = 4
 """A block: relays begin within a quarter of its time, which is near enough to what they do, and
 more chunks take longer to simulate."""
 SAMPLE_S = 0.25
