@@ -23,6 +23,8 @@ MAX_STAGES = 4
 RATE = 1.25e9
 OVERHEAD_S = 0.001
 SIZES = (100_000_000,) * 64
+CHUNK = 4 << 20
+"""What importing a model of this size makes."""
 
 
 def capacities(schedule: Schedule) -> tuple[float, float, float]:
@@ -60,7 +62,7 @@ def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
 def times() -> None:
     print("time to choose and make a schedule, 64 blocks (limit: 100 ms at 1,024 nodes)")
     for nodes in (64, 256, 1000, 1024):
-        task = Task(uniform(nodes, RATE, OVERHEAD_S), SIZES, (0,))
+        task = Task(uniform(nodes, RATE, OVERHEAD_S), SIZES, (0,), CHUNK)
         alone = milliseconds(partial(STRATEGIES["binomial"], task))
         both = milliseconds(partial(choose, task, Serving(MAX_STAGES)))
         print(
@@ -81,9 +83,10 @@ def choices() -> None:
     for name, fabric in (
         ("2 racks of 8", racks(2, 8)),
         ("4 racks of 16", racks(4, 16)),
+        ("4 racks of 256", racks(4, 256)),
         ("12 nodes and 4 of a quarter of the rate", Fabric((fast,) * 12 + (slow,) * 4, OVERHEAD_S)),
     ):
-        task = Task(fabric, SIZES, (0,))
+        task = Task(fabric, SIZES, (0,), CHUNK)
         choice = choose(task, Serving(MAX_STAGES))
         took, _ = milliseconds(partial(choose, task, Serving(MAX_STAGES)))
         over = {

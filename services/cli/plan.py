@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.cli import plan_explain, plan_text
 from services.cli.plan_text import Plan
+from services.node.model.packing import chunk_bytes
 from services.planner.core.choose import AUTO, choose, units
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES
@@ -49,6 +50,12 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
     links.add_argument("--rates", type=_amounts, metavar="R,R,..", help="rate of each node's port")
     links.add_argument(
         "--overhead-ms", type=_amount, help="fixed time of one transfer (the planner's default)"
+    )
+    links.add_argument(
+        "--whole-blocks",
+        action="store_true",
+        help="relays forward complete blocks only (the papers' model), instead of chunks as they "
+        "arrive, of the size that importing the model would give it",
     )
     links.add_argument("--racks", type=_counts, metavar="N,N,..", help="nodes of each rack")
     links.add_argument("--trunk-mbit", type=_amount, help="rate of a rack's trunk, each way")
@@ -98,7 +105,7 @@ def _task(args: argparse.Namespace) -> Task:
         raise BadInput(f"--size-mb {args.size_mb:g} is less than a byte for each block")
     ends = [nbytes * i // args.blocks for i in range(args.blocks + 1)]
     sizes = tuple(stop - start for start, stop in pairwise(ends))
-    return Task(_fabric(args), sizes, sources)
+    return Task(_fabric(args), sizes, sources, 0 if args.whole_blocks else chunk_bytes(nbytes))
 
 
 def _step_fabric(args: argparse.Namespace) -> Fabric:

@@ -9,6 +9,7 @@ from opentelemetry.trace import Span
 
 from services.planner.context import Context
 from services.planner.core import events
+from services.planner.core.forecast import later
 from services.planner.core.placement import Plan, Roles, assign_roles
 from services.planner.orders import Orders
 from services.planner.planning import Planning
@@ -142,7 +143,7 @@ class EventRun:
             sources = await self._registry.sources(self._model)
             staying = [s for s in sources if not self._hooks.leaving(s.info.node)]
             roles = assign_roles(staying, [info.node for info in infos])
-            plan = self._plan(roles)
+            plan = await self._plan(roles)
             span.set_attributes(
                 {
                     "sources": ",".join(roles.sources),
@@ -158,20 +159,21 @@ class EventRun:
         await asyncio.sleep(plan.setup_s)
         await self._send(self.record.targets)
 
-    def _plan(self, roles: Roles) -> Plan:
+    async def _plan(self, roles: Roles) -> Plan:
         targets = (*roles.promoting, *roles.receiving)
         held = {node: self._executable(node) for node in targets}
         self._held = {node: set(blocks) for node, blocks in held.items()}
         running = {*targets, *(n for n in roles.sources if self._executable(n))}
-        plan = self._planning.plan(roles, held, running)
+        plan = await self._planning.plan(roles, held, running)
         self._promoting = {*roles.promoting, *plan.loading}
+        since_decision_s = (wall_ns() - self.record.decided_ns) / 1e9
         record = msgspec.structs.replace(
             self.record,
             sources=roles.sources,
             targets=targets,
             strategy=plan.strategy,
             transfers=plan.transfers,
-            predicted=plan.forecast.predicted,
+            predicted=later(plan.forecast.predicted, since_decision_s),
             physical_limit_s=plan.forecast.physical_limit_s,
         )
         self._set(events.advance(record, EventState.PLANNED, wall_ns()))
@@ -285,7 +287,7 @@ class EventRun:
             return
         why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
         try:
-            transfers = self._repaired(self._receiving(), why)
+            transfers = await self._repaired(self._receiving(), why)
         except PlanError:
             return  # all of what is left must come from those that send it now
         if sum(t.src in slow for t in transfers) < self._sends_of(slow):
@@ -342,11 +344,11 @@ class EventRun:
             raise PlanError(f"given up after {MAX_REVISIONS} plans: {why}")
         self._log.info("re-planning", why=why, revision=self.record.revision + 1)
         with telemetry.span("replan", parent=self.record.trace, attributes={"why": why}):
-            transfers = self._repaired(receiving, why)
+            transfers = await self._repaired(receiving, why)
         self._set(events.replan(self.record, self.record.targets, transfers))
         await self._send(receiving)
 
-    def _repaired(self, receiving: list[NodeId], why: str) -> tuple[Transfer, ...]:
+    async def _repaired(self, receiving: list[NodeId], why: str) -> tuple[Transfer, ...]:
         held = {
             node: self._every if node in self._promoting else frozenset(blocks)
             for node, blocks in self._held.items()
@@ -355,7 +357,7 @@ class EventRun:
             if node not in held and node not in self._out and not self._hooks.leaving(node):
                 held[node] = blocks & self._every
         try:
-            return self._planning.repair(held, receiving, self._trust.distrusted)
+            return await self._planning.repair(held, receiving, frozenset(self._trust.distrusted))
         except PlanError as error:
             raise PlanError(f"{why}, and {error}") from error
 

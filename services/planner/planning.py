@@ -1,5 +1,11 @@
-"""An event's plans, made from what the cluster says of itself now."""
+"""An event's plans, made from what the cluster says of itself now.
 
+They are made in a thread: on a large cluster of unequal links the choice takes a second, and the
+planner has other events, instances and nodes to look after meanwhile. Whoever awaits a plan looks
+at the event anew when it is there.
+"""
+
+import asyncio
 import math
 from collections.abc import Callable, Collection
 
@@ -27,16 +33,17 @@ class Planning:
     def _links(self) -> Links:
         cluster, config = self._context.cluster, self._context.config
         return Links(
-            cluster.nodes,
+            dict(cluster.nodes),
             {node: cluster.profile(node) for node in cluster.nodes},
             config.link_bytes_per_s,
             config.step_overhead_s,
         )
 
-    def plan(self, roles: Roles, held: Held, executing: Collection[NodeId]) -> Plan:
-        """See `placement.plan_transfers`."""
+    async def plan(self, roles: Roles, held: Held, executing: Collection[NodeId]) -> Plan:
+        """See `placement.plan_transfers`. What it is given must not change meanwhile."""
         config = self._context.config
-        return plan_transfers(
+        return await asyncio.to_thread(
+            plan_transfers,
             roles,
             held,
             self._model,
@@ -46,11 +53,13 @@ class Planning:
             max_stages=config.max_stages,
         )
 
-    def repair(
+    async def repair(
         self, held: Held, targets: Collection[NodeId], reluctant: Collection[NodeId]
     ) -> tuple[Transfer, ...]:
-        """See `placement.repair_transfers`."""
-        return repair_transfers(held, targets, self._model, self._links, reluctant=reluctant)
+        """See `placement.repair_transfers`. What it is given must not change meanwhile."""
+        return await asyncio.to_thread(
+            repair_transfers, held, targets, self._model, self._links, reluctant=reluctant
+        )
 
     def expected(self) -> Callable[[Transfer], float]:
         """Seconds of a transfer that has its links for itself; inf where a rate is not known."""

@@ -1,6 +1,7 @@
 """The cost model and the choice, on clusters of any links."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from services.planner.core.choose import CANDIDATES, Choice, choose, units
 from services.planner.core.costs import (
     Link,
     arrival_times,
+    equal_links_seconds,
     is_uniform,
     least_seconds,
     multicast_seconds,
@@ -16,13 +18,21 @@ from services.planner.core.costs import (
     schedule_arrivals,
 )
 from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
-from services.planner.core.multicast.strategies import strategy
-from services.planner.core.outlook import Serving, capacity_bound, predict
+from services.planner.core.multicast.strategies import STRATEGIES, strategy
+from services.planner.core.outlook import (
+    SAMPLES,
+    Serving,
+    capacity_bound,
+    equal_links_capacity,
+    predict,
+)
 from services.planner.core.paths import plan_paths
 from services.planner.core.replan import repair_soonest
 from tests.unit.planner.step_model import replay
 
 RATES = st.sampled_from([10.0, 40.0, 100.0])
+CHUNKS = st.sampled_from([0, 1, 7, 30, 200])
+"""200 is as large as blocks get."""
 FOUR = Serving(max_stages=4)
 
 
@@ -48,7 +58,8 @@ def tasks(draw: st.DrawFn) -> Task:
         draw(st.sampled_from([0.0, 1000.0])),
     )
     sizes = draw(st.lists(st.integers(20, 200), min_size=1, max_size=8))
-    return Task(fabric, tuple(sizes), tuple(range(draw(st.integers(1, max(1, nodes // 3))))))
+    sources = tuple(range(draw(st.integers(1, max(1, nodes // 3)))))
+    return Task(fabric, tuple(sizes), sources, draw(CHUNKS))
 
 
 def chosen(task: Task) -> Choice:
@@ -77,25 +88,94 @@ def test_a_faster_port_delays_nothing(task: Task, name: str, data: st.DataObject
     faster[node] = Port(port.out * 2, port.into * 2, port.rack, port.host)
     fabric = task.fabric
     quick = Fabric(tuple(faster), fabric.overhead_s, fabric.trunks, fabric.local_bytes_per_s)
-    before, after = (
-        arrival_times(moves, Task(links, task.block_bytes, task.sources))
-        for links in (fabric, quick)
-    )
+    before, after = (arrival_times(moves, replace(task, fabric=links)) for links in (fabric, quick))
     assert all(after[arrival] <= at + 1e-9 for arrival, at in before.items())
 
 
-@given(st.integers(2, 40), st.integers(1, 20), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
+@given(tasks(), st.sampled_from(list(STRATEGIES)), CHUNKS)
 @settings(deadline=None)
-def test_on_equal_links_the_closed_form_is_exact(
-    nodes: int, blocks: int, sources: int, overhead_s: float
+def test_smaller_chunks_delay_nothing(task: Task, name: str, chunk: int) -> None:
+    assume(all(task.fabric.ports[source].out for source in task.sources))
+    moves = strategy(name)(task).moves
+    finer = min(chunk or task.chunk_bytes, task.chunk_bytes or chunk)
+    before, after = (arrival_times(moves, t) for t in (task, replace(task, chunk_bytes=finer)))
+    assert all(after[arrival] <= at + 1e-9 for arrival, at in before.items())
+    assert physical_limit(replace(task, chunk_bytes=finer)) <= physical_limit(task)
+
+
+@given(tasks(), st.sampled_from(list(STRATEGIES)))
+@settings(deadline=None)
+def test_blocks_of_one_chunk_are_relayed_whole(task: Task, name: str) -> None:
+    """A move then begins once its block is with its sender, and no sooner."""
+    assume(all(task.fabric.ports[source].out for source in task.sources))
+    moves = strategy(name)(task).moves
+    whole = arrival_times(moves, replace(task, chunk_bytes=0))
+    assert whole == arrival_times(moves, replace(task, chunk_bytes=max(task.block_bytes)))
+    for _, src, dst, block in moves:
+        alone = (
+            task.block_bytes[block] / task.fabric.rate(src, dst)
+            if whole[dst, block] < math.inf
+            else 0.0
+        )
+        assert whole[dst, block] >= whole.get((src, block), 0.0) + alone - 1e-9
+
+
+@given(
+    st.integers(2, 40),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0, 1, 10, 25, 50]),
+    st.sampled_from(CANDIDATES),
+)
+@settings(deadline=None)
+def test_on_equal_links_the_closed_forms_are_exact(
+    nodes: int, blocks: int, sources: int, overhead_s: float, chunk_bytes: int, name: str
 ) -> None:
     assume(sources < nodes)
-    task = Task(uniform(nodes, 50.0, overhead_s), (100,) * blocks, tuple(range(sources)))
-    over = max(arrival_times(strategy("binomial")(task).moves, task).values())
-    closed = multicast_seconds(100 * blocks, blocks, nodes, Link(50.0, overhead_s), sources)
-    assert math.isclose(over, closed)
-    assert math.isclose(least_seconds(task), closed)
+    task = Task(
+        uniform(nodes, 50.0, overhead_s), (100,) * blocks, tuple(range(sources)), chunk_bytes
+    )
+    over = max(arrival_times(strategy(name)(task).moves, task).values())
+    assert math.isclose(over, equal_links_seconds(name, task))
+    assert over >= least_seconds(task) * (1 - 1e-9)
     assert is_uniform(task.fabric)
+    if name == "binomial":
+        closed = multicast_seconds(100 * blocks, blocks, nodes, Link(50.0, overhead_s), sources)
+        assert math.isclose(over, closed)
+    if name == "binomial" and not chunk_bytes:
+        assert math.isclose(over, least_seconds(task))
+
+
+@given(
+    st.integers(2, 12),
+    st.integers(2, 12),
+    st.integers(1, 3),
+    st.sampled_from([1, 10, 25, 100]),
+    st.sampled_from(CANDIDATES),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_schedule_serves_more_meanwhile_than_the_bound_on_equal_links(
+    nodes: int, blocks: int, sources: int, chunk_bytes: int, name: str, sources_run: bool
+) -> None:
+    assume(sources < nodes)
+    task = Task(uniform(nodes, 100.0), (100,) * blocks, tuple(range(sources)), chunk_bytes)
+    schedule = strategy(name)(task)
+    serving = Serving(4, None if sources_run else task.destinations)
+    arrivals = schedule_arrivals(schedule, task, {})
+    outlook = predict(schedule.held(0), blocks, arrivals, serving)
+    assert outlook.all_complete_s is not None
+    assert outlook.mean_capacity is not None
+    bound = equal_links_capacity(
+        nodes,
+        blocks,
+        sources,
+        math.ceil(outlook.all_complete_s - 1e-9),
+        sources_run=sources_run,
+        whole_blocks=chunk_bytes == 100,
+    )
+    assert outlook.mean_capacity <= bound + 1 / SAMPLES
 
 
 @given(tasks())

@@ -99,8 +99,15 @@ def units(task: Task, size: int) -> Task:
 
 def unit_sizes(task: Task) -> tuple[int, ...]:
     """Worth a try: single blocks, and what the closed form says for the slowest and the fastest
-    port, with the sizes beside it. The first is the best guess."""
+    port, with the sizes beside it. The first is the best guess.
+
+    Where relays forward chunks, single blocks only: nodes ask for blocks ahead of their turn, so
+    that all a larger unit could save, alpha, passes while the port is busy, and its blocks would
+    wait for each other.
+    """
     fabric = task.fabric
+    if fabric.overhead_s <= 0 or task.chunk_bytes:
+        return (1,)
     rates = [rate for port in fabric.ports for rate in (port.out, port.into) if rate > 0]
     sizes: list[int] = []
     for rate in (min(rates), max(rates)):
@@ -110,8 +117,6 @@ def unit_sizes(task: Task) -> tuple[int, ...]:
         )
         size = -(-task.blocks // count)
         sizes += (size, size - 1, size + 1)
-    if fabric.overhead_s <= 0:
-        return (1,)
     sizes = [min(max(size, 1), task.blocks) for size in (*sizes, 1)]
     return tuple(dict.fromkeys(sizes))
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from services.planner.core.outlook import Outlook
 from shared.messages.scaling import Timings
 
@@ -27,3 +29,10 @@ def forecast(outlook: Outlook, first_byte_s: float | None, limit_s: float | None
         ),
         limit_s,
     )
+
+
+def later(timings: Timings, seconds: float) -> Timings:
+    """Counted from so long before: predictions begin with the first transfer, records with the
+    decision."""
+    found = msgspec.structs.asdict(timings)
+    return Timings(**{name: None if at is None else at + seconds for name, at in found.items()})

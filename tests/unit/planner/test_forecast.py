@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from services.planner.core.forecast import NO_FORECAST, Forecast
+from services.planner.core.forecast import NO_FORECAST, Forecast, later
 from services.planner.core.links import Links
 from services.planner.core.placement import Held, Roles, plan_transfers
 from shared.ids import NodeId
@@ -28,15 +28,17 @@ def predict(
     profiles: Mapping[NodeId, Profile] | None = None,
     *,
     from_disk: bool = False,
+    strategy: str = "binomial",
+    chunk_bytes: int = 0,
 ) -> Forecast:
     receiving = tuple(node for node, blocks in held.items() if blocks != EVERY)
     infos = {n: msgspec.structs.replace(info(n), link_bytes_per_s=r) for n, r in rates.items()}
     plan = plan_transfers(
         Roles((A,), (), receiving, from_disk=from_disk),
         held,
-        MODEL,
+        msgspec.structs.replace(MODEL, chunk_bytes=chunk_bytes),
         Links(infos, profiles or {}, 0, 0.5),
-        strategy="binomial",
+        strategy=strategy,
         executing=runs,
         max_stages=4,
     )
@@ -92,6 +94,22 @@ def test_what_comes_from_disks_takes_what_the_disks_take() -> None:
 
 def test_a_disk_that_was_never_timed_makes_no_prediction() -> None:
     assert predict({A: EVERY, B: NONE}, from_disk=True) == NO_FORECAST
+
+
+def test_what_is_not_predicted_stays_so_when_counted_from_the_decision() -> None:
+    found = later(Timings(first_byte_s=0.5, all_complete_s=6.0), 0.25)
+    assert found == Timings(first_byte_s=0.75, all_complete_s=6.25)
+
+
+def test_relays_forward_the_chunks_that_the_model_record_says() -> None:
+    """Down a chain of three, c two hops behind a for its first chunk, and two overheads."""
+    held = {A: EVERY, B: NONE, C: NONE}
+    whole = predict(held, strategy="chain")
+    chunked = predict(held, strategy="chain", chunk_bytes=10)
+    assert whole.predicted.all_complete_s == pytest.approx(4 * 1.5 + 1.5)
+    assert chunked.predicted.all_complete_s == pytest.approx(4 * 1.5 + 0.6)
+    assert whole.physical_limit_s == pytest.approx(5.0)
+    assert chunked.physical_limit_s == pytest.approx(4.1)
 
 
 def test_nothing_to_move_nothing_to_predict() -> None:

@@ -26,7 +26,6 @@ from tests.unit.registry.builders import info
 EVERY = frozenset(range(BLOCKS))
 A, B, C, D = (NodeId(name) for name in "abcd")
 UNKNOWN = Links({}, {}, 0, 0.0)
-SIZES = (100,) * BLOCKS
 
 
 def plan(
@@ -152,21 +151,21 @@ def test_repair_completes_its_targets_or_says_what_is_missing(
     targets = sorted(held)[:2]
     if any(not frozenset().union(*held.values()) >= EVERY for target in targets):
         with pytest.raises(PlanError, match="no node that may send holds blocks"):
-            repair_transfers(held, targets, SIZES, UNKNOWN)
+            repair_transfers(held, targets, record(), UNKNOWN)
         return
-    done = after(repair_transfers(held, targets, SIZES, UNKNOWN), held)
+    done = after(repair_transfers(held, targets, record(), UNKNOWN), held)
     assert all(done[target] == EVERY for target in targets)
 
 
 def test_who_is_not_trusted_gives_only_what_no_other_has() -> None:
     held = {A: EVERY, B: frozenset({0, 1, 2}), C: frozenset[int]()}
-    transfers = repair_transfers(held, [C], SIZES, UNKNOWN, reluctant=[A])
+    transfers = repair_transfers(held, [C], record(), UNKNOWN, reluctant=[A])
     assert {t.block: t.src for t in transfers} == {0: B, 1: B, 2: B, 3: A}
 
 
 def test_a_slow_relay_is_left_out_where_that_is_sooner() -> None:
     held = {A: EVERY, B: EVERY, C: frozenset[int](), D: frozenset[int]()}
-    slow = repair_transfers(held, [C, D], SIZES, rates(a=400, b=20, c=400, d=400))
+    slow = repair_transfers(held, [C, D], record(), rates(a=400, b=20, c=400, d=400))
     assert B not in {t.src for t in slow}
-    fair = repair_transfers(held, [C, D], SIZES, rates(a=400, b=330, c=400, d=400))
+    fair = repair_transfers(held, [C, D], record(), rates(a=400, b=330, c=400, d=400))
     assert B in {t.src for t in fair}

@@ -60,8 +60,12 @@ def test_the_report_says_what_arrives_where_and_when(capsys: pytest.CaptureFixtu
 
 
 def test_seconds_are_predicted_from_size_and_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--nodes", "8", "--blocks", "16", "--link-mbit", "400", "--size-mb", "64") == 0
+    words = ["--nodes", "8", "--blocks", "16", "--link-mbit", "400", "--size-mb", "64"]
+    assert run(*words, "--whole-blocks") == 0
     assert "all 1.458 s (physical limit 1.440 s)" in capsys.readouterr().out
+    assert run(*words) == 0
+    limit = (64e6 + 2 * (256 << 10)) / 50e6
+    assert f"(physical limit {limit:.3f} s)" in capsys.readouterr().out
 
 
 def test_a_worse_algorithm_is_held_against_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +91,7 @@ def test_nothing_moves_where_all_are_sources(capsys: pytest.CaptureFixture[str])
 
 SPEED = ["--size-mb", "64", "--link-mbit", "400"]
 RACKS = ["--racks", "8,8", "--trunk-mbit", "400"]
+WHOLE = "--whole-blocks"
 
 
 def test_a_named_algorithm_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,15 +104,25 @@ def test_a_named_algorithm_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_racks_are_fed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS) == 0
+    assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS, WHOLE) == 0
     out = capsys.readouterr().out
     assert out.startswith("taps: 16 blocks")
     assert "links are unequal: steps are an order, not times" in out
     assert "all 1.782 s" in out
 
 
-def test_explain_names_everything_that_was_considered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chain_through_racks_is_short_where_relays_forward_chunks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """16 blocks of 80 ms and alpha, and 14 hops of a chunk of 256 KiB and alpha."""
     assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS, "--explain") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("chain: 16 blocks")
+    assert f"all complete         {16 * 0.081 + 14 * (0.001 + (256 << 10) / 50e6):.3f} s" in out
+
+
+def test_explain_names_everything_that_was_considered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes", "16", "--blocks", "16", *SPEED, *RACKS, WHOLE, "--explain") == 0
     out = capsys.readouterr().out
     assert "all complete         1.782 s, 17.2% above the physical limit (1.520 s)" in out
     assert "first path           0.081 s" in out
@@ -126,7 +141,7 @@ def test_explain_where_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_dear_transfers_move_many_blocks_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nodes", "16", "--blocks", "64", *SPEED, "--overhead-ms", "50"]
+    words = ["--nodes", "16", "--blocks", "64", *SPEED, "--overhead-ms", "50", WHOLE]
     assert run(*words) == 0
     assert "64 blocks, moved 8 at a time" in capsys.readouterr().out
     assert run(*words, "--json") == 0
@@ -141,7 +156,7 @@ def test_nodes_that_only_receive_send_nothing(capsys: pytest.CaptureFixture[str]
 
 
 def test_hosts_share_a_local_link(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nodes", "4", "--blocks", "4", *SPEED, "--hosts", "4", "--local-mbit", "4000"]
+    words = ["--nodes", "4", "--blocks", "4", *SPEED, "--hosts", "4", "--local-mbit", "4000", WHOLE]
     assert run(*words, "--explain") == 0
     assert "all complete         0.390 s" in capsys.readouterr().out
 
