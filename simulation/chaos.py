@@ -179,6 +179,7 @@ class Watch:
             case NodeGone(node=node, generation=generation, reason=reason):
                 self.say(f"{node} gone as {generation}: {reason}")
                 self.pool.gone(message)
+                self._events.gone(node)
             case BlockArrived():
                 self.say(f"{message.node} has block {message.block} from {message.source}")
             case PullFailed():

@@ -105,16 +105,19 @@ class ModelledDataPlane:
         outbox.append((header, payload))
 
     async def _send_all(self, address: str, outbox: deque[Outgoing]) -> None:
-        """Until nothing is left. After an error the rest is lost too, and the peer with it."""
+        """Until nothing is left. After an error the rest is lost too, and the peer with it; what
+        is sent because of that goes out anew, as it does where the engine has a thread."""
+        lost: TransportError | None = None
         try:
             while outbox:
                 header, payload = outbox.popleft()
                 await self._transport.send(address, header, payload)
         except LambdaScaleError as error:
             lost = error if isinstance(error, TransportError) else TransportError(str(error))
-            self._on_peer_lost(address, lost)
         finally:
             del self._outboxes[address]
+        if lost is not None:
+            self._on_peer_lost(address, lost)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """What was begun goes on if this is cancelled."""

@@ -53,22 +53,37 @@ class Events:
 
     def __init__(self) -> None:
         self.running: dict[EventId, EventRecord] = {}
+        self._gone: dict[EventId, set[NodeId]] = {}
+        """Targets that ended since the event was planned last: it may not have got round to them.
+        Who comes back under such a name is another's to have."""
 
     def changed(self, record: EventRecord) -> list[str]:
+        before = self.running.pop(record.id, None)
+        if before is None or before.revision != record.revision:
+            self._gone[record.id] = set()
         if record.state in TERMINAL:
-            self.running.pop(record.id, None)
+            del self._gone[record.id]
             return []
-        self.running[record.id] = record
-        return [
+        targets = self._targets(record)
+        wrong = [
             f"{node} is a target of {other.id} and of {record.id}"
             for other in self.running.values()
-            if other.id != record.id
-            for node in sorted({*other.targets} & {*record.targets})
+            for node in sorted(self._targets(other) & targets)
         ]
+        self.running[record.id] = record
+        return wrong
+
+    def gone(self, node: NodeId) -> None:
+        for gone in self._gone.values():
+            gone.add(node)
 
     def planner_died(self) -> None:
         """Its events end with it."""
         self.running.clear()
+        self._gone.clear()
+
+    def _targets(self, record: EventRecord) -> set[NodeId]:
+        return set(record.targets) - self._gone[record.id]
 
 
 @dataclass(slots=True)

@@ -54,12 +54,14 @@ class Plane(ModelledDataPlane):
             on_message=lambda sender, header, payload: self.messages.append(
                 (sender, bytes(header) + bytes(payload))
             ),
-            on_peer_lost=lambda address, error: self.lost.append((address, error)),
+            on_peer_lost=self._note_loss,
             on_arrived=self._note,
             on_failed=self._note_failure,
         )
         self.messages: list[tuple[str, bytes]] = []
         self.lost: list[tuple[str, TransportError]] = []
+        self.last_words: list[bytes] = []
+        """Sent to a peer that is lost, one each time."""
         self.arrived: list[Arrival] = []
         self.failed: list[Failure] = []
         self.shape = shape
@@ -70,6 +72,11 @@ class Plane(ModelledDataPlane):
     def _note(self, arrival: Arrival) -> None:
         self.arrived.append(arrival)
         self._changed.set()
+
+    def _note_loss(self, address: str, error: TransportError) -> None:
+        self.lost.append((address, error))
+        if self.last_words:
+            self.send(address, self.last_words.pop(0), [])
 
     def _note_failure(self, failure: Failure) -> None:
         self.failed.append(failure)

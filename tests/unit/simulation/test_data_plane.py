@@ -125,6 +125,23 @@ def test_messages_keep_their_order_and_a_lost_peer_is_told() -> None:
     run(main())
 
 
+def test_what_is_said_because_a_peer_was_lost_is_tried_too() -> None:
+    """A leader frees what a lost stage keeps of its sequences: it may be there again."""
+
+    async def main() -> None:
+        async with planes(2, 1) as (network, (a, b)):
+            network.block("n0", "n1")
+            a.last_words = [b"free"]
+            a.send(b.address, b"run", [])
+            await asyncio.sleep(0.5)
+            network.unblock("n0", "n1")
+            await asyncio.sleep(1)
+            assert [address for address, _ in a.lost] == [b.address]
+            assert b.messages == [(a.address, b"free")]
+
+    run(main())
+
+
 def test_errors_and_the_end() -> None:
     async def main() -> None:
         async with planes(2, 1) as (network, (a, b)):
