@@ -185,10 +185,10 @@ def trace(folder: Path) -> None:
     found: dict[str, tuple[float, float, float]] = {}
     for name in ("lambdascale", *OTHERS, "allcache", "ideal"):
         run = run_cluster(cluster(name, 12), rows, seed=0)
-        waits = ttfts(run)
+        waits, end_s = ttfts(run), TRACE_S + 30
         p50, p90, p99 = (waits[int(len(waits) * share)] for share in (0.5, 0.9, 0.99))
-        gpu_s = integral(run, lambda sample: sample.gpus)
-        host_gb = integral(run, lambda sample: sample.host_bytes) / run.virtual_s / 1e9
+        gpu_s = integral(run, lambda sample: sample.gpus, end_s)
+        host_gb = integral(run, lambda sample: sample.host_bytes, end_s) / end_s / 1e9
         found[name] = p90, gpu_s, host_gb
         print(f"  {name:<14}{p50:>11.3f}{p90:>8.3f}{p99:>8.3f}{gpu_s:>8.0f}{host_gb:>16.1f}")
     ours = found["lambdascale"]
