@@ -177,8 +177,8 @@ def equal_links_capacity(
 
     k sources put e = min(k, D) new blocks out a step, so that at step t at least b - e(t - j)
     blocks have at most k 2^j holders: N or k 2^j b / (b - e(t - j)), the least over j; without the
-    sources as stages k (2^j - 1) in place of k 2^j. Unless relays forward `whole_blocks`, only j = 0
-    holds: a block that has left its source can be everywhere within the step.
+    sources as stages k (2^j - 1) in place of k 2^j. Unless relays forward `whole_blocks`, only
+    j = 0 holds: a block that has left its source can be everywhere within the step.
     """
     receivers = nodes - sources
     out, idle = min(sources, receivers), 0 if sources_run else 1
