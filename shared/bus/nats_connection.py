@@ -154,6 +154,9 @@ class Connection:
         async with self.call(f"subscribe {subject}"):
             await subscription.bind(self.client)
             self._subscriptions.add(subscription)
+            # The client writes a PING past what it has still to write. While the first is answered
+            # the subscription is written; the answer to the second comes after it.
+            await self.client.flush()
             await self.client.flush()
         return subscription
 
