@@ -117,6 +117,8 @@ def _totals(plan: Plan) -> Iterator[str]:
     schedule = plan.schedule
     bound = lower_bound(schedule.nodes, schedule.blocks, len(schedule.sources))
     beside = "the lower bound" if schedule.steps == bound else f"lower bound {bound}"
+    if plan.task.chunk_bytes and schedule.steps > bound:
+        beside += ", where relays forward whole blocks only; here by chunks"
     if not is_uniform(plan.task.fabric):
         beside = "links are unequal: steps are an order, not times"
     yield f"steps:              {schedule.steps} ({beside}), {len(schedule.moves)} transfers"

@@ -174,7 +174,8 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Timings
     actual: Timings
     physical_limit_s: float | None
-    """Copy time x (b + ceil(log2 N) - 1) / b at the slowest link; None when no rate is known."""
+    """Least seconds in which these links can bring every target a copy, chunk by chunk
+    (`planner.core.costs.physical_limit`); None when no rate is known."""
     bytes_moved: int
     trace: str
     """W3C traceparent of the event's root span."""

@@ -15,6 +15,7 @@ import uvloop
 from structlog.testing import capture_logs
 
 from services.node.data_plane import DataPlane
+from services.node.model.packing import chunk_bytes
 from services.node.service import NodeService
 from services.node.steps import Steps
 from services.node.worker import Worker
@@ -324,6 +325,7 @@ async def test_importing_twice_is_importing_once(tmp_path: Path, checkpoint: Pat
         assert {record.model_id for record in again} == {up.record.model_id}
         models: Models = await up.request(subjects.REGISTRY_MODELS, ModelsQuery(), Models)
         assert models.records == (up.record,)
+        assert up.record.chunk_bytes == chunk_bytes(up.record.nbytes)
         assert await up.generate("a", request="after") == tokens
 
 

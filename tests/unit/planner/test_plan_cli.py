@@ -65,7 +65,9 @@ def test_seconds_are_predicted_from_size_and_rate(capsys: pytest.CaptureFixture[
     assert "all 1.458 s (physical limit 1.440 s)" in capsys.readouterr().out
     assert run(*words) == 0
     limit = (64e6 + 2 * (256 << 10)) / 50e6
-    assert f"(physical limit {limit:.3f} s)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"(physical limit {limit:.3f} s)" in out
+    assert "22 (lower bound 18, where relays forward whole blocks only; here by chunks)" in out
 
 
 def test_a_worse_algorithm_is_held_against_the_bound(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,7 @@ def test_unknown_models_are_not_found_and_the_error_names_the_known(catalog: Cat
         (record(n_blocks=0), "must be positive"),
         (msgspec.structs.replace(record(), block_bytes=(400,)), "sizes of 1 blocks, but has 4"),
         (msgspec.structs.replace(record(), max_instances=-1), "must not be negative"),
+        (msgspec.structs.replace(record(), chunk_bytes=-1), "chunks of -1 bytes"),
         (msgspec.structs.replace(record(max_instances=1), min_instances=2), "exceeds"),
     ],
 )

@@ -75,6 +75,7 @@ def test_a_record_is_of_what_is_moved() -> None:
     assert (record.name, record.model_id, record.manifest) == ("m", model_id(manifest), "object")
     assert sum(record.block_bytes) == record.nbytes == manifest.nbytes
     assert record.n_blocks == 4
+    assert record.chunk_bytes == manifest.chunk_bytes
 
 
 def test_what_cannot_be_made_is_refused() -> None:
