@@ -1,6 +1,7 @@
 """Closed forms against schedules that are timed move by move, on links equal and unequal."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,27 @@ def test_a_slow_node_delays_what_it_sends_and_receives_only() -> None:
     assert max(at for (node, _), at in slow.items() if node == 3) > max(equal.values())
     first = schedule.moves[0]
     assert slow[first.dst, first.block] == (2.0 if 3 in first[1:3] else 1.0)
+
+
+def test_a_relay_forwards_what_it_is_still_receiving() -> None:
+    """It begins a chunk (and alpha) after its own block began, and ends no sooner than a chunk
+    after it: a fast one waits for each chunk of a slow source."""
+    moves = [Move(1, 0, 1, 0), Move(2, 1, 2, 0)]
+
+    def arrivals(*rates: float, overhead_s: float = 0.0) -> dict[tuple[int, int], float]:
+        by_chunks = replace(task((100,), *rates, overhead_s=overhead_s), chunk_bytes=10)
+        return arrival_times(moves, by_chunks)
+
+    assert arrivals(100.0, 100.0, 100.0) == {(1, 0): 1.0, (2, 0): pytest.approx(1.1)}
+    assert arrivals(10.0, 100.0, 100.0) == {(1, 0): 10.0, (2, 0): pytest.approx(10.1)}
+    assert arrivals(100.0, 100.0, 10.0) == {(1, 0): 1.0, (2, 0): pytest.approx(10.1)}
+    late = arrivals(100.0, 100.0, 100.0, overhead_s=0.5)
+    assert late == {(1, 0): 1.5, (2, 0): pytest.approx(0.6 + 1.5)}
+
+
+def test_what_a_relay_loads_by_itself_is_forwarded_when_it_is_complete() -> None:
+    by_chunks = replace(task((100,), 100.0, 100.0), chunk_bytes=10)
+    assert arrival_times([Move(1, 0, 1, 0)], by_chunks, {(0, 0): 3.0}) == {(1, 0): 4.0}
 
 
 def test_a_receiver_takes_one_block_after_the_other() -> None:
