@@ -25,7 +25,7 @@ from services.planner.core.multicast.strategies import STRATEGIES
 from shared import subjects
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
-from shared.ids import ModelName
+from shared.ids import EventId, ModelName
 from shared.messages.scaling import EventRecord, EventState, ScaleAccepted, SetInstances, Timings
 from simulation.multicast import carry_out
 
@@ -116,23 +116,23 @@ async def events(
 
 
 async def scaled(bus: Bus, watch: Watch, nodes: int) -> EventRecord:
-    """From one node to all, and back."""
-    reply = await ask(bus, subjects.PLANNER_SCALE, request(nodes), ScaleAccepted)
-    while reply.event not in watch.records or not over(watch.records[reply.event]):
+    """From one node to all, and back. (The event begins once nodes have freed their memory.)"""
+    before = set(watch.records)
+    await ask(bus, subjects.PLANNER_SCALE, request(nodes), ScaleAccepted)
+    while not (done := complete(watch, before)):
         await watch.change()
     await ask(bus, subjects.PLANNER_SCALE, request(1), ScaleAccepted)
     await until_replicas(watch, 1)
-    while sum(map(bool, watch.held.values())) > 1:
-        await watch.change()
-    return watch.records[reply.event]
+    return done[0]
+
+
+def complete(watch: Watch, before: set[EventId]) -> list[EventRecord]:
+    records = (record for event, record in watch.records.items() if event not in before)
+    return [record for record in records if record.state is EventState.COMPLETE]
 
 
 def request(nodes: int) -> SetInstances:
     return SetInstances(name=MODEL, instances=nodes)
-
-
-def over(record: EventRecord) -> bool:
-    return record.state is EventState.COMPLETE
 
 
 async def until_replicas(watch: Watch, count: int) -> None:
