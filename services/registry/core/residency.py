@@ -76,6 +76,10 @@ class Residency:
         """Who has blocks of the model in memory; O(their number)."""
         return self._sharers.get(model_id, ())
 
+    def reporters(self, model_id: ModelId) -> Collection[Key]:
+        """Who has reported the model, in no order."""
+        return self._holders.get(model_id, ())
+
     def holders(self, model_id: ModelId) -> list[NodeId]:
         """Nodes some generation of which has reported the model, by name; O(their number)."""
         return sorted({node for node, _ in self._holders.get(model_id, ())})
