@@ -5,6 +5,7 @@ seconds) now and then, and nothing else; where nobody reads it any more, the run
 the setting cannot be run, the last line of standard error says why.
 """
 
+import gc
 import logging
 import sys
 import time
@@ -20,6 +21,9 @@ from simulation.run import run_system
 from simulation.setting import Setting
 
 TELL_EVERY_S = 1.0
+GARBAGE = 500_000
+"""Objects made between two looks for cycles: a large cluster has millions that live on, and few
+cycles."""
 
 
 def main(system: str, setting: Path, result: Path) -> int:
@@ -48,4 +52,6 @@ def main(system: str, setting: Path, result: Path) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(GARBAGE)
     sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

@@ -72,6 +72,8 @@ class NodeService(Service):
         self.node = NodeId(config.id)
         self._peers: dict[str, NodeInfo] = {}
         """By data-plane address."""
+        self._addresses: dict[NodeId, set[str]] = {}
+        """Of peers, that of an earlier process included."""
         self._connected: set[str] = set()
         """Peers that connections were made to ahead of need."""
 
@@ -244,10 +246,14 @@ class NodeService(Service):
         """Makes the connections to a peer before a plan needs them, to `mesh_peers` of them."""
         if info.node == self.node:
             return
-        self._peers[info.address] = info
+        self._know(info)
         if len(self._connected) < self._config.mesh_peers:
             self._connected.add(info.address)
             self._try(f"connecting to {info.node}", self._data.connect, info.address)
+
+    def _know(self, info: NodeInfo) -> None:
+        self._peers[info.address] = info
+        self._addresses.setdefault(info.node, set()).add(info.address)
 
     def _distance(self, other: NodeInfo) -> tuple[bool, bool, int]:
         """Own host, own rack, and then at random, so that no node is near to all; the same from
@@ -263,8 +269,14 @@ class NodeService(Service):
                 self._status_due.set()
             return
         error = PeerLost(f"node {gone.node} is gone: {gone.reason}")
-        for address, peer in list(self._peers.items()):
-            if peer.node == gone.node and peer.generation <= gone.generation:
+        addresses = self._addresses.pop(gone.node, set())
+        for address in sorted(addresses):
+            peer = self._peers.get(address)
+            if peer is None or peer.node != gone.node:
+                continue  # another node has it now
+            if peer.generation > gone.generation:
+                self._know(peer)
+            else:
                 del self._peers[address]
                 self._connected.discard(address)
                 self._worker.on_peer_lost(address, error)
@@ -300,7 +312,9 @@ class NodeService(Service):
         if not isinstance(message, ApplyPlan):
             raise BadInput("an ApplyPlan belongs here")
         self._check_generation(message.generation)
-        self._peers |= {peer.address: peer for peer in message.peers if peer.node != self.node}
+        for peer in message.peers:
+            if peer.node != self.node:
+                self._know(peer)
         await self._hosting.apply(message)
         return Ok()
 

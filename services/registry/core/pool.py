@@ -29,6 +29,7 @@ from shared.messages.pool import (
     Profile,
     Reserve,
     Source,
+    Tier,
     Unreserve,
 )
 
@@ -158,10 +159,25 @@ class Pool:
         return replication.copies(record, filter(None, holders), self.residency)
 
     def copies_after(self, gone: NodeGone) -> list[tuple[ModelRecord, Copies]]:
-        """Of the models that the node held, where they are whole without it."""
-        models = self.residency.models(gone.node, gone.generation)
-        records = filter(None, map(self.catalog.get, sorted(models)))
-        return [(record, self.copies(record.model_id)) for record in records]
+        """Of the models that the node held, where they are whole without it. Left out are those
+        that only its disk held and that another node holds whole: most, where every disk has all.
+        """
+        found: list[tuple[ModelRecord, Copies]] = []
+        for model, tiers in sorted(self.residency.models(gone.node, gone.generation).items()):
+            record = self.catalog.get(model)
+            on_disk = tiers.keys() <= {Tier.DISK}
+            if record is not None and not (on_disk and self._is_whole_somewhere(record)):
+                found.append((record, self.copies(model)))
+        return found
+
+    def _is_whole_somewhere(self, record: ModelRecord) -> bool:
+        for node, generation in self.residency.reporters(record.model_id):
+            info = self.leases.info(node)
+            if info is not None and info.generation == generation:
+                held = self.residency.blocks(info, record.model_id).values()
+                if any(len(blocks) == record.n_blocks for blocks in held):
+                    return True
+        return False
 
     def view(self) -> PoolState:
         return PoolState(

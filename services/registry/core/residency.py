@@ -28,12 +28,16 @@ class _Report:
     status: NodeStatus
     at: float
     models: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
+    in_memory: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
+    """Those of them that are on the device or in host memory: few, where disks hold them all."""
 
 
 class Residency:
     def __init__(self) -> None:
         self._latest: dict[Key, _Report] = {}
         self._holders: dict[ModelId, set[Key]] = {}
+        self._sharers: dict[ModelId, set[Key]] = {}
+        """Who holds blocks of the model in memory."""
 
     def report(self, status: NodeStatus, now: float) -> bool:
         """False if a later report of the same generation is known already."""
@@ -63,6 +67,19 @@ class Residency:
         report = self._latest.get((node, generation))
         return {} if report is None else report.models
 
+    def in_memory(self, info: NodeInfo) -> Mapping[ModelId, Blocks]:
+        """Models that have space on the node's device, or are in its host memory."""
+        report = self._latest.get((info.node, info.generation))
+        return {} if report is None else report.in_memory
+
+    def sharers(self, model_id: ModelId) -> Collection[Key]:
+        """Who has blocks of the model in memory; O(their number)."""
+        return self._sharers.get(model_id, ())
+
+    def reporters(self, model_id: ModelId) -> Collection[Key]:
+        """Who has reported the model, in no order."""
+        return self._holders.get(model_id, ())
+
     def holders(self, model_id: ModelId) -> list[NodeId]:
         """Nodes some generation of which has reported the model, by name; O(their number)."""
         return sorted({node for node, _ in self._holders.get(model_id, ())})
@@ -76,15 +93,22 @@ class Residency:
     def _index(self, key: Key, report: _Report) -> None:
         self._unlist(key, report)
         report.models = _by_model(report.status.holdings)
+        report.in_memory = {
+            model: tiers for model, tiers in report.models.items() if tiers.keys() - {Tier.DISK}
+        }
         for model in report.models:
             self._holders.setdefault(model, set()).add(key)
+        for model, tiers in report.in_memory.items():
+            if any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK):
+                self._sharers.setdefault(model, set()).add(key)
 
     def _unlist(self, key: Key, report: _Report) -> None:
         for model in report.models:
-            keys = self._holders[model]
-            keys.discard(key)
-            if not keys:
-                del self._holders[model]
+            for index in (self._holders, self._sharers):
+                keys = index.get(model, set())
+                keys.discard(key)
+                if not keys:
+                    index.pop(model, None)
 
 
 def _by_model(holdings: Collection[Holding]) -> dict[ModelId, dict[Tier, frozenset[int]]]:

@@ -14,8 +14,8 @@ _EMPTY: frozenset[int] = frozenset()
 
 
 class Survey:
-    """Costs O(holders of the model and of the models that other events move); `candidates` one
-    step a node more."""
+    """Costs O(holders of the model, and those that have models in memory which other events move);
+    `candidates` one step a node more."""
 
     def __init__(
         self,
@@ -35,9 +35,13 @@ class Survey:
         others = reservations.others(event)
         self._crowds = Counter(info.rack for r in others if (info := leases.info(r.node)))
         moved = {r.model_id for r in others} - {record.model_id}
-        self._sending = {node for model in moved for node in residency.holders(model)
-                         if self._is_copy(node, model)}  # fmt: skip
-        copies = [i for i in self._holders() if _memory(self._blocks(i)) >= self._every]
+        # Whatever the number of their blocks: targets of an event send too.
+        self._sending = {info.node for model in moved for info in self._sharers(model)}
+        copies = [
+            info
+            for info in self._sharers(record.model_id)
+            if leases.stands(info.node) and _memory(self._blocks(info)) >= self._every
+        ]
         self._racks = {info.rack for info in copies}
         self._hosts = {info.host for info in copies if info.host}
 
@@ -67,7 +71,7 @@ class Survey:
         blocks = self._blocks(info)
         others = [
             tiers.keys()
-            for model, tiers in self._residency.models(info.node, info.generation).items()
+            for model, tiers in self._residency.in_memory(info).items()
             if model != self.record.model_id
         ]
         rate = _rate(info, status)
@@ -119,10 +123,12 @@ class Survey:
     def _blocks(self, info: NodeInfo) -> Blocks:
         return self._residency.blocks(info, self.record.model_id)
 
-    def _is_copy(self, node: NodeId, model: ModelId) -> bool:
-        """Blocks in memory, of whatever number: targets of an event send too."""
-        info = self._leases.info(node)
-        return info is not None and bool(_memory(self._residency.blocks(info, model)))
+    def _sharers(self, model: ModelId) -> Iterator[NodeInfo]:
+        """Nodes that have blocks of a model in memory, in no order."""
+        for node, generation in self._residency.sharers(model):
+            info = self._leases.info(node)
+            if info is not None and info.generation == generation:
+                yield info
 
 
 def _memory(blocks: Blocks) -> frozenset[int]:

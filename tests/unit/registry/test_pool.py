@@ -175,6 +175,19 @@ def test_a_node_that_is_gone_puts_only_what_it_held_at_risk(pool: Pool) -> None:
     assert pool.copies_after(gone) == []
 
 
+def test_what_another_disk_holds_whole_is_not_at_risk(pool: Pool) -> None:
+    for name in "abc":
+        held = [holding(Tier.DISK, *range(2 if name == "c" else 4))]
+        pool.status(status(name, *held, seq=2), 0.0)
+    hear_others(pool.leases, LATE)
+    (gone,) = pool.lease_dropped(NodeId("b"), LATE)
+    assert isinstance(gone, NodeGone)
+    assert pool.copies_after(gone) == []
+    (gone,) = pool.lease_dropped(NodeId("a"), LATE)
+    assert isinstance(gone, NodeGone)
+    assert [(r.name, c.missing) for r, c in pool.copies_after(gone)] == [("llama", (2, 3))]
+
+
 def test_ticks_end_what_is_in_doubt_for_too_long(pool: Pool) -> None:
     pool.status(status("b", seq=2), LATE)
     pool.lease_dropped(NodeId("b"), LATE)

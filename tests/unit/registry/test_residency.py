@@ -75,3 +75,17 @@ def test_a_report_that_repeats_the_holdings_still_says_the_rest() -> None:
     held.report(status("a", holding(Tier.GPU, 0), seq=2, free=7), 1.0)
     assert held.blocks(info("a"), MODEL) is before
     assert held.of(info("a")) == status("a", holding(Tier.GPU, 0), seq=2, free=7)
+
+
+def test_who_has_a_model_in_memory_follows_the_reports() -> None:
+    held = Residency()
+    held.report(status("b", holding(Tier.GPU, 0), holding(Tier.DISK, 1, model_id=OTHER)), 0.0)
+    held.report(status("a", holding(Tier.DISK, 0, 1), holding(Tier.HOST, model_id=OTHER)), 0.0)
+    assert set(held.sharers(MODEL)) == {(NodeId("b"), Generation(1))}
+    assert not held.sharers(OTHER)  # space alone is no copy, and a disk is no memory
+    assert set(held.in_memory(info("a"))) == {OTHER}
+    assert set(held.in_memory(info("b"))) == {MODEL}
+    held.report(status("b", holding(Tier.DISK, 0), seq=2), 1.0)
+    assert not held.sharers(MODEL)
+    assert not held.in_memory(info("b"))
+    assert held.holders(MODEL) == ["a", "b"]

@@ -1,6 +1,7 @@
 import pytest
 
-from shared.bus.nats_connection import check_version
+from shared.bus.delivery import MAX_PAYLOAD
+from shared.bus.nats_connection import check_payload, check_version
 from shared.errors import BusError
 
 
@@ -13,3 +14,9 @@ def test_servers_that_will_do(version: str) -> None:
 def test_servers_that_will_not(version: str) -> None:
     with pytest.raises(BusError, match=r"too old.*2\.11"):
         check_version(version)
+
+
+def test_a_server_must_take_what_is_sent() -> None:
+    check_payload(MAX_PAYLOAD)
+    with pytest.raises(BusError, match=f"1048576 bytes at most: set max_payload: {MAX_PAYLOAD}"):
+        check_payload(1 << 20)

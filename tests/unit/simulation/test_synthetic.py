@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def test_the_seed_decides() -> None:
     text = "gamma:rate=4,cv=8,seconds=600"
     assert synthesize(text, seed=3) == synthesize(text, seed=3)
     assert synthesize(text, seed=3).rows != synthesize(text, seed=4).rows
+
+
+def test_models_by_popularity() -> None:
+    text = "poisson:rate=100,seconds=50,prompt=8,output=2"
+    one, many = synthesize(text), synthesize(f"{text},models=20,skew=1")
+    assert [row.arrival_s for row in many.rows] == [row.arrival_s for row in one.rows]
+    assert many.notes[0].endswith("; 20 models, Zipf 1")
+    counts = Counter(row.model for row in many.rows)
+    assert set(counts) <= {f"synthetic-{index:02}" for index in range(20)}
+    for rank, name in enumerate(("synthetic-00", "synthetic-01", "synthetic-04")):
+        share = (1.0, 1 / 2, 1 / 5)[rank] / sum(1 / n for n in range(1, 21))
+        assert counts[name] / len(many.rows) == pytest.approx(share, rel=0.15)
+    assert synthesize(f"{text},models=20,skew=1") == many
+    even = Counter(row.model for row in synthesize(f"{text},models=4").rows)
+    assert min(even.values()) > 0.8 * max(even.values())
+    with pytest.raises(BadInput, match="more than 10000 models"):
+        synthesize(f"{text},models=10001")
 
 
 def test_told_from_files() -> None:
