@@ -101,7 +101,7 @@ def large(number: int, transfers: int) -> EventRecord:
 
 
 def test_records_fit_into_a_message() -> None:
-    records = [large(number, 3000) for number in range(20)]
+    records = [large(number, 12_000) for number in range(20)]
     found = fitting(records)
     assert [record.id for record in found] == [record.id for record in records]
     assert len(msgspec.msgpack.encode(found)) <= LARGEST
