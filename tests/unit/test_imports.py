@@ -49,3 +49,12 @@ def test_services_do_not_import_each_other(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("shared/**/*.py")), ids=lambda p: p.stem)
 def test_shared_imports_no_service(path: Path) -> None:
     assert not [name for name in imported(path) if name.startswith("services")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*SERVICES, *sorted(ROOT.glob("shared/**/*.py"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_what_runs_for_real_knows_no_simulation(path: Path) -> None:
+    assert not [name for name in imported(path) if name.startswith("simulation")]
