@@ -11,6 +11,8 @@ REGISTRY_MODELS = f"{ROOT}.registry.models"
 REGISTRY_SOURCES = f"{ROOT}.registry.sources"
 REGISTRY_RESERVE = f"{ROOT}.registry.reserve"
 REGISTRY_UNRESERVE = f"{ROOT}.registry.unreserve"
+REGISTRY_PULSE = f"{ROOT}.registry.pulse"
+"""Ping, from the registry to itself."""
 REGISTRY_POOL = f"{ROOT}.registry.pool"
 REGISTRY_NODES = f"{ROOT}.registry.nodes"
 

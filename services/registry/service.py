@@ -6,6 +6,7 @@ a change (announcements, writes) is queued in order and done by tasks that outla
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from shared.bus.base import Bus, KeyValue, KvEntry, KvOp
 from shared.config import RegistryConfig
 from shared.errors import BadInput, BadMessage, BusError
 from shared.ids import NodeId, check_name
-from shared.messages import Message, Ok
+from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
@@ -42,6 +43,8 @@ from shared.messages.pool import (
 )
 from shared.service import Service
 
+PULSE_S = 0.5
+"""How often the registry says something to itself, to know whether the bus is there."""
 TICK_S = 0.25
 """How often doubts about leases are looked at."""
 STORED_WAIT_S = 0.25
@@ -83,6 +86,9 @@ class RegistryService(Service):
         self.spawn(self._store.write(), name="store")
         self.spawn(self._announce(), name="announce")
         self.spawn(self._watch_leases(leases), name="leases")
+        pulse = await self._bus.subscribe(subjects.REGISTRY_PULSE, self._on_pulse)
+        self.resources.push_async_callback(pulse.close)
+        self.spawn(self._pulse(), name="pulse")
         self.spawn(self._tick(), name="tick")
         self.spawn(self._reconcile(), name="reconcile")
         await self._serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model)
@@ -215,6 +221,15 @@ class RegistryService(Service):
             self.log.warning("lease ignored", key=entry.key, error=f"it names node {info.node}")
             return None
         return info
+
+    async def _pulse(self) -> None:
+        while True:
+            with suppress(BusError):  # that nothing is heard says it
+                await self._bus.publish(subjects.REGISTRY_PULSE, Ping())
+            await asyncio.sleep(PULSE_S)
+
+    async def _on_pulse(self, message: Message) -> None:
+        self.pool.leases.hear(clock.now())
 
     async def _tick(self) -> None:
         while True:

@@ -162,7 +162,7 @@ def _with_room(
     for i in candidates:
         if i.state is not InstanceState.MOVING:
             planned = i.slots if i.state is InstanceState.SERVING else 0
-            beyond = max(0, running.get(i.id, 0) - planned) / i.stages[-1].stop
+            beyond = max(0, running.get(i.id, 0) - planned) / (i.stages[-1].stop * len(i.stages))
             for stage in i.stages:
                 taken[stage.node] = taken.get(stage.node, 0.0) + beyond * (stage.stop - stage.start)
 
@@ -179,8 +179,8 @@ def _with_room(
 
 
 def _slots(member: Member, capacity: float) -> int:
-    """A leader's sequence takes as much of a slot as its stage is of the model: a path may have
-    more of them than its leader has slots."""
+    """A token takes about as many passes as its path has stages, and a stage is busy with it for
+    its part of one of them: it takes so many more sequences to fill a path."""
     return max(1, round(capacity * member.slots))
 
 
@@ -225,7 +225,7 @@ def _path(
         stages=stages,
         state=InstanceState.SERVING,
         capacity=capacity,
-        slots=_slots(leader, capacity),
+        slots=_slots(leader, capacity * len(stages)),
         event=known.event if known is not None else event,
     )
 

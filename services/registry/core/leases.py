@@ -25,7 +25,7 @@ SILENCE_S = 2.0
 LEASELESS_S = 10.0
 """How long reports alone keep a node: longer than the durable store may refuse writes."""
 DEAF_S = 1.5
-"""Nobody lets this pass without a renewal or a report: then it is the bus that was away."""
+"""The registry hears itself more often than this: else it is the bus that was away."""
 OWN_DELETE_S = 0.9
 """A key lives at least one second, so one that ends sooner after its renewal was deleted."""
 REMEMBERED = 8
@@ -60,7 +60,7 @@ class Leases:
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
         """A lease was made or renewed."""
-        self._hear(now)
+        self.hear(now)
         if self.is_over(info.node, info.generation):
             return [self.gone_again(info.node, info.generation)]
         lease = self._leases.get(info.node)
@@ -77,15 +77,21 @@ class Leases:
         lease.info, lease.renewed, lease.ended, lease.announced = info, now, None, True
         return changes
 
+    def hear(self, now: float) -> None:
+        """Something came over the bus, be it from this process itself."""
+        if now - self._heard_at >= DEAF_S:
+            self._hears_since = now
+        self._heard_at = now
+
     def heard(self, node: NodeId, generation: Generation, now: float) -> None:
-        self._hear(now)
+        self.hear(now)
         lease = self._leases.get(node)
         if lease is not None and lease.info.generation == generation:
             lease.heard = now
 
     def dropped(self, node: NodeId, now: float) -> list[Change]:
         """The key of a lease is gone: deleted or expired."""
-        self._hear(now)
+        self.hear(now)
         lease = self._leases.get(node)
         if lease is None or lease.ended is not None:
             return []
@@ -140,11 +146,6 @@ class Leases:
     def standing(self) -> tuple[NodeInfo, ...]:
         """Nodes whose lease is not in doubt, by name."""
         return tuple(info for info in self.present if self.stands(info.node))
-
-    def _hear(self, now: float) -> None:
-        if now - self._heard_at >= DEAF_S:
-            self._hears_since = now
-        self._heard_at = now
 
     def _end(self, info: NodeInfo, reason: str) -> NodeGone:
         del self._leases[info.node]
