@@ -21,7 +21,7 @@ from shared.messages.instances import Instance, InstanceState, Stage
 
 Stages = tuple[Stage, ...]
 
-OVERFULL = 2.0
+OVERFULL = 4.0
 """Slots' worth of sequences that a node may come to while a model loads: a decode step is bound by
 reading the weights, so that more rows cost it little, and sequences that began before should not
 keep paths from being used."""
