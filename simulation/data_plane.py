@@ -5,21 +5,20 @@ itself.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from services.node.memory.arena import ModelSpace
 from services.node.mover import Arrival, Failure, Mover
+from services.node.outboxes import Outboxes
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
-from shared.errors import Conflict, LambdaScaleError, TransportError
+from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 from simulation.transport import Ends, ModelledTransport
 
 T = TypeVar("T")
-Outgoing = tuple[bytes, Sequence[Buffer]]
 
 
 class ModelledDataPlane:
@@ -40,11 +39,9 @@ class ModelledDataPlane:
             ends, node, on_message=on_message, on_peer_lost=on_peer_lost
         )
         self._mover = Mover(self._transport, on_arrived=on_arrived, on_failed=on_failed)
-        self._on_peer_lost = on_peer_lost
         self._ended = asyncio.Event()
         self._open = False
-        self._outboxes: dict[str, deque[Outgoing]] = {}
-        """Of the peers that something is being sent to."""
+        self._outboxes = Outboxes(self._transport, self._spawn, on_peer_lost)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.address = self._transport.address
 
@@ -96,28 +93,8 @@ class ModelledDataPlane:
 
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
         """Queues a message; messages to one peer keep their order."""
-        if not self._open:
-            return
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = deque()
-            self._spawn(self._send_all(address, outbox))
-        outbox.append((header, payload))
-
-    async def _send_all(self, address: str, outbox: deque[Outgoing]) -> None:
-        """Until nothing is left. After an error the rest is lost too, and the peer with it; what
-        is sent because of that goes out anew, as it does where the engine has a thread."""
-        lost: TransportError | None = None
-        try:
-            while outbox:
-                header, payload = outbox.popleft()
-                await self._transport.send(address, header, payload)
-        except LambdaScaleError as error:
-            lost = error if isinstance(error, TransportError) else TransportError(str(error))
-        finally:
-            del self._outboxes[address]
-        if lost is not None:
-            self._on_peer_lost(address, lost)
+        if self._open:
+            self._outboxes.put(address, header, payload)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """What was begun goes on if this is cancelled."""

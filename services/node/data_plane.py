@@ -7,7 +7,6 @@ the engine thread and only hands work over.
 import asyncio
 import concurrent.futures
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,15 +16,15 @@ import uvloop
 
 from services.node.memory.arena import ModelSpace
 from services.node.mover import Arrival, Failure, Mover
+from services.node.outboxes import Outboxes
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.tcp import TcpTransport
-from shared.errors import Conflict, LambdaScaleError, TransportError
+from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
 T = TypeVar("T")
-Outgoing = tuple[bytes, Sequence[Buffer]]
 
 
 class DataPlane:
@@ -59,8 +58,6 @@ class DataPlane:
         self._ended = _milestone()
         self._stop = asyncio.Event()
         self._closing = False
-        self._outboxes: dict[str, deque[Outgoing]] = {}
-        """Of the peers that something is being sent to."""
         self._sending: set[asyncio.Task[None]] = set()
         self.address = ""
 
@@ -119,7 +116,7 @@ class DataPlane:
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
         """Queues a message; messages to one peer keep their order."""
         with suppress(RuntimeError):  # the loop is closed, and the node with it
-            self._loop.call_soon_threadsafe(self._enqueue, address, (header, payload))
+            self._loop.call_soon_threadsafe(self._outboxes.put, address, header, payload)
 
     # --- between the loops ---
 
@@ -165,6 +162,7 @@ class DataPlane:
         async with self._make() as transport, asyncio.TaskGroup() as group:
             self._transport = transport
             self._group = group
+            self._outboxes = Outboxes(transport, self._spawn, self._on_peer_lost)
             self._mover = Mover(transport, on_arrived=self._on_arrived, on_failed=self._on_failed)
             self.address = transport.address
             self._started.set_result(None)
@@ -173,26 +171,10 @@ class DataPlane:
             for task in self._sending:
                 task.cancel()
 
-    def _enqueue(self, address: str, message: Outgoing) -> None:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = deque()
-            task = self._group.create_task(self._send_all(address, outbox))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
-        outbox.append(message)
-
-    async def _send_all(self, address: str, outbox: deque[Outgoing]) -> None:
-        """Until nothing is left. After an error the rest is lost too, and the peer with it."""
-        try:
-            while outbox:
-                header, payload = outbox.popleft()
-                await self._transport.send(address, header, payload)
-        except LambdaScaleError as error:
-            lost = error if isinstance(error, TransportError) else TransportError(str(error))
-            self._on_peer_lost(address, lost)
-        finally:
-            del self._outboxes[address]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
 
 def _milestone() -> "concurrent.futures.Future[None]":
