@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from services.node.model.disk import to_its_end
 from services.node.model.store import Imported
 from services.node.parts import AnyStore
 from shared import subjects
@@ -119,7 +121,7 @@ class Library:
         """Deletes the files of a forgotten model, unless it was imported again meanwhile."""
         async with self._writing:
             if model not in self._disk:
-                await asyncio.to_thread(self._store.remove, model)
+                await to_its_end(partial(self._store.remove, model))
 
     def _shelve(self, model: ModelId, manifest: Manifest) -> None:
         self._known.add(model)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.planner.core.events import TERMINAL
 from shared import subjects
 from shared.ids import GatewayId, InstanceId, NodeId, RequestId
 from shared.messages import Message, Ok
@@ -128,11 +129,17 @@ async def test_node_killed_while_it_receives_and_relays(
         answers = await load
         assert {answer.error for answer in answers} == {""}
         check(oracle, asked, [answer.tokens for answer in answers], 40)
+        await up.until(lambda: ended(up), "the event's end")
         event = up.watch.scale_out()
         assert event is not None
         assert event.state is EventState.COMPLETE
         assert event.revision > 0
         assert victim not in event.targets
+
+
+def ended(up: Running) -> bool:
+    event = up.watch.scale_out()
+    return event is not None and event.state in TERMINAL
 
 
 def pulled(up: Running) -> list[BlockArrived]:

@@ -9,7 +9,6 @@ or none; the next import clears what it left. All but `read_block` is synchronou
 thread.
 """
 
-import asyncio
 import fcntl
 import os
 import re
@@ -25,7 +24,13 @@ import msgspec
 import structlog
 
 from services.node.model.checkpoint import open_checkpoint
-from services.node.model.disk import check_room, disk_errors, fsync_directory, write_file
+from services.node.model.disk import (
+    check_room,
+    disk_errors,
+    fsync_directory,
+    to_its_end,
+    write_file,
+)
 from services.node.model.packer import Progress, block_file, empty_manifest, pack
 from services.node.model.packing import digest
 from shared.errors import BadInput, CorruptCheckpoint, DigestMismatch, ModelError, NotFound
@@ -105,17 +110,8 @@ class Store:
     async def read_block(
         self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
     ) -> None:
-        """`fill` in a thread. Also when cancelled it ends only when the thread has: what the thread
-        writes to must not be taken away under it."""
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(None, partial(self.fill, name, index, into, skip=skip))
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            work.exception()
-            raise
-        work.result()
+        """`fill` in a thread; what it writes to is its own until this returns, cancelled or not."""
+        await to_its_end(partial(self.fill, name, index, into, skip=skip))
 
     def fill(
         self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int] = frozenset()
