@@ -51,8 +51,8 @@ examples:
   lambdascale simulate --trace spike:rate=30,seconds=20 --systems lambdascale,serverlessllm
   lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --nodes 12 --plots figures --jobs 4
   lambdascale simulate --trace both.csv --model code=llama-2-7b,chat=llama-2-13b --until 600
-  lambdascale simulate --trace poisson:rate=200,seconds=60,models=100,skew=1 --nodes 1000 \
-      --racks 50 --model '*=llama-3.1-8b' --systems lambdascale   (minutes; 1 GB and more)
+  lambdascale simulate --trace poisson:rate=50,seconds=20,models=100,skew=1 --nodes 1000 \
+      --racks 50 --model '*=llama-3.1-8b' --systems lambdascale   (a minute or two, 2.2 GB)
 """
 
 
