@@ -1,6 +1,7 @@
 """Recorded workloads: every publisher's format, what is done to them, and files that are none."""
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from shared.errors import BadInput
 from simulation.traces import Row, Workload, clip, read_trace, served_by, window
 
-SHARED = Path("/work/shared/traces")
+SHARED = Path(os.environ.get("LS_TRACES") or Path(__file__).parents[4] / "shared" / "traces")
+"""Recorded traces, kept beside the repository or named by LS_TRACES (a folder)."""
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
