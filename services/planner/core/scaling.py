@@ -157,7 +157,7 @@ def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int)
     if demand.idle:
         return f"fewer than min_instances={policy.min_instances}"
     prefill = _prefill_s(demand, policy)
-    due = f", {prefill:.1f} s of prefill due," if prefill else ""
+    due = f", {prefill:.1f} s of prefill due," if prefill >= 0.1 else ""
     return (
         f"{demand.queued_requests} requests queued and {demand.running_requests} running{due} fill "
         f"{want} replicas of {policy.slots} slots; {have} serve, {coming} on their way"

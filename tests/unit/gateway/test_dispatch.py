@@ -232,6 +232,13 @@ def test_prompts_wait_here_for_whoever_can_prefill_them_first() -> None:
     assert sent(driver.publish(first, second)) == [("c", second.id, 1), ("d", second.id, 1)]
 
 
+def test_no_instance_gets_more_prompts_because_others_could_take_some() -> None:
+    driver = Driver(replica(1), replica(2, slots=1))
+    assert len(sent(driver.admit("a", "b"))) == 2
+    first = sent(driver.admit("c", "d", "e", prompt=PROMPTS_AHEAD // 2 + 1))
+    assert [r for r, *_ in first] == ["c", "d"], "room for e is only where no slot is"
+
+
 def test_a_first_token_makes_room_for_the_next_prompt() -> None:
     driver = Driver(replica(1))
     assert len(sent(driver.admit("a", "b", prompt=PROMPTS_AHEAD + 1))) == 1, "one in any case"

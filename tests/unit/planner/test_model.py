@@ -1,5 +1,6 @@
 """Operators, removal, memory that must not leak, suspects, several gateways."""
 
+import msgspec
 import pytest
 
 from services.planner import model
@@ -30,6 +31,14 @@ async def test_the_operator_scales_up_down_and_to_nothing(cluster: Cluster) -> N
     await cluster.until_replica_count(0)
     await cluster.until(lambda: sum(bool(node.host) for node in nodes) == 1)
     assert not any(node.gpu for node in nodes)
+
+
+async def test_where_nodes_load_by_themselves_no_copy_is_put_by(cluster: Cluster) -> None:
+    cluster.config = msgspec.structs.replace(cluster.config, strategy="local")
+    (node,) = await cluster.serve(nodes=1)
+    await cluster.scale(0)
+    await cluster.until(lambda: bool(node.releases))
+    assert node.releases[0].keep is None
 
 
 async def test_the_operators_number_holds_whatever_the_load_until_it_is_taken_back(
