@@ -6,12 +6,14 @@ and a span that is held cannot be freed: cancelling an await does not stop what 
 """
 
 import mmap
+import os
+import weakref
 
+from services.node.memory.views import Memory
 from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _TOUCH = 64 << 20
 """Bytes faulted in at a time: other threads run in between."""
 
@@ -43,8 +45,11 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
+        descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
         try:
-            self._memory = memoryview(mmap.mmap(-1, self.nbytes, flags=_PRIVATE))
+            os.posix_fallocate(descriptor, 0, self.nbytes)
+            self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
             raise CapacityExceeded(
                 f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
@@ -53,6 +58,8 @@ class Arena:
         for start in range(0, self.nbytes, _TOUCH):
             pages = self._memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
+        self.memory = Memory(self._memory, descriptor)
+        """All of it, for transports to register once."""
         self._holes: list[tuple[int, int]] = [(0, self.nbytes)]
         """Free (start, stop), ascending, never touching each other."""
         self._spans: dict[int, Span] = {}
@@ -61,6 +68,7 @@ class Arena:
         """Hands nothing out any more; the memory goes when the last view of it does."""
         self._holes = []
         self._memory = memoryview(b"")
+        self.memory = Memory(self._memory, -1)
 
     @property
     def free_bytes(self) -> int:
