@@ -10,7 +10,7 @@ import pytest
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import Digest, digest
 from services.node.mover import Arrival, Failure, Mover
-from services.node.transport.base import ReadResult
+from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
 from shared.errors import (
@@ -352,11 +352,20 @@ class Lingering(MemoryTransport):
     let_go: asyncio.Event
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         self.asked.put_nowait(address)
         try:
-            return await super().read(address, region, offset, into, priority=priority)
+            return await super().read(
+                address, region, offset, into, priority=priority, received=received
+            )
         except asyncio.CancelledError:
             await self.let_go.wait()
             raise
