@@ -21,6 +21,7 @@ from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.direct import Direct
 from services.node.transport.reads import OnSent
 from services.node.transport.tcp import OnConnected, TcpTransport
+from services.node.transport.tls import Tls
 from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
@@ -38,6 +39,7 @@ class DataPlane:
         port: int,
         link_bytes_per_s: int,
         ways: Sequence[Direct] = (),
+        tls: Tls | None = None,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
@@ -54,6 +56,7 @@ class DataPlane:
             port,
             link_bytes_per_s=link_bytes_per_s,
             ways=ways,
+            tls=tls,
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_connected=on_connected,

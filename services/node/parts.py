@@ -16,6 +16,7 @@ from services.node.memory.views import Memory
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
+from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.reads import OnSent
 from services.node.transport.shm import ShmDirect
@@ -149,6 +150,7 @@ class RealParts:
             config.port,
             config.link_bytes_per_s,
             [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
+            tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_connected=on_connected,
