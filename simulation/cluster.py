@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.gateway.service import GatewayService
+from services.node.memory.views import Memory
 from services.node.mover import Arrival, Failure
 from services.node.service import NodeService
 from services.node.steps import EmitTo, Ran, SendTo
@@ -148,7 +149,7 @@ class NodeParts:
     def store(self) -> ModelledStore:
         return self._store
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),

@@ -19,6 +19,7 @@ from services.node.mover import Arrival, Failure, Mover
 from services.node.outboxes import Outboxes
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.tcp import TcpTransport
+from shared import telemetry
 from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
@@ -87,7 +88,8 @@ class DataPlane:
     # --- from the control loop ---
 
     async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
-        await self._call(lambda: self._mover.host(model, manifest, space, ()))
+        with telemetry.span("register_regions", parent=telemetry.here()):
+            await self._call(lambda: self._mover.host(model, manifest, space, ()))
 
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._await(self._mover.take_over(model, block))
