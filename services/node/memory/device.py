@@ -57,14 +57,13 @@ class CudaLink:
         self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def lock(self, memory: memoryview) -> None:
-        cudart = self._cudart
         with torch.cuda.device(self._device):
-            status = cudart.cudaHostRegister(address(memory), len(memory), 0)
+            status = int(self._cudart.cudaHostRegister(address(memory), len(memory), 0))
         # CUDA keeps a failure for the next kernel of this thread to report; there are none on it.
-        if status != cudart.cudaError.success:
+        if status:
             raise CapacityExceeded(
                 f"{len(memory)} bytes of host memory cannot be page-locked: "
-                f"{cudart.cudaGetErrorString(status)}"
+                f"{torch.cuda.CudaError(status)}"
             )
 
     def unlock(self, memory: memoryview) -> None:

@@ -17,7 +17,7 @@ from services.node.worker import Worker
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import CapacityExceeded, Conflict
-from shared.ids import ModelId, NodeId
+from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import Tokens
 from tests.support.hash_engine import HashEngine, continuation
 from tests.support.links import SlowLink
@@ -69,14 +69,17 @@ class Node:
             slots=4,
             step_tokens=4,
             send=lambda *_: None,
-            emit=lambda gateway, tokens: self._loop.call_soon_threadsafe(self._emit, tokens),
+            emit=self._emit,
             ran=lambda *_: None,
         )
         span = self.arena.allocate(2 * BLOCKS * NBYTES)
         span.memory[:] = b"".join(bytes([i]) * NBYTES for i in range(2 * BLOCKS))
         self.blocks = [span.memory[i * NBYTES : (i + 1) * NBYTES] for i in range(2 * BLOCKS)]
 
-    def _emit(self, tokens: Tokens) -> None:
+    def _emit(self, gateway: GatewayId, tokens: Tokens) -> None:
+        self._loop.call_soon_threadsafe(self._on_tokens, tokens)
+
+    def _on_tokens(self, tokens: Tokens) -> None:
         self.tokens += [token.token for token in tokens.tokens]
         if tokens.tokens[-1].finish:
             self._over.set()
