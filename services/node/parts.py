@@ -18,6 +18,9 @@ from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.reads import OnSent
+from services.node.transport.shm import ShmDirect
+from services.node.transport.tcp import OnConnected
 from services.node.worker import Worker
 from shared.config import NodeConfig
 from shared.errors import TransportError
@@ -96,16 +99,19 @@ class Parts(Protocol):
 
     def data_plane(
         self,
+        memory: Memory,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> AnyDataPlane: ...
 
 
 class RealParts:
-    """A thread for the engine (torch), one for the data plane (TCP), packed models on the disk."""
+    """A thread for the engine (torch), one for the data plane, packed models on the disk."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -134,9 +140,12 @@ class RealParts:
 
     def data_plane(
         self,
+        memory: Memory,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> DataPlane:
@@ -145,8 +154,11 @@ class RealParts:
             config.host,
             config.port,
             config.link_bytes_per_s,
+            [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
             on_message=on_message,
             on_peer_lost=on_peer_lost,
+            on_connected=on_connected,
+            on_sent=on_sent,
             on_arrived=on_arrived,
             on_failed=on_failed,
         )

@@ -77,6 +77,8 @@ class NodeService(Service):
         """Of peers, that of an earlier process included."""
         self._connected: set[str] = set()
         """Peers that connections were made to ahead of need."""
+        self._ways: dict[str, str] = {}
+        """Address of a peer -> what carries the bytes of reads from it."""
 
     @property
     def info(self) -> NodeInfo:
@@ -89,6 +91,7 @@ class NodeService(Service):
         await self._library.read_store()
         started = now()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
+        self.resources.callback(arena.close)
         self.log.info("arena taken", nbytes=arena.nbytes, seconds=round(now() - started, 3))
         await self._start_threads(arena.memory)
         self._lease = Lease(
@@ -115,8 +118,11 @@ class NodeService(Service):
             ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
         )
         self._data = self._parts.data_plane(
+            memory,
             on_message=self._worker.on_message,
             on_peer_lost=self._on_peer_lost,
+            on_connected=lambda address, way: self._call(self._ways.__setitem__, address, way),
+            on_sent=lambda *sent: self._call(self._profiler.sent, *sent),
             on_arrived=lambda arrival: self._call(self._hosting.land, arrival),
             on_failed=lambda failure: self._call(self._hosting.land, failure),
         )
@@ -295,6 +301,7 @@ class NodeService(Service):
         self._call(self._suspect, address, error)
 
     def _suspect(self, address: str, error: TransportError) -> None:
+        self._ways.pop(address, None)
         peer = self._peers.get(address)
         if peer is not None:
             suspect = PeerSuspect(
@@ -380,8 +387,16 @@ class NodeService(Service):
             arena_free=self._hosting.arena_free,
             holdings=self.holdings(),
             profile=self._profiler.profile(),
+            peers=self._peers_by_way(),
             **dataclasses.asdict(self._worker.load()),
         )
+
+    def _peers_by_way(self) -> dict[str, tuple[NodeId, ...]]:
+        ways: dict[str, set[NodeId]] = {}
+        for address, way in self._ways.items():
+            if address in self._peers:
+                ways.setdefault(way, set()).add(self._peers[address].node)
+        return {way: tuple(sorted(ways[way])) for way in sorted(ways)}
 
     async def _publish_status(self) -> None:
         while not self._lease.over:

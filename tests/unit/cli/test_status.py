@@ -9,7 +9,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
     def node(name: str, device: str, staging: str) -> dict[str, Any]:
         return {
             "id": name, "state": "idle", "host": "h", "device": device, "staging": staging,
-            "address": "tcp://h:1", "arena_free": 0, "blocks": {},
+            "address": "tcp://h:1", "arena_free": 0, "blocks": {}, "peers": {},
         }  # fmt: skip
 
     nodes = [node("node-0", "cpu", ""), node("node-1", "cuda:0", "pinned host arena")]
