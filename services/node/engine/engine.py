@@ -51,7 +51,7 @@ class TorchEngine:
         self._models[model_id] = Model(manifest, llama)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
-        """Nothing on a CPU: the first step after a load was measured to be no slower than others."""
+        """Nothing on a CPU: the first step after a load was measured to be as fast as others."""
         if self._device.type != "cpu":
             model = self._model(model_id)
             for _ in warm_up(model.llama):

@@ -6,9 +6,9 @@ offset at which it landed. So what has room on the host has it on the device, un
 back, and no second account of what is free is kept.
 
 A block goes to the device from where disk or network put it, in one copy by the device's own
-engine at the rate of the bus. Through page-locked buffers, as from memory that is not locked, a
-core would first have to copy every byte, at the cost of three times its way over the memory bus.
-That is done only where the arena cannot be locked.
+engine at the rate of its bus. By way of page-locked buffers a core would first have to copy every
+byte, and host memory would be passed over three times and not once. That is done only where the
+arena cannot be locked.
 """
 
 import asyncio
