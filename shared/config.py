@@ -120,7 +120,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
     arena_bytes: Count = 1 << 30
-    """Memory for weights, allocated at the start."""
+    """Memory for weights, allocated at the start; on `cuda` so much on the host and on the device.
+    """
     kv_tokens: Count = 65536
     """KV cache budget, token positions a layer."""
     slots: Count = 8

@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from services.node.data_plane import DataPlane
-from services.node.engine.engine import TorchEngine
+from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
@@ -33,6 +34,8 @@ from shared.messages.serving import Cancel, Submit
 class AnyWorker(Protocol):
     """Runs blocks. `services.node.worker.Worker` says what each call does."""
 
+    @property
+    def staging(self) -> str: ...
     def start(self) -> None: ...
     async def ready(self) -> None: ...
     async def wait(self) -> None: ...
@@ -92,7 +95,8 @@ class Parts(Protocol):
 
     def store(self) -> AnyStore: ...
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker: ...
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker:
+        """`memory`: the arena, in which all blocks land."""
 
     def data_plane(
         self,
@@ -116,8 +120,9 @@ class RealParts:
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store")
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
         config = self._config
+        device = torch_device(config.device)
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -126,6 +131,7 @@ class RealParts:
                 config.threads,
                 step_floor_s=config.step_floor_s,
             ),
+            device=None if device.type == "cpu" else DeviceArena(memory, device),
             slots=config.slots,
             step_tokens=config.step_tokens,
             send=send,
