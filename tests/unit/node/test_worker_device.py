@@ -186,7 +186,8 @@ async def test_what_runs_has_its_steps_between_pieces_of_a_warm_up(node: Node) -
     await asyncio.sleep(0)  # submitted
     node.engine.may_warm.set()
     assert await running == continuation((3, 1, 4, 1, 5), 8, BLOCKS)
-    assert node.engine.warmed == [0, 0, 1, 2, 3]
+    # The second piece may have come before the submit was taken in.
+    assert node.engine.warmed in ([0, 0, 1, 2, 3], [0, 1, 2, 3, 4])
 
 
 async def test_a_warm_up_that_fails_is_no_more_than_that(node: Node) -> None:
