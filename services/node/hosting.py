@@ -94,14 +94,14 @@ class Hosting:
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
         attributes: dict[str, telemetry.Attribute] = {"node": plan.node, "pulls": len(plan.pulls)}
-        with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes):
+        with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes) as span:
             async with self._turn(plan.model_id):
-                await self._take_up(plan)
+                await self._take_up(plan, telemetry.traceparent(span))
 
-    async def _take_up(self, plan: ApplyPlan) -> None:
+    async def _take_up(self, plan: ApplyPlan, trace: str) -> None:
         hosted = self._hosted.get(plan.model_id)
         if hosted is not None:
-            await self._follow(plan, hosted)
+            await self._follow(plan, hosted, trace)
             return
         manifest = await self._library.manifest(plan.model_id)
         span = self._arena.allocate(ModelSpace.size(manifest))
@@ -110,25 +110,27 @@ class Hosting:
         self._hosted[plan.model_id] = hosted
         try:
             await self._data.host(plan.model_id, manifest, hosted.space)
-            await self._follow(plan, hosted)
+            await self._follow(plan, hosted, trace)
         except BaseException:  # a model that no plan fills gives its space back
             await self._stop_promotion(hosted)
             async with hosted.lock:
                 await self._free(hosted)
             raise
 
-    async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> None:
+    async def _follow(self, plan: ApplyPlan, hosted: Hosted, trace: str) -> None:
         _check_blocks(plan, hosted.manifest)
         hosted.residency.follow(plan.event, plan.revision)  # before anything is changed
         await self._stop_promotion(hosted)
         async with hosted.lock:
             hosted.residency = hosted.residency.follow(plan.event, plan.revision)
             hosted.plan = plan
-            await self._activate(hosted)
             addresses = {peer.node: peer.address for peer in plan.peers}
             held = hosted.residency.held
             pulls = [pull for pull in plan.pulls if pull.block not in held]
+            # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, plan.event, plan.revision, pulls, addresses)
+            with telemetry.span("open_model", parent=trace):
+                await self._activate(hosted)
         self._changed()
         missing = [block for block in plan.promote if block not in held]
         if missing:
@@ -221,6 +223,8 @@ class Hosting:
         async with hosted.lock:
             if self._hosted.get(item.model_id) is not hosted:
                 return  # released meanwhile
+            if hosted.residency.mode is Mode.STANDBY:
+                return  # the engine did not open the model: it is about to be freed
             plan = hosted.plan
             try:
                 await self._attach(hosted, item.block)
