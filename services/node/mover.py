@@ -37,9 +37,10 @@ BLOCKS_AHEAD = 4
 which it still waits for leaves room for later ones."""
 BLOCK_WINDOW = 8
 """Chunk reads in flight of each."""
-FIRST_WINDOW = 1
+FIRST_WINDOW = 2
 """The same while the source has sent nothing yet: it may have to wait for the bytes itself, or to
-learn of the plan, and the fewer reads there are the sooner the first is answered."""
+learn of the plan, and the fewer reads there are the sooner the first is answered. The second keeps
+the link busy while the others are asked for."""
 REGION_GRACE_S = 1.0
 """A source may learn of the plan after us: how long its regions may be unknown."""
 REGION_RETRY_S = 0.01

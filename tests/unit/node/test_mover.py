@@ -9,7 +9,7 @@ import pytest
 
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import digest
-from services.node.mover import Arrival, Failure, Mover
+from services.node.mover import FIRST_WINDOW, Arrival, Failure, Mover
 from services.node.transport.base import ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
@@ -283,12 +283,12 @@ async def test_a_source_that_has_nothing_yet_is_asked_for_little(nodes: Nodes) -
     target.hold([])
     target.pull([source], *((step, block, source) for step, block in enumerate(ALL, 1)))
     pulls = target.mover._models[MODEL].pulls
-    assert [len(pulls[block].reads) for block in ALL] == [1] * len(ALL)
+    assert [len(pulls[block].reads) for block in ALL] == [FIRST_WINDOW] * len(ALL)
     first = source.space.block(0)
     first[:CHUNK] = CONTENT[0][:CHUNK]
     source.transport.advance(f"{MODEL}/0", CHUNK)
     assert await probe(source, target, 0, CHUNK) == CONTENT[0][:CHUNK]
-    assert len(pulls[0].reads) > 1  # the source has sent something: it knows now what comes next
+    assert len(pulls[0].reads) > FIRST_WINDOW
 
 
 async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
@@ -392,7 +392,8 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
     async with transport, asyncio.timeout(10):
         mover.host(MODEL, MANIFEST, space, [])
         mover.apply(MODEL, EVENT, 1, [Pull(1, 1, one)], addresses)
-        assert await transport.asked.get() == "memory://t"
+        for _ in range(FIRST_WINDOW):
+            assert await transport.asked.get() == "memory://t"
         mover.apply(MODEL, EVENT, 2, [Pull(1, 1, other)], addresses)
         for _ in range(50):
             await asyncio.sleep(0)
