@@ -1,6 +1,7 @@
 """Models on real nodes: pulled, relayed, promoted, put to sleep, given back and removed."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from services.node.hosting import Hosting
 from services.node.mover import Arrival, Failure
 from services.node.worker import Worker
-from shared import subjects
+from shared import subjects, telemetry
+from shared.config import TelemetryConfig
 from shared.errors import (
     BadInput,
     CapacityExceeded,
@@ -358,3 +360,20 @@ async def test_plans_and_releases_in_any_order_end_in_a_sound_state(
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
         await up.release("b")
         await up.nothing_leaked("b")
+
+
+# --- traces -------------------------------------------------------------------------
+
+
+async def test_opening_the_model_is_part_of_the_plan_in_the_trace(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    telemetry.configure("b", TelemetryConfig(trace_dir=str(tmp_path / "traces")))
+    try:
+        async with nodes(tmp_path, checkpoint, "a", "b") as up:
+            await up.apply("b", FROM_A)
+    finally:
+        telemetry.shutdown()
+    lines = (tmp_path / "traces" / "b.jsonl").read_text().splitlines()
+    spans = {span["name"]: span for span in map(json.loads, lines)}
+    assert spans["open_model"]["parent_id"] == spans["apply_plan"]["span_id"]
