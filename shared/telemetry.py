@@ -40,6 +40,8 @@ _LEVELS = {
 }
 _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
+_tracer: trace.Tracer = trace.NoOpTracer()
+"""The provider's: it takes a while to make."""
 
 
 class JsonLinesExporter(SpanExporter):
@@ -81,7 +83,7 @@ def _as_json(span: ReadableSpan) -> dict[str, object]:
 
 def configure(service: str, config: TelemetryConfig) -> None:
     """Sets up logs and traces of this process, at its start; ConfigError for a bad setting."""
-    global _provider
+    global _provider, _tracer
     shutdown()
     if config.log_level not in _LEVELS:
         raise ConfigError(f"telemetry.log_level {config.log_level!r}: use {', '.join(_LEVELS)}")
@@ -113,24 +115,21 @@ def configure(service: str, config: TelemetryConfig) -> None:
         exporter = OTLPSpanExporter(endpoint=f"{config.otlp_endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
     _provider = provider
+    _tracer = provider.get_tracer("lambdascale")
 
 
 def shutdown() -> None:
     """Flushes and closes the exporters."""
-    global _provider
+    global _provider, _tracer
     if _provider is not None:
         _provider.shutdown()
-        _provider = None
+        _provider, _tracer = None, trace.NoOpTracer()
 
 
 def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
     """Obeys the configuration at the time of each call, also if it is made before `configure`."""
     lazy: structlog.stdlib.BoundLogger = structlog.get_logger(role=role, **context)
     return lazy
-
-
-def _tracer() -> trace.Tracer:
-    return (_provider or trace.get_tracer_provider()).get_tracer("lambdascale")
 
 
 def context_of(traceparent: str) -> SpanContext | None:
@@ -163,7 +162,7 @@ def start(
 ) -> Span:
     """Begins a span; the caller ends it (`span.end(end_time=ns)`)."""
     contexts = [context for link in links if (context := context_of(link))]
-    return _tracer().start_span(
+    return _tracer.start_span(
         name,
         context=_propagator.extract({"traceparent": parent}),
         start_time=start_ns,

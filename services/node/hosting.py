@@ -124,11 +124,12 @@ class Hosting:
         async with hosted.lock:
             hosted.residency = hosted.residency.follow(plan.event, plan.revision)
             hosted.plan = plan
-            await self._activate(hosted)
             addresses = {peer.node: peer.address for peer in plan.peers}
             held = hosted.residency.held
             pulls = [pull for pull in plan.pulls if pull.block not in held]
+            # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, plan.event, plan.revision, pulls, addresses)
+            await self._activate(hosted)
         self._changed()
         missing = [block for block in plan.promote if block not in held]
         if missing:
@@ -221,6 +222,8 @@ class Hosting:
         async with hosted.lock:
             if self._hosted.get(item.model_id) is not hosted:
                 return  # released meanwhile
+            if hosted.residency.mode is Mode.STANDBY:
+                return  # the engine did not open the model: it is about to be freed
             plan = hosted.plan
             try:
                 await self._attach(hosted, item.block)

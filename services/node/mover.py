@@ -32,10 +32,15 @@ from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
-SOURCE_WINDOW = 32
-"""Chunk reads in flight to one source, over all its blocks, so that it knows what comes next."""
+BLOCKS_AHEAD = 4
+"""Blocks that are read from one source at a time, so that it knows what comes next, and that one
+which it still waits for leaves room for later ones."""
 BLOCK_WINDOW = 8
-"""Of one block: a block that its source still waits for leaves room for later ones."""
+"""Chunk reads in flight of each."""
+FIRST_WINDOW = 2
+"""The same while the source has sent nothing yet: it may have to wait for the bytes itself, or to
+learn of the plan, and the fewer reads there are the sooner the first is answered. The second keeps
+the link busy while the others are asked for."""
 REGION_GRACE_S = 1.0
 """A source may learn of the plan after us: how long its regions may be unknown."""
 REGION_RETRY_S = 0.01
@@ -116,6 +121,8 @@ class _Model:
     event: EventId | None = None
     revision: int = 0
     pulls: dict[int, _Pulling] = field(default_factory=dict)
+    heard: set[NodeId] = field(default_factory=set)
+    """Sources that have sent something."""
     dropping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def of(self, source: NodeId) -> list[_Pulling]:
@@ -246,9 +253,10 @@ class Mover:
     def _fill(self, model: _Model, source: NodeId) -> None:
         """Keeps the window to a source full, earliest step first."""
         pulls = model.of(source)
-        room = SOURCE_WINDOW - sum(len(pulling.reads) for pulling in pulls)
+        window = BLOCK_WINDOW if source in model.heard else FIRST_WINDOW
+        room = window * BLOCKS_AHEAD - sum(len(pulling.reads) for pulling in pulls)
         for pulling in pulls:
-            of_block = min(room, BLOCK_WINDOW - len(pulling.reads))
+            of_block = min(room, window - len(pulling.reads))
             for chunk in islice(_missing(model, pulling), max(0, of_block)):
                 self._begin(model, pulling, chunk)
                 room -= 1
@@ -312,6 +320,7 @@ class Mover:
         if pulling.ended:
             return
         if error is None:
+            model.heard.add(pulling.source)
             self._verified(model, pulling, chunk)
             self._fill(model, pulling.source)
         elif isinstance(error, OF_THE_SOURCE):

@@ -9,7 +9,7 @@ import pytest
 
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import Digest, digest
-from services.node.mover import Arrival, Failure, Mover
+from services.node.mover import FIRST_WINDOW, Arrival, Failure, Mover
 from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
@@ -255,7 +255,8 @@ async def test_a_source_that_dies_and_another_that_goes_on(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Block 0 fills the window: nothing of block 1 has been asked for when the source dies.
-    monkeypatch.setattr("services.node.mover.SOURCE_WINDOW", 3)
+    monkeypatch.setattr("services.node.mover.BLOCKS_AHEAD", 1)
+    monkeypatch.setattr("services.node.mover.BLOCK_WINDOW", 3)
     first, second, target, last = [await nodes.start(name) for name in "abtl"]
     second.hold(ALL)
     target.hold([])
@@ -279,6 +280,20 @@ async def test_a_source_that_dies_and_another_that_goes_on(
     assert target.content() == CONTENT
     assert {a.source for a in target.arrivals} == {second.id}
     assert len(target.failures) == 2
+
+
+async def test_a_source_that_has_nothing_yet_is_asked_for_little(nodes: Nodes) -> None:
+    source, target = await nodes.start("s"), await nodes.start("t")
+    source.hold([])
+    target.hold([])
+    target.pull([source], *((step, block, source) for step, block in enumerate(ALL, 1)))
+    pulls = target.mover._models[MODEL].pulls
+    assert [len(pulls[block].reads) for block in ALL] == [FIRST_WINDOW] * len(ALL)
+    first = source.space.block(0)
+    first[:CHUNK] = CONTENT[0][:CHUNK]
+    source.transport.advance(f"{MODEL}/0", CHUNK)
+    assert await probe(source, target, 0, CHUNK) == CONTENT[0][:CHUNK]
+    assert len(pulls[0].reads) > FIRST_WINDOW
 
 
 async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
@@ -391,7 +406,7 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
     async with transport, asyncio.timeout(10):
         mover.host(MODEL, MANIFEST, space, [])
         mover.apply(MODEL, EVENT, 1, [Pull(1, 1, one)], addresses)
-        for _ in MANIFEST.blocks[1].digests:
+        for _ in range(FIRST_WINDOW):
             assert await transport.asked.get() == "memory://t"
         mover.apply(MODEL, EVENT, 2, [Pull(1, 1, other)], addresses)
         for _ in range(50):
