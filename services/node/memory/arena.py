@@ -8,6 +8,7 @@ and a span that is held cannot be freed: cancelling an await does not stop what 
 import mmap
 import os
 import weakref
+from pathlib import Path
 
 from services.node.memory.views import Memory
 from shared.errors import BadInput, CapacityExceeded, Conflict
@@ -45,16 +46,15 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
+        if self.nbytes > (available := _available()):
+            raise _no_memory(self.nbytes, f"{available} bytes are left of this machine's")
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         try:
             os.posix_fallocate(descriptor, 0, self.nbytes)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
-            raise CapacityExceeded(
-                f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
-                "lower node.arena_bytes"
-            ) from error
+            raise _no_memory(self.nbytes, error.strerror) from error
         for start in range(0, self.nbytes, _TOUCH):
             pages = self._memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
@@ -131,6 +131,18 @@ class ModelSpace:
 
     def block(self, index: int) -> memoryview:
         return self._blocks[index]
+
+
+def _available() -> int:
+    """Bytes of memory that can still be had: who takes more is not refused, but killed."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) << 10
+
+
+def _no_memory(nbytes: int, why: str) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"no memory for an arena of {nbytes} bytes: {why}; lower node.arena_bytes"
+    )
 
 
 def _round_up(value: int, unit: int) -> int:
