@@ -8,6 +8,7 @@ and a span that is held cannot be freed: cancelling an await does not stop what 
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from services.node.memory.views import Memory
@@ -15,6 +16,8 @@ from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
+LARGE = 64 * PAGE
+"""Blocks of so many bytes begin at a page: less than 2 % is lost."""
 _TOUCH = 64 << 20
 """Bytes faulted in at a time: other threads run in between."""
 
@@ -51,7 +54,9 @@ class Arena:
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         try:
-            os.posix_fallocate(descriptor, 0, self.nbytes)
+            # The kernel grants a memfd of any size; of private memory it refuses what can't be had.
+            mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            os.ftruncate(descriptor, self.nbytes)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
             raise _no_memory(self.nbytes, error.strerror) from error
@@ -110,24 +115,25 @@ class Arena:
 
 
 class ModelSpace:
-    """The blocks of one model in a span, each contiguous and aligned to ALIGN."""
+    """The blocks of one model in a span, each contiguous and aligned to ALIGN, or to a page if it
+    is large: so that a disk can write right into it, and little is lost between."""
 
     def __init__(self, manifest: Manifest, span: Span) -> None:
         if span.nbytes < self.size(manifest):
             raise BadInput(
                 f"a span of {span.nbytes} bytes for a model of {self.size(manifest)} bytes"
             )
+        self.manifest = manifest
         self.span = span
         self._blocks: list[memoryview] = []
-        offset = 0
-        for block in manifest.blocks:
+        for offset, block in zip(_offsets(manifest), manifest.blocks, strict=False):
             self._blocks.append(span.memory[offset : offset + block.nbytes])
-            offset += _round_up(block.nbytes, ALIGN)
 
     @staticmethod
     def size(manifest: Manifest) -> int:
         """Bytes to allocate for a model."""
-        return sum(_round_up(block.nbytes, ALIGN) for block in manifest.blocks)
+        *_, end = _offsets(manifest)
+        return end
 
     def block(self, index: int) -> memoryview:
         return self._blocks[index]
@@ -139,10 +145,20 @@ def _available() -> int:
     return int(fields["MemAvailable"].removesuffix("kB")) << 10
 
 
-def _no_memory(nbytes: int, why: str) -> CapacityExceeded:
+def _no_memory(nbytes: int, why: str | None) -> CapacityExceeded:
     return CapacityExceeded(
         f"no memory for an arena of {nbytes} bytes: {why}; lower node.arena_bytes"
     )
+
+
+def _offsets(manifest: Manifest) -> Iterator[int]:
+    """Where each block begins, and where the last one ends."""
+    end = 0
+    for block in manifest.blocks:
+        start = _round_up(end, PAGE if block.nbytes >= LARGE else ALIGN)
+        yield start
+        end = start + block.nbytes
+    yield _round_up(end, ALIGN)
 
 
 def _round_up(value: int, unit: int) -> int:
