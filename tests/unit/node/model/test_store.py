@@ -16,7 +16,7 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.cli.demo_model import make_checkpoint
 from services.node.model.store import Imported, Store
 from shared.errors import (
     BadInput,
@@ -28,25 +28,14 @@ from shared.errors import (
 )
 from shared.ids import ModelId
 from shared.layout import encode_manifest, model_id
-from tests.support.models import TINY
+from tests.support.models import TINY, WIDE
 
 WEIGHTS = "model.safetensors"
-# Blocks of several chunks, so that tensors lie across chunk borders, and with padding in them.
-WIDE = CheckpointSpec(
-    layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
-)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
-
-
-@pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("wide")
-    make_checkpoint(path, WIDE)
-    return path
 
 
 def read(store: Store, imported: Imported, index: int) -> bytearray:
@@ -220,21 +209,6 @@ def test_shortened_block_is_found(wide: Path, tmp_path: Path, store: Store) -> N
     path.unlink()
     with pytest.raises(NotFound, match="block-002"):
         read(store, imported, 2)
-
-
-def test_chunks_that_are_there_already_are_left_alone(
-    wide: Path, tmp_path: Path, store: Store
-) -> None:
-    imported = store.import_checkpoint(wide)
-    right = read(store, imported, 1)
-    path = tmp_path / "store" / imported.model_id / "block-001.bin"
-    with path.open("r+b") as file:
-        file.write(b"damaged")
-    chunk = imported.manifest.chunk_bytes
-    buffer = bytearray(len(right))
-    buffer[:chunk] = right[:chunk]
-    store.fill(imported.model_id, 1, memoryview(buffer), skip=frozenset({0}))
-    assert buffer == right
 
 
 def test_a_disk_that_cannot_be_read_is_a_model_error(
