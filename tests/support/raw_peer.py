@@ -1,0 +1,140 @@
+"""Peers of the data plane made by hand: what they say and leave unsaid is up to the test."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from services.node.transport.tcp import TcpTransport
+from services.node.transport.wire import (
+    PREFIX_BYTES,
+    Hello,
+    Kind,
+    Prefix,
+    Purpose,
+    encode_hello,
+    encode_prefix,
+    parse_hello,
+    parse_prefix,
+)
+from shared.errors import TransportError
+
+SILENCE_S = 0.2
+LIMIT_S = 10.0
+"""Within which everything ends, in a typed error or well."""
+STRANGER = "tcp://127.0.0.1:1"
+"""Where the peers that dial say that they listen."""
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Node:
+    """A real transport and what it told."""
+
+    def __init__(self, *, silence_s: float = SILENCE_S, rate: int = 0) -> None:
+        self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
+        self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
+        self.transport = TcpTransport(
+            "127.0.0.1",
+            0,
+            link_bytes_per_s=rate,
+            on_message=lambda sender, header, payload: self.received.put_nowait(
+                (sender, bytes(header), bytes(payload))
+            ),
+            on_peer_lost=lambda address, error: self.lost.put_nowait((address, error)),
+            silence_s=silence_s,
+            max_payload=1 << 20,
+        )
+
+    @property
+    def address(self) -> str:
+        return self.transport.address
+
+    async def read(self, address: str, region: str = "w", nbytes: int = 1000) -> bytes:
+        into = bytearray(nbytes)
+        async with asyncio.timeout(LIMIT_S):
+            await self.transport.read(address, region, 0, memoryview(into), priority=1)
+        return bytes(into)
+
+
+def hello(purpose: Purpose, instance: int = 7, address: str = STRANGER) -> bytes:
+    return encode_hello(Hello(purpose, instance, address))
+
+
+async def next_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
+    while True:
+        data = await reader.readexactly(PREFIX_BYTES)
+        prefix = parse_prefix(data, max_payload=1 << 30)
+        body = await reader.readexactly(prefix.body + prefix.payload)
+        if prefix.kind is not Kind.HEARTBEAT:
+            return prefix, body
+
+
+async def open_to(node: Node) -> Streams:
+    """A bare connection to the node."""
+    host, port = node.address.removeprefix("tcp://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def dial(node: Node, purpose: Purpose, *, instance: int = 7) -> Streams:
+    """A connection to the node, past its handshake."""
+    reader, writer = await open_to(node)
+    writer.write(hello(purpose, instance))
+    prefix, body = await next_frame(reader)
+    assert prefix.kind is Kind.HELLO
+    assert parse_hello(body).address == node.address
+    return reader, writer
+
+
+async def closed(streams: Streams) -> None:
+    """Returns once the other end has closed the connection."""
+    async with asyncio.timeout(LIMIT_S):
+        try:
+            while await streams[0].read(4096):
+                pass
+        except ConnectionResetError:
+            pass
+    streams[1].close()
+
+
+@asynccontextmanager
+async def answering(behaviour: Behaviour) -> AsyncIterator[str]:
+    """Listens at the address and behaves as told, from the first byte on."""
+    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await behaviour(reader, writer)
+
+    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.get_running_loop().create_task(serve(reader, writer)))
+        writers.append(writer)
+
+    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    async with server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for writer in writers:
+            writer.close()
+
+
+@asynccontextmanager
+async def impostor(behaviour: Behaviour) -> AsyncIterator[str]:
+    """Welcomes whoever dials as a node does, and behaves as told from then on."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_frame(reader)
+        writer.write(hello(Purpose.READS, address=address))
+        await behaviour(reader, writer)
+
+    async with answering(serve) as address:
+        yield address
+
+
+async def beat(writer: asyncio.StreamWriter) -> None:
+    """Shows itself alive, for ever."""
+    while True:
+        writer.write(encode_prefix(Kind.HEARTBEAT))
+        await asyncio.sleep(SILENCE_S / 4)
