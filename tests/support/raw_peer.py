@@ -1,6 +1,7 @@
 """Peers of the data plane made by hand: what they say and leave unsaid is up to the test."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -69,15 +70,22 @@ async def next_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
             return prefix, body
 
 
-async def open_to(node: Node) -> Streams:
-    """A bare connection to the node."""
+async def open_to(node: Node, *, receive_buffer: int = 0) -> Streams:
+    """A bare connection to the node. `receive_buffer`: of the socket, 0: as large as it comes."""
     host, port = node.address.removeprefix("tcp://").split(":")
-    return await asyncio.open_connection(host, int(port))
+    sock = socket.socket()
+    sock.setblocking(False)
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return await asyncio.open_connection(sock=sock)
 
 
-async def dial(node: Node, purpose: Purpose, *, instance: int = 7) -> Streams:
+async def dial(
+    node: Node, purpose: Purpose, *, instance: int = 7, receive_buffer: int = 0
+) -> Streams:
     """A connection to the node, past its handshake."""
-    reader, writer = await open_to(node)
+    reader, writer = await open_to(node, receive_buffer=receive_buffer)
     writer.write(hello(purpose, instance))
     prefix, body = await next_frame(reader)
     assert prefix.kind is Kind.HELLO
