@@ -26,7 +26,7 @@ from shared.errors import (
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
 from tests.support.raw_peer import impostor, next_frame
-from tests.unit.node.test_mover import ALL, CONTENT, EVENT, MANIFEST, MODEL, Node, Nodes, nodes
+from tests.unit.node.test_mover import ALL, CONTENT, EVENT, MODEL, Node, Nodes, nodes
 
 __all__ = ["nodes"]
 
@@ -186,4 +186,4 @@ async def test_a_bit_that_flips_on_the_way_is_asked_for_again(nodes: Nodes) -> N
         await target.complete()
     assert target.content() == CONTENT
     assert not target.failures
-    assert len(seen) == sum(len(spec.digests) for spec in MANIFEST.blocks)
+    assert len(seen) == sum(len(spec.digests) for spec in target.manifest.blocks)
