@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
@@ -104,28 +104,35 @@ async def closed(streams: Streams) -> None:
     streams[1].close()
 
 
+async def leave(streams: Streams) -> None:
+    """Closes the connection, whatever has become of it."""
+    streams[1].close()
+    with suppress(ConnectionError):
+        await streams[1].wait_closed()
+
+
 @asynccontextmanager
 async def answering(behaviour: Behaviour) -> AsyncIterator[str]:
     """Listens at the address and behaves as told, from the first byte on."""
     tasks: set[asyncio.Task[None]] = set()
-    writers: list[asyncio.StreamWriter] = []
+    accepted: list[Streams] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await behaviour(reader, writer)
 
-    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.add(asyncio.get_running_loop().create_task(serve(reader, writer)))
-        writers.append(writer)
+        accepted.append((reader, writer))
 
-    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
         yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for writer in writers:
-            writer.close()
+        for streams in accepted:
+            await leave(streams)
 
 
 @asynccontextmanager

@@ -43,6 +43,7 @@ from tests.support.raw_peer import (
     dial,
     hello,
     impostor,
+    leave,
     next_frame,
     open_to,
 )
@@ -69,11 +70,6 @@ async def reset(streams: Streams) -> None:
     streams[1].transport.abort()
 
 
-async def end(streams: Streams) -> None:
-    streams[1].close()
-    await streams[1].wait_closed()
-
-
 async def serves(node: Node) -> None:
     """The node still does for others what it is there for."""
     assert await node.read(node.address, "good", 4) == b"good"
@@ -97,17 +93,17 @@ async def told(node: Node) -> TransportError:
 # --- who dials breaks off, stalls, dribbles ------------------------------------------
 
 
-@pytest.mark.parametrize("leave", [end, reset])
+@pytest.mark.parametrize("part", [leave, reset])
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_a_hello_that_breaks_off(
-    node: Node, purpose: Purpose, leave: Callable[[Streams], Awaitable[None]]
+    node: Node, purpose: Purpose, part: Callable[[Streams], Awaitable[None]]
 ) -> None:
     whole = hello(purpose)
     for cut in range(len(whole)):
         streams = await open_to(node)
         streams[1].write(whole[:cut])
         await streams[1].drain()
-        await leave(streams)
+        await part(streams)
     await serves(node)
     assert node.lost.empty()
 
@@ -123,7 +119,7 @@ async def test_a_frame_that_breaks_off(node: Node, purpose: Purpose, frame: byte
         streams = await dial(node, purpose)
         streams[1].write(frame[:cut])
         await streams[1].drain()
-        await end(streams)
+        await leave(streams)
         assert isinstance(await told(node), PeerLost)
     await serves(node)
     assert node.received.empty()
