@@ -136,7 +136,8 @@ async def serving(
         node.transport.advance("w", len(REGION))
         if last is not None:
             await write(streams, last, pieces)
-            streams[1].write_eof()
+            with suppress(OSError):
+                streams[1].write_eof()
         answers = Answers(asked, cancelled)
         try:
             while last is not None or not answers.complete:
@@ -267,7 +268,7 @@ async def asking(
     expected = Expected()
     given_up: dict[int, bytes] = {}
     """And what was in the room by then."""
-    tasks: list[asyncio.Task[object]] = []
+    tasks: list[asyncio.Task[None]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identities: dict[int, int] = {}
@@ -276,8 +277,9 @@ async def asking(
             identities[int(parse_read(body).region)] = prefix.id
         for step, sizes in steps:
             if isinstance(step, GiveUp):
-                if step.read in expected.filled and not tasks[step.read].done():
-                    await give_up(step.read)
+                if step.read in expected.filled:
+                    tasks[step.read].cancel()
+                    await asyncio.wait([tasks[step.read]])
                 continue
             identity = identities.get(step.read, 1 << 20)
             expected.take(step)
@@ -291,16 +293,16 @@ async def asking(
             await write((reader, writer), last, pieces)
         writer.close()
 
-    async def give_up(read: int) -> None:
-        tasks[read].cancel()
-        await asyncio.wait([tasks[read]])
-        given_up[read] = bytes(rooms[read])
+    async def fill(address: str, read: int) -> None:
+        into = memoryview(rooms[read])[GUARD:-GUARD]
+        try:
+            await node.transport.read(address, str(read), 0, into, priority=1)
+        except asyncio.CancelledError:
+            given_up[read] = bytes(rooms[read])
+            raise
 
     async with node.transport, impostor(answer) as address, asyncio.timeout(LIMIT_S):
-        for read, room in enumerate(rooms):
-            into = memoryview(room)[GUARD:-GUARD]
-            reading = node.transport.read(address, str(read), 0, into, priority=1)
-            tasks.append(asyncio.create_task(reading))
+        tasks += [asyncio.create_task(fill(address, read)) for read in range(len(SIZES))]
         await asyncio.wait(tasks)
         _, why = await node.lost.get()
     assert isinstance(why, PeerLost | ProtocolViolation)
