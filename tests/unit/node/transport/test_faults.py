@@ -38,7 +38,6 @@ from tests.support.raw_peer import (
     Node,
     Streams,
     answering,
-    beat,
     closed,
     dial,
     hello,
@@ -257,20 +256,6 @@ async def test_more_reads_than_anyone_needs(node: Node) -> None:
     assert str(MAX_READS) in str(error)
     async with asyncio.timeout(LIMIT_S):
         await node.transport.unregister("never")
-    await serves(node)
-
-
-async def test_answers_that_nobody_takes_in(node: Node) -> None:
-    """A peer that asks on and on, lives, and takes none of the answers: they do not pile up."""
-    streams = await dial(node, Purpose.READS, receive_buffer=4096)
-    paused(streams)
-    beating = asyncio.ensure_future(beat(streams[1]))
-    refused = ReadRequest(1, 0, 10, "no such region " * 100)
-    for identity in range(2 * MAX_READS):
-        streams[1].write(encode_read(identity, refused))
-    assert isinstance(await told(node), ProtocolViolation)
-    beating.cancel()
-    streams[1].transport.abort()
     await serves(node)
 
 
