@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from services.node.transport.direct import Direct
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     PREFIX_BYTES,
@@ -24,14 +25,19 @@ LIMIT_S = 10.0
 """Within which everything ends, in a typed error or well."""
 STRANGER = "tcp://127.0.0.1:1"
 """Where the peers that dial say that they listen."""
+NO_WAYS: Mapping[str, bytes] = {}
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Answer = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
+"""To the direct ways that a dialler offers."""
 
 
 class Node:
     """A real transport and what it told."""
 
-    def __init__(self, *, silence_s: float = SILENCE_S, rate: int = 0) -> None:
+    def __init__(
+        self, *, silence_s: float = SILENCE_S, rate: int = 0, ways: Sequence[Direct] = ()
+    ) -> None:
         self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
         self.transport = TcpTransport(
@@ -42,6 +48,7 @@ class Node:
                 (sender, bytes(header), bytes(payload))
             ),
             on_peer_lost=lambda address, error: self.lost.put_nowait((address, error)),
+            ways=ways,
             silence_s=silence_s,
             max_payload=1 << 20,
         )
@@ -57,8 +64,13 @@ class Node:
         return bytes(into)
 
 
-def hello(purpose: Purpose, instance: int = 7, address: str = STRANGER) -> bytes:
-    return encode_hello(Hello(purpose, instance, address))
+def hello(
+    purpose: Purpose,
+    instance: int = 7,
+    address: str = STRANGER,
+    ways: Mapping[str, bytes] = NO_WAYS,
+) -> bytes:
+    return encode_hello(Hello(purpose, instance, address, dict(ways)))
 
 
 async def next_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
@@ -82,11 +94,16 @@ async def open_to(node: Node, *, receive_buffer: int = 0) -> Streams:
 
 
 async def dial(
-    node: Node, purpose: Purpose, *, instance: int = 7, receive_buffer: int = 0
+    node: Node,
+    purpose: Purpose,
+    *,
+    instance: int = 7,
+    ways: Mapping[str, bytes] = NO_WAYS,
+    receive_buffer: int = 0,
 ) -> Streams:
     """A connection to the node, past its handshake."""
     reader, writer = await open_to(node, receive_buffer=receive_buffer)
-    writer.write(hello(purpose, instance))
+    writer.write(hello(purpose, instance, ways=ways))
     prefix, body = await next_frame(reader)
     assert prefix.kind is Kind.HELLO
     assert parse_hello(body).address == node.address
@@ -136,12 +153,15 @@ async def answering(behaviour: Behaviour) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def impostor(behaviour: Behaviour) -> AsyncIterator[str]:
+async def impostor(
+    behaviour: Behaviour, *, answer: Answer = lambda offers: NO_WAYS
+) -> AsyncIterator[str]:
     """Welcomes whoever dials as a node does, and behaves as told from then on."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await next_frame(reader)
-        writer.write(hello(Purpose.READS, address=address))
+        _, body = await next_frame(reader)
+        ways = answer(parse_hello(body).ways)
+        writer.write(hello(Purpose.READS, address=address, ways=ways))
         await behaviour(reader, writer)
 
     async with answering(serve) as address:
