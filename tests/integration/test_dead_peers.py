@@ -142,12 +142,13 @@ async def test_a_reader_that_is_stopped_within_a_chunk() -> None:
 class Host:
     """A network namespace with a link to this one, which can be cut: no FIN, no RST, no ICMP."""
 
-    here, there = "10.211.77.1", "10.211.77.2"
-
     def __init__(self) -> None:
-        self.name = f"faults-{os.getpid()}"
+        own = os.getpid()  # two runs of these tests are in nobody's way
+        self.name = f"faults-{own}"
+        network = f"10.{200 + own % 50}.{own // 50 % 256}"
+        self.here, self.there = f"{network}.1", f"{network}.2"
         self.within = ("ip", "netns", "exec", self.name)
-        self._link = f"ft{os.getpid()}"
+        self._link = f"ft{own}"
 
     async def link(self) -> None:
         inside = ("ip", "-n", self.name)

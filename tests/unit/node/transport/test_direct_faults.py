@@ -52,9 +52,10 @@ NBYTES = 1000
 class Sharing:
     """A node that shares its arena, in which `w` lies at the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: int) -> None:
         self.arena = Arena(4 * MIB)
-        self.node = Node(ways=[ShmDirect([self.arena.memory], machine=MACHINE)])
+        shm = ShmDirect([self.arena.memory], machine=MACHINE, bytes_per_s=rate)
+        self.node = Node(ways=[shm])
         self.memory = self.arena.allocate(2 * MIB).memory
         self.memory[:] = b"w" * len(self.memory)
         self.room = self.arena.allocate(MIB).memory
@@ -68,8 +69,8 @@ class Sharing:
 
 
 @asynccontextmanager
-async def sharing() -> AsyncIterator[Sharing]:
-    shared = Sharing()
+async def sharing(rate: int = 0) -> AsyncIterator[Sharing]:
+    shared = Sharing(rate)
     async with shared.node.transport:
         shared.node.transport.register("w", shared.memory, ready=len(shared.memory))
         yield shared
@@ -189,18 +190,18 @@ async def test_takers_that_take_their_time_hold_up_nobody(own: Sharing) -> None:
         await leave(streams)
 
 
-async def test_a_cancel_waits_for_what_was_granted(own: Sharing) -> None:
-    streams = await dial_direct(own)
-    streams[1].write(ask(1, 2 * MIB))
-    nbytes = await granted(streams, 1)
-    assert nbytes < 2 * MIB
-    streams[1].write(encode_prefix(Kind.CANCEL, id=1))
-    streams[1].write(ask(2))
-    assert await granted(streams, 2) == NBYTES  # the cancel was seen before
-    streams[1].write(taken(2) + taken(1))
-    prefix, body = await next_frame(streams[0])
-    assert (prefix.kind, prefix.id, parse_fault(body)[0]) == (Kind.FAULT, 1, CANCELLED)
-    await leave(streams)
+async def test_a_cancel_waits_for_what_was_granted() -> None:
+    async with sharing(rate=10_000_000) as own:
+        streams = await dial_direct(own)
+        streams[1].write(ask(1, 2 * MIB))
+        assert await granted(streams, 1) < 2 * MIB
+        streams[1].write(encode_prefix(Kind.CANCEL, id=1))
+        streams[1].write(ask(2))
+        assert await granted(streams, 2) == NBYTES  # the cancel was seen before
+        streams[1].write(taken(2) + taken(1))
+        prefix, body = await next_frame(streams[0])
+        assert (prefix.kind, prefix.id, parse_fault(body)[0]) == (Kind.FAULT, 1, CANCELLED)
+        await leave(streams)
 
 
 async def test_an_offer_from_elsewhere(own: Sharing) -> None:
