@@ -245,18 +245,19 @@ async def test_no_byte_that_is_not_ready_leaves_the_node(node: Node) -> None:
     streams[1].close()
 
 
-async def test_more_reads_than_anyone_needs(node: Node) -> None:
-    node.transport.register("never", memoryview(bytearray(10)))
-    streams = await dial(node, Purpose.READS)
-    for identity in range(MAX_READS + 1):
-        streams[1].write(encode_read(identity, ReadRequest(1, 0, 10, "never")))
-    await closed(streams)
-    error = await told(node)
-    assert isinstance(error, ProtocolViolation)
-    assert str(MAX_READS) in str(error)
-    async with asyncio.timeout(LIMIT_S):
-        await node.transport.unregister("never")
-    await serves(node)
+async def test_more_reads_than_anyone_needs() -> None:
+    node = Node(silence_s=LIMIT_S)
+    async with node.transport:
+        node.transport.register("never", memoryview(bytearray(10)))
+        streams = await dial(node, Purpose.READS)
+        for identity in range(MAX_READS + 1):
+            streams[1].write(encode_read(identity, ReadRequest(1, 0, 10, "never")))
+        await closed(streams)
+        error = await told(node)
+        assert isinstance(error, ProtocolViolation)
+        assert str(MAX_READS) in str(error)
+        async with asyncio.timeout(LIMIT_S):
+            await node.transport.unregister("never")
 
 
 def paused(streams: Streams) -> None:
