@@ -147,6 +147,12 @@ def traceparent(span: Span) -> str:
     return carrier.get("traceparent", "")
 
 
+def here() -> str:
+    """The traceparent of the innermost `span` around this code, also in tasks begun in it; empty:
+    there is none."""
+    return traceparent(trace.get_current_span())
+
+
 def start(
     name: str,
     *,
@@ -188,7 +194,8 @@ def span(
     """A span around a block of code; an exception marks it and goes on."""
     current = start(name, parent=parent, attributes=attributes)
     try:
-        yield current
+        with trace.use_span(current, record_exception=False, set_status_on_exception=False):
+            yield current
     except BaseException as error:
         current.set_status(trace.Status(trace.StatusCode.ERROR, repr(error)))
         raise

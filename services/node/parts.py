@@ -10,12 +10,14 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from services.node.data_plane import DataPlane
-from services.node.engine.engine import TorchEngine
+from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
+from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.reads import OnSent
 from services.node.transport.shm import ShmDirect
@@ -32,6 +34,8 @@ from shared.messages.serving import Cancel, Submit
 class AnyWorker(Protocol):
     """Runs blocks. `services.node.worker.Worker` says what each call does."""
 
+    @property
+    def staging(self) -> str: ...
     def start(self) -> None: ...
     async def ready(self) -> None: ...
     async def wait(self) -> None: ...
@@ -91,7 +95,8 @@ class Parts(Protocol):
 
     def store(self) -> AnyStore: ...
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker: ...
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker:
+        """`memory`: the arena, in which all blocks land."""
 
     def data_plane(
         self,
@@ -115,8 +120,9 @@ class RealParts:
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store")
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
         config = self._config
+        device = torch_device(config.device)
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -125,6 +131,7 @@ class RealParts:
                 config.threads,
                 step_floor_s=config.step_floor_s,
             ),
+            device=None if device.type == "cpu" else DeviceArena(memory, device),
             slots=config.slots,
             step_tokens=config.step_tokens,
             send=send,
@@ -149,6 +156,7 @@ class RealParts:
             config.port,
             config.link_bytes_per_s,
             [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
+            tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_connected=on_connected,
