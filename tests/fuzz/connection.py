@@ -155,7 +155,9 @@ async def asking(said: "atheris.FuzzedDataProvider") -> None:
     rooms = [bytearray(b"-" * (size + 2 * GUARD)) for size in SIZES]
     loop = asyncio.get_running_loop()
     reads = [
-        loop.create_task(channel.read("w", 0, memoryview(room)[GUARD:-GUARD], priority=1))
+        loop.create_task(
+            channel.read("w", 0, memoryview(room)[GUARD:-GUARD], priority=1, received=None)
+        )
         for room in rooms
     ]
     run = peer.spawn(channel.run)
