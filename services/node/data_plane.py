@@ -106,8 +106,10 @@ class DataPlane:
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._await(self._mover.take_over(model, block))
 
-    async def mark_held(self, model: ModelId, block: int) -> None:
-        await self._call(lambda: self._mover.mark_held(model, block))
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None:
+        await self._call(lambda: self._mover.mark_held(model, block, chunks))
 
     async def apply(
         self,

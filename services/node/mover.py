@@ -164,12 +164,13 @@ class Mover:
         for index in held:
             self.mark_held(model_id, index)
 
-    def mark_held(self, model_id: ModelId, block: int) -> None:
-        """The block's bytes are there, verified, by other means than a pull."""
+    def mark_held(self, model_id: ModelId, block: int, chunks: Iterable[int] | None = None) -> None:
+        """The block's bytes, or these chunks', are there, verified, by other means than a pull."""
         model = self._hosted(model_id)
         self._end_pull(model, block)
         held = model.blocks[block]
-        held.verified = [True] * len(held.verified)
+        for chunk in range(len(held.verified)) if chunks is None else chunks:
+            held.verified[chunk] = True
         self._advance(model, block)
 
     async def take_over(self, model_id: ModelId, block: int) -> frozenset[int]:

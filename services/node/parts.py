@@ -4,7 +4,7 @@ The shell (`service`, `hosting`, `library`) knows its worker, its data plane and
 protocols only, so that the same shell runs over modelled ones in virtual time (`simulation`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -14,6 +14,7 @@ from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
+from services.node.model.reading import Outcome, Wanted
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
@@ -67,7 +68,9 @@ class AnyDataPlane(Protocol):
     async def wait(self) -> None: ...
     async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None: ...
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]: ...
-    async def mark_held(self, model: ModelId, block: int) -> None: ...
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None: ...
     async def apply(
         self,
         model: ModelId,
@@ -85,9 +88,7 @@ class AnyStore(Protocol):
     """Packed models on a disk. `services.node.model.store.Store` says what each call does."""
 
     def manifests(self) -> dict[ModelId, Manifest]: ...
-    async def read_block(
-        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
-    ) -> None: ...
+    def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]: ...
     def import_checkpoint(self, path: Path, *, blocks: int) -> Imported: ...
     def remove(self, name: ModelId) -> None: ...
 
