@@ -27,7 +27,7 @@ from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import OnConnected
 from services.node.worker import Worker
 from shared.config import NodeConfig
-from shared.errors import TransportError
+from shared.errors import ConfigError, TransportError
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -173,6 +173,10 @@ class RealParts:
         shm = ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
         if not config.rdma_device:
             return [shm]
+        if config.tls_certificate:
+            raise ConfigError(
+                "RDMA is not encrypted: set node.rdma_device or node.tls_certificate, not both"
+            )
         rdma = RdmaDirect(
             [memory],
             config.rdma_device,
