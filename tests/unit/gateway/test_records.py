@@ -20,7 +20,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_provider", provider)
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
     return exporter
 
 
