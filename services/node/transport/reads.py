@@ -133,7 +133,7 @@ class ReadChannel:
             if prefix.kind is Kind.FAULT:
                 body = await self.connection.receive_exactly(prefix.body)
                 fault = _fault(*parse_fault(body))
-                del self._pending[prefix.id]
+                self._pending.pop(prefix.id, None)  # none if the connection broke meanwhile
                 _end(pending, fault)
             elif prefix.kind is Kind.GRANT:
                 body = await self.connection.receive_exactly(prefix.body)
@@ -163,7 +163,7 @@ class ReadChannel:
 
     def _moved(self, identity: int, pending: _Pending, way: str) -> None:
         if pending.position == pending.request.nbytes:
-            del self._pending[identity]
+            self._pending.pop(identity, None)
             _end(pending, ReadResult(pending.position, pending.first_byte_ns, way))
 
     # --- on the connection ---
