@@ -33,5 +33,7 @@ def checkpoint_spec(nbytes: int, blocks: int) -> CheckpointSpec:
                 context_length=CONTEXT,
                 dtype=torch.bfloat16,
             )
-    raise BadInput(f"{nbytes} bytes make no model of {blocks} blocks: give 3 blocks or more, of "
-                   f"60 KiB or more each")
+    raise BadInput(
+        f"{nbytes} bytes make no model of {blocks} blocks: give 3 blocks or more, of "
+        f"60 KiB or more each"
+    )

@@ -82,9 +82,7 @@ class Nodes:
             self._nats = await stack.enter_async_context(nats)
             stack.push_async_callback(self._stop)
             self._start("registry", "registry", self._testbed.hub, {})
-            self._bus = await stack.enter_async_context(
-                NatsBus(BusConfig(url=nats.url), "bench")
-            )
+            self._bus = await stack.enter_async_context(NatsBus(BusConfig(url=nats.url), "bench"))
             await self._bus.subscribe(subjects.ARRIVALS, self._hear)
             self._stack = stack.pop_all()
         return self
@@ -131,9 +129,7 @@ class Nodes:
         await watch.wait(IMPORT_S)
         return record
 
-    async def multicast(
-        self, record: ModelRecord, moves: Iterable[Move], timeout_s: float
-    ) -> Run:
+    async def multicast(self, record: ModelRecord, moves: Iterable[Move], timeout_s: float) -> Run:
         """From node 0 to the others that the moves name; afterwards they hold nothing again."""
         pulls: dict[int, list[Pull]] = {}
         for move in moves:
@@ -280,7 +276,6 @@ class _Watch:
             raise BenchFailed(
                 f"{len(self._left)} blocks did not arrive within {timeout_s:.0f} s"
             ) from None
-
 
 
 def _node(number: int) -> NodeId:

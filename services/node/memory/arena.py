@@ -48,7 +48,9 @@ class Arena:
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         try:
-            os.posix_fallocate(descriptor, 0, self.nbytes)
+            # The kernel grants a memfd of any size; of private memory it refuses what can't be had.
+            mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            os.ftruncate(descriptor, self.nbytes)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
             raise CapacityExceeded(
