@@ -101,6 +101,7 @@ async def events(
             nodes=nodes,
             gateway_port=0,
             settings=settings,
+            apart=True,
         )
     )
     await cluster.start()

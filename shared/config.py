@@ -114,8 +114,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     trunk_bytes_per_s: Size = 0
     """Rate of the rack's trunk each way; 0: not known, taken to be no limit."""
     local_bytes_per_s: Size = 0
-    """Rate to other nodes of the same machine (NVLink, shared memory); 0: no faster than the data
-    link."""
+    """Rate to other nodes of the same machine (shared memory), which it is paced to; 0: not known,
+    planned as if it were the data link's, and as fast as it goes."""
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
@@ -131,6 +131,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Torch threads; 0: torch's default."""
     link_bytes_per_s: Size = 0
     """Paces each direction of the data link; 0: as fast as it goes."""
+    rdma_device: str = ""
+    """Name of the RDMA device to move weights by, for example `mlx5_0`; empty: none."""
+    rdma_gid_index: Size = 0
+    """Of the device's address: for RoCE that of its IPv4 address, see `ibv_devinfo -v`."""
     mesh_peers: Size = 64
     """Peers that connections are made to before a plan needs them, the nearest first; the others
     are connected to when they are."""

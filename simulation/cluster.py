@@ -10,10 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.gateway.service import GatewayService
+from services.node.memory.views import Memory
 from services.node.mover import Arrival, Failure
 from services.node.service import NodeService
 from services.node.steps import EmitTo, Ran, SendTo
 from services.node.transport.base import OnMessage, OnPeerLost
+from services.node.transport.reads import OnSent
+from services.node.transport.tcp import OnConnected
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
@@ -164,9 +167,12 @@ class NodeParts:
 
     def data_plane(
         self,
+        memory: Memory,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> ModelledDataPlane:

@@ -111,8 +111,6 @@ class _Read:
 
 
 class ModelledTransport:
-    name = "modelled"
-
     def __init__(
         self, ends: Ends, node: str, *, on_message: OnMessage, on_peer_lost: OnPeerLost
     ) -> None:
@@ -176,8 +174,8 @@ class ModelledTransport:
 
     # --- regions ---
 
-    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
-        self._regions.register(region, buffer, ready)
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0, flow: str = "") -> None:
+        self._regions.register(region, buffer, ready, flow)
 
     def advance(self, region: str, ready: int) -> None:
         self._regions.advance(region, ready)
@@ -280,7 +278,7 @@ class ModelledTransport:
         if self._network.spoils(self.node):
             read.into[-1] ^= 0xFF
         ago = now() - read.transfer.first_byte_s
-        read.done.set_result(ReadResult(len(read.into), wall_ns() - round(ago * 1e9)))
+        read.done.set_result(ReadResult(len(read.into), wall_ns() - round(ago * 1e9), "modelled"))
 
     def _forget(self, read: _Read) -> None:
         self._abort(read)

@@ -42,6 +42,8 @@ class ClusterSpec:
     """0: any free one; None: the configured one."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
+    apart: bool = False
+    """Each node says to be a machine of its own, so that nothing goes through shared memory."""
     detached: bool = False
     """The cluster outlives this process; else it dies with it, whatever kills it."""
     launcher: bool = False
@@ -133,6 +135,8 @@ class Cluster:
             "LAMBDASCALE_NODE_ID": name,
             "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / name),
         }
+        if self.spec.apart:
+            settings["LAMBDASCALE_NODE_MACHINE"] = name
         self._spawn(name, "node", settings)
 
     def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:

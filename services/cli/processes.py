@@ -89,7 +89,7 @@ def read_state(directory: Path) -> ClusterState:
             f"no cluster runs in {directory}: start one with `lambdascale up`, "
             "or name another with --data"
         ) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LambdaScaleError(
             f"{directory / STATE_FILE} is damaged ({error}); `lambdascale down` cleans up"
         ) from error

@@ -135,6 +135,7 @@ def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) ->
         "address": view.info.address,
         "arena_free": view.arena_free,
         "blocks": blocks,
+        "peers": {way: list(nodes) for way, nodes in view.peers.items()},
     }
 
 
@@ -167,10 +168,11 @@ def _print(document: Mapping[str, Any]) -> None:
     sizes = {record["name"]: record["n_blocks"] for record in document["models"]}
     nodes = [
         {**node, "blocks": _blocks_text(node["blocks"], sizes),
+         "peers": ", ".join(f"{way} {len(nodes)}" for way, nodes in node["peers"].items()),
          "free MB": f"{node['arena_free'] / 1e6:.0f}"}
         for node in document["nodes"]
     ]  # fmt: skip
-    _print_table(console, "nodes", ("id", "state", "device", "free MB", "blocks"), nodes)
+    _print_table(console, "nodes", ("id", "state", "device", "free MB", "peers", "blocks"), nodes)
     paths = [
         {**i, "blocks": " -> ".join(
             f"{s['node']} {s['blocks'][0]}-{s['blocks'][1] - 1}" for s in i["stages"]

@@ -49,7 +49,7 @@ def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch
     """
     try:
         parsed = _decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolViolation(f"malformed stage message: {error}") from error
     if parsed.v != VERSION:
         raise ProtocolViolation(

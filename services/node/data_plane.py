@@ -18,7 +18,9 @@ from services.node.memory.arena import ModelSpace
 from services.node.mover import Arrival, Failure, Mover
 from services.node.outboxes import Outboxes
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
-from services.node.transport.tcp import TcpTransport
+from services.node.transport.direct import Direct
+from services.node.transport.reads import OnSent
+from services.node.transport.tcp import OnConnected, TcpTransport
 from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
@@ -35,20 +37,27 @@ class DataPlane:
         host: str,
         port: int,
         link_bytes_per_s: int,
+        ways: Sequence[Direct] = (),
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> None:
-        """The four callbacks are called on the data loop and must not block."""
+        """`ways` to move bytes by besides TCP, best first. The callbacks are called on the data
+        loop and must not block."""
         self._make = partial(
             TcpTransport,
             host,
             port,
             link_bytes_per_s=link_bytes_per_s,
+            ways=ways,
             on_message=on_message,
             on_peer_lost=on_peer_lost,
+            on_connected=on_connected,
+            on_sent=on_sent,
         )
         self._on_arrived = on_arrived
         self._on_failed = on_failed

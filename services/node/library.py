@@ -150,7 +150,7 @@ class Library:
 def _decoded(record: ModelRecord, data: bytes) -> Manifest:
     try:
         manifest = decode_manifest(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptCheckpoint(
             f"the manifest of model {record.name} cannot be read: {error}; import it again"
         ) from error

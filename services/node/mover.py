@@ -102,6 +102,8 @@ class _Pulling:
     reads: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     started_ns: int = 0
     first_byte_ns: int = 0
+    way: str = ""
+    """What carries its bytes."""
     ended: bool = False
 
 
@@ -149,7 +151,7 @@ class Mover:
                 f"{model_id}/{spec.index}", space.block(spec.index), [False] * len(spec.digests)
             )
             model.blocks.append(block)
-            self._transport.register(block.region, block.buffer)
+            self._transport.register(block.region, block.buffer, flow=model_id)
         self._models[model_id] = model
         space.span.hold(_user(model_id))
         for index in held:
@@ -289,6 +291,7 @@ class Mover:
                 await asyncio.sleep(REGION_RETRY_S)
             else:
                 pulling.first_byte_ns = pulling.first_byte_ns or result.first_byte_ns
+                pulling.way = result.way
                 return
 
     def _fetched(
@@ -328,7 +331,7 @@ class Mover:
                 model.id,
                 pulling.block,
                 pulling.source,
-                self._transport.name,
+                pulling.way,
                 len(block.buffer),
                 pulling.started_ns,
                 pulling.first_byte_ns,

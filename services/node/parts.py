@@ -12,10 +12,14 @@ from typing import Protocol, Self
 from services.node.data_plane import DataPlane
 from services.node.engine.engine import TorchEngine
 from services.node.memory.arena import ModelSpace
+from services.node.memory.views import Memory
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.reads import OnSent
+from services.node.transport.shm import ShmDirect
+from services.node.transport.tcp import OnConnected
 from services.node.worker import Worker
 from shared.config import NodeConfig
 from shared.errors import TransportError
@@ -91,16 +95,19 @@ class Parts(Protocol):
 
     def data_plane(
         self,
+        memory: Memory,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> AnyDataPlane: ...
 
 
 class RealParts:
-    """A thread for the engine (torch), one for the data plane (TCP), packed models on the disk."""
+    """A thread for the engine (torch), one for the data plane, packed models on the disk."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -127,9 +134,12 @@ class RealParts:
 
     def data_plane(
         self,
+        memory: Memory,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
     ) -> DataPlane:
@@ -138,8 +148,11 @@ class RealParts:
             config.host,
             config.port,
             config.link_bytes_per_s,
+            [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
             on_message=on_message,
             on_peer_lost=on_peer_lost,
+            on_connected=on_connected,
+            on_sent=on_sent,
             on_arrived=on_arrived,
             on_failed=on_failed,
         )

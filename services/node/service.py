@@ -13,6 +13,7 @@ from services.node.hosting import Hosting
 from services.node.lease import Lease
 from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
+from services.node.memory.views import Memory
 from services.node.parts import Parts, RealParts
 from services.node.reports import Reports
 from services.node.transport.base import Buffer
@@ -76,6 +77,8 @@ class NodeService(Service):
         """Of peers, that of an earlier process included."""
         self._connected: set[str] = set()
         """Peers that connections were made to ahead of need."""
+        self._ways: dict[str, str] = {}
+        """Address of a peer -> what carries the bytes of reads from it."""
 
     @property
     def info(self) -> NodeInfo:
@@ -87,7 +90,7 @@ class NodeService(Service):
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
-        await self._start_threads()
+        await self._start_threads(arena.memory)
         self._lease = Lease(
             await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log
         )
@@ -104,15 +107,18 @@ class NodeService(Service):
         self.resources.push_async_callback(self._hosting.close)
         await self._connect_to_bus()
 
-    async def _start_threads(self) -> None:
+    async def _start_threads(self, memory: Memory) -> None:
         self._worker = self._parts.worker(
             send=self._send,
             emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
             ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
         )
         self._data = self._parts.data_plane(
+            memory,
             on_message=self._worker.on_message,
             on_peer_lost=self._on_peer_lost,
+            on_connected=lambda address, way: self._call(self._ways.__setitem__, address, way),
+            on_sent=lambda *sent: self._call(self._profiler.sent, *sent),
             on_arrived=lambda arrival: self._call(self._hosting.land, arrival),
             on_failed=lambda failure: self._call(self._hosting.land, failure),
         )
@@ -290,6 +296,7 @@ class NodeService(Service):
         self._call(self._suspect, address, error)
 
     def _suspect(self, address: str, error: TransportError) -> None:
+        self._ways.pop(address, None)
         peer = self._peers.get(address)
         if peer is not None:
             suspect = PeerSuspect(
@@ -375,8 +382,16 @@ class NodeService(Service):
             arena_free=self._hosting.arena_free,
             holdings=self.holdings(),
             profile=self._profiler.profile(),
+            peers=self._peers_by_way(),
             **dataclasses.asdict(self._worker.load()),
         )
+
+    def _peers_by_way(self) -> dict[str, tuple[NodeId, ...]]:
+        ways: dict[str, set[NodeId]] = {}
+        for address, way in self._ways.items():
+            if address in self._peers:
+                ways.setdefault(way, set()).add(self._peers[address].node)
+        return {way: tuple(sorted(ways[way])) for way in sorted(ways)}
 
     async def _publish_status(self) -> None:
         while not self._lease.over:

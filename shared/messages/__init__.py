@@ -40,7 +40,7 @@ def decode(data: bytes | memoryview) -> Message:
     """The message in `data`; BadMessage if its kind, version or a field is not ours."""
     try:
         message = cast(Message, _decoder.decode(data))
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"malformed message: {error}") from error
     current = _VERSIONS[type(message)]
     if message.v != current:

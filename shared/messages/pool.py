@@ -98,6 +98,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     violations: int = 0
     """Malformed stage messages that were refused since then."""
     profile: Profile = Profile()
+    peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
+    """Nodes that it has connections to read from, by what carries the bytes: shm, rdma, tcp."""
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
@@ -239,6 +241,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reserved_by: EventId | None
     running: int = 0
     profile: Profile = Profile()
+    peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
 
 
 class PoolState(Message, frozen=True, kw_only=True, tag="pool_state"):

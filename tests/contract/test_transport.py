@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from services.node.memory.arena import Arena
 from services.node.transport.base import Buffer, Transport
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
+from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
 from simulation.network import Network
@@ -16,13 +18,17 @@ from simulation.transport import Ends, ModelledTransport
 
 MIB = 1 << 20
 FAST = 10_000_000_000
+ARENA = 32 * MIB
 
 
 @dataclass
 class End:
-    """A transport and what it told its node."""
+    """A transport, the memory that it knows, and what it told its node."""
 
     transport: Transport
+    arena: Arena
+    way: str
+    """What carries bytes between two such ends."""
     received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     lost: list[tuple[str, TransportError]] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -31,6 +37,14 @@ class End:
     @property
     def address(self) -> str:
         return self.transport.address
+
+    def room(self, nbytes: int) -> memoryview:
+        return self.arena.allocate(nbytes).memory
+
+    def put(self, data: bytes) -> memoryview:
+        memory = self.room(len(data))
+        memory[:] = data
+        return memory
 
     def wake(self) -> None:
         async def notify() -> None:
@@ -68,14 +82,17 @@ class Cluster:
             end.lost.append((address, error))
             end.wake()
 
+        arena = Arena(ARENA)
         transport: TcpTransport | MemoryTransport | ModelledTransport
-        if self.kind == "tcp":
+        if self.kind in ("tcp", "shm"):
+            shm = ShmDirect([arena.memory], machine="here", bytes_per_s=rate)
             transport = TcpTransport(
                 "127.0.0.1",
                 int(at.rpartition(":")[2]) if at else 0,
                 link_bytes_per_s=rate,
                 on_message=on_message,
                 on_peer_lost=on_peer_lost,
+                ways=[shm] if self.kind == "shm" else [],
             )
         elif self.kind == "modelled":
             self.count += 1
@@ -94,7 +111,7 @@ class Cluster:
                 on_message=on_message,
                 on_peer_lost=on_peer_lost,
             )
-        end = End(transport)
+        end = End(transport, arena, self.kind)
         stack = AsyncExitStack()
         await stack.enter_async_context(transport)
         self.stacks[end.address] = stack
@@ -104,7 +121,7 @@ class Cluster:
         await self.stacks.pop(end.address).aclose()
 
 
-@pytest.fixture(params=["memory", "modelled", "tcp"])
+@pytest.fixture(params=["memory", "modelled", "tcp", "shm"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     cluster = Cluster(request.param)
     yield cluster
@@ -119,13 +136,14 @@ def pattern(nbytes: int, seed: int = 1) -> bytes:
 async def fetch(
     reader: End, source: End, region: str, nbytes: int, *, offset: int = 0, priority: int = 1
 ) -> bytes:
-    into = bytearray(nbytes)
+    into = reader.room(nbytes) if nbytes else memoryview(b"")
     async with asyncio.timeout(10):
         result = await reader.transport.read(
-            source.address, region, offset, memoryview(into), priority=priority
+            source.address, region, offset, into, priority=priority
         )
     assert result.nbytes == nbytes
     assert result.first_byte_ns > 0
+    assert result.way == source.way
     return bytes(into)
 
 
@@ -138,7 +156,7 @@ async def settle() -> None:
 async def test_reads_any_range_of_a_region(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
     data = pattern(3 * MIB + 17)
-    source.transport.register("w", memoryview(data), ready=len(data))
+    source.transport.register("w", source.put(data), ready=len(data))
     assert await fetch(reader, source, "w", len(data)) == data
     assert await fetch(reader, source, "w", 1000, offset=MIB - 1) == data[MIB - 1 : MIB + 999]
     assert await fetch(reader, source, "w", 1, offset=len(data) - 1) == data[-1:]
@@ -147,7 +165,7 @@ async def test_reads_any_range_of_a_region(cluster: Cluster) -> None:
 async def test_a_read_waits_until_the_source_has_the_bytes(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
     data = pattern(1000)
-    source.transport.register("w", memoryview(data), ready=10)
+    source.transport.register("w", source.put(data), ready=10)
     assert await fetch(reader, source, "w", 10) == data[:10]
     read = asyncio.ensure_future(fetch(reader, source, "w", 500, offset=100))
     source.transport.advance("w", 600 - 1)
@@ -159,24 +177,24 @@ async def test_a_read_waits_until_the_source_has_the_bytes(cluster: Cluster) -> 
 
 async def test_ready_never_goes_back(cluster: Cluster) -> None:
     source = await cluster.start()
-    source.transport.register("w", memoryview(bytearray(10)), ready=5)
+    source.transport.register("w", source.room(10), ready=5)
     with pytest.raises(Conflict):
         source.transport.advance("w", 4)
     with pytest.raises(Conflict):
         source.transport.advance("w", 11)
     with pytest.raises(Conflict, match="registered already"):
-        source.transport.register("w", memoryview(bytearray(10)))
+        source.transport.register("w", source.room(10))
 
 
 async def test_a_relay_forwards_what_it_is_still_receiving(cluster: Cluster) -> None:
     source, relay, last = [await cluster.start() for _ in range(3)]
-    data, copy = pattern(4 * MIB), bytearray(4 * MIB)
-    source.transport.register("w", memoryview(data), ready=MIB)
-    relay.transport.register("w", memoryview(copy))
+    data, copy = pattern(4 * MIB), relay.room(4 * MIB)
+    source.transport.register("w", source.put(data), ready=MIB)
+    relay.transport.register("w", copy)
 
     async def pull() -> None:
         for start in range(0, len(data), MIB):
-            into = memoryview(copy)[start : start + MIB]
+            into = copy[start : start + MIB]
             await relay.transport.read(source.address, "w", start, into, priority=1)
             relay.transport.advance("w", start + MIB)
 
@@ -193,7 +211,7 @@ async def test_the_most_urgent_read_is_served_first(cluster: Cluster) -> None:
     source = await cluster.start(rate=20_000_000)
     readers = [await cluster.start() for _ in range(4)]
     data = pattern(MIB)
-    source.transport.register("w", memoryview(data))
+    source.transport.register("w", source.put(data))
     ended: list[int] = []
 
     async def pull(reader: End, priority: int) -> None:
@@ -213,7 +231,7 @@ async def test_the_most_urgent_read_is_served_first(cluster: Cluster) -> None:
 
 async def fetch_handshake(readers: list[End], source: End) -> None:
     """Returns once the source knows every read asked for before."""
-    source.transport.register("probe", memoryview(bytearray(1)), ready=1)
+    source.transport.register("probe", source.room(1), ready=1)
     for reader in readers:
         await fetch(reader, source, "probe", 1, priority=0)
 
@@ -222,8 +240,8 @@ async def test_an_urgent_read_overtakes_one_in_progress(cluster: Cluster) -> Non
     source = await cluster.start(rate=20_000_000)
     reader = await cluster.start()
     slow, urgent = pattern(4 * MIB), pattern(1000, seed=7)
-    source.transport.register("slow", memoryview(slow), ready=len(slow))
-    source.transport.register("urgent", memoryview(urgent), ready=len(urgent))
+    source.transport.register("slow", source.put(slow), ready=len(slow))
+    source.transport.register("urgent", source.put(urgent), ready=len(urgent))
     read = asyncio.ensure_future(fetch(reader, source, "slow", len(slow), priority=9))
     assert await fetch(reader, source, "urgent", len(urgent), priority=1) == urgent
     assert not read.done()
@@ -232,7 +250,7 @@ async def test_an_urgent_read_overtakes_one_in_progress(cluster: Cluster) -> Non
 
 async def test_a_region_that_is_not_there(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
-    source.transport.register("w", memoryview(bytearray(100)), ready=100)
+    source.transport.register("w", source.room(100), ready=100)
     with pytest.raises(RegionUnknown, match="no region other"):
         await fetch(reader, source, "other", 10)
     with pytest.raises(RegionUnknown, match="outside"):
@@ -245,26 +263,24 @@ async def test_a_region_that_is_not_there(cluster: Cluster) -> None:
 async def test_unregister_ends_waiting_reads(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
     data = pattern(100)
-    source.transport.register("w", memoryview(data), ready=50)
+    source.transport.register("w", source.put(data), ready=50)
     read = asyncio.ensure_future(fetch(reader, source, "w", 100))
     await fetch_handshake([reader], source)
     await source.transport.unregister("w")
     with pytest.raises(RegionUnknown):
         await read
-    source.transport.register("w", memoryview(data), ready=100)
+    source.transport.register("w", source.put(data), ready=100)
     assert await fetch(reader, source, "w", 100) == data
 
 
 async def test_unregister_returns_when_nothing_touches_the_buffer(cluster: Cluster) -> None:
     source = await cluster.start(rate=40_000_000)
     readers = [await cluster.start() for _ in range(3)]
-    data = bytearray(b"a") * (4 * MIB)
-    source.transport.register("w", memoryview(data), ready=len(data))
-    copies = [bytearray(len(data)) for _ in readers]
+    data = source.put(b"a" * (4 * MIB))
+    source.transport.register("w", data, ready=len(data))
+    copies = [reader.room(len(data)) for reader in readers]
     reads = [
-        asyncio.ensure_future(
-            reader.transport.read(source.address, "w", 0, memoryview(copy), priority=1)
-        )
+        asyncio.ensure_future(reader.transport.read(source.address, "w", 0, copy, priority=1))
         for reader, copy in zip(readers, copies, strict=True)
     ]
     await fetch_handshake(readers, source)
@@ -274,17 +290,15 @@ async def test_unregister_returns_when_nothing_touches_the_buffer(cluster: Clust
     data[:] = b"b" * len(data)
     outcomes = await asyncio.gather(*reads, return_exceptions=True)
     assert all(isinstance(outcome, RegionUnknown) for outcome in outcomes)
-    assert not any(b"b" in copy for copy in copies)
+    assert not any(b"b" in bytes(copy) for copy in copies)
 
 
 async def test_a_cancelled_read_leaves_its_buffer_alone(cluster: Cluster) -> None:
     source, reader = await cluster.start(rate=40_000_000), await cluster.start()
     data = pattern(2 * MIB)
-    source.transport.register("w", memoryview(data), ready=len(data))
-    into = bytearray(len(data))
-    read = asyncio.ensure_future(
-        reader.transport.read(source.address, "w", 0, memoryview(into), priority=1)
-    )
+    source.transport.register("w", source.put(data), ready=len(data))
+    into = reader.room(len(data))
+    read = asyncio.ensure_future(reader.transport.read(source.address, "w", 0, into, priority=1))
     await fetch_handshake([reader], source)
     assert any(into) or cluster.kind == "modelled"  # whose bytes land all at once
     assert not read.done()
@@ -329,7 +343,7 @@ async def test_concurrent_sends_do_not_mix(cluster: Cluster) -> None:
 async def test_messages_pass_reads(cluster: Cluster) -> None:
     source, reader = await cluster.start(rate=10_000_000), await cluster.start()
     data = pattern(2 * MIB)
-    source.transport.register("w", memoryview(data), ready=len(data))
+    source.transport.register("w", source.put(data), ready=len(data))
     read = asyncio.ensure_future(fetch(reader, source, "w", len(data)))
     await fetch_handshake([reader], source)
     await source.transport.send(reader.address, b"activation", [b"x" * 1000])
@@ -343,7 +357,7 @@ async def test_reads_from_several_peers_at_once(cluster: Cluster) -> None:
     sources = [await cluster.start() for _ in range(4)]
     datas = [pattern(MIB, seed=seed) for seed in range(4)]
     for source, data in zip(sources, datas, strict=True):
-        source.transport.register("w", memoryview(data), ready=len(data))
+        source.transport.register("w", source.put(data), ready=len(data))
     half = MIB // 2
     parts = await asyncio.gather(
         *(
@@ -357,7 +371,7 @@ async def test_reads_from_several_peers_at_once(cluster: Cluster) -> None:
 
 async def test_a_peer_that_closes_is_lost_once(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
-    source.transport.register("w", memoryview(bytearray(100)), ready=10)
+    source.transport.register("w", source.room(100), ready=10)
     await reader.transport.connect(source.address)
     await source.transport.connect(reader.address)
     reads = [asyncio.ensure_future(fetch(reader, source, "w", 100)) for _ in range(3)]
@@ -376,12 +390,12 @@ async def test_a_peer_that_closes_is_lost_once(cluster: Cluster) -> None:
 
 async def test_a_peer_that_comes_back(cluster: Cluster) -> None:
     source, reader = await cluster.start(), await cluster.start()
-    source.transport.register("w", memoryview(bytearray(b"old")), ready=3)
+    source.transport.register("w", source.put(b"old"), ready=3)
     assert await fetch(reader, source, "w", 3) == b"old"
     await cluster.stop(source)
     await reader.until(lambda: len(reader.lost) == 1)
     again = await cluster.start(at=source.address)
-    again.transport.register("w", memoryview(bytearray(b"new")), ready=3)
+    again.transport.register("w", again.put(b"new"), ready=3)
     assert await fetch(reader, again, "w", 3) == b"new"
     await reader.transport.send(again.address, b"hello")
     await again.until(lambda: len(again.received) == 1)
@@ -400,7 +414,7 @@ async def test_both_directions_at_once_paced(cluster: Cluster) -> None:
     one, other = await cluster.start(rate=50_000_000), await cluster.start(rate=50_000_000)
     data = {end.address: pattern(2 * MIB, seed=seed) for seed, end in enumerate((one, other))}
     for end in (one, other):
-        buffer = memoryview(data[end.address])
+        buffer = end.put(data[end.address])
         end.transport.register("w", buffer, ready=len(buffer))
     got = await asyncio.gather(fetch(one, other, "w", 2 * MIB), fetch(other, one, "w", 2 * MIB))
     assert list(got) == [data[other.address], data[one.address]]

@@ -104,6 +104,7 @@ async def running(
     settings: Mapping[str, str] | None = None,
     blocks: int = 0,
     min_instances: int = 1,
+    apart: bool = True,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
         directory=directory,
@@ -115,6 +116,7 @@ async def running(
             "LAMBDASCALE_NODE_KV_TOKENS": "8192",
             **(settings or {}),
         },
+        apart=apart,
     )
     cluster = Cluster(spec)
     await cluster.start()

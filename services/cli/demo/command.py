@@ -100,6 +100,7 @@ class Demo:
             nodes=scenario.NODES,
             gateway_port=0,
             settings=settings,
+            apart=True,
             launcher=True,
         )
 

@@ -5,6 +5,7 @@ has one owner, who frees it; whoever reads or writes it meanwhile (transport, en
 and a span that is held cannot be freed: cancelling an await does not stop what touches memory.
 """
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -14,6 +15,9 @@ from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_SIZE_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Peers on this machine map it, and must not lose it under their hands."""
 _TOUCH = 64 << 20
 """Bytes faulted in at a time: other threads run in between."""
 
@@ -45,12 +49,13 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
-        descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)
         try:
             # The kernel grants a memfd of any size; of private memory it refuses what can't be had.
-            mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            mmap.mmap(-1, self.nbytes, flags=_PRIVATE).close()
             os.ftruncate(descriptor, self.nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_FIXED)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
             raise CapacityExceeded(

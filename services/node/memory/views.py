@@ -21,7 +21,9 @@ def address(buffer: memoryview) -> int:
 
 
 def find(memories: Sequence[Memory], buffer: memoryview) -> tuple[int, int] | None:
-    """(which memory, offset in it) of a writable buffer; None if it lies in none of them, whole."""
+    """(which memory, offset in it) of a buffer; None if it lies in none of them, whole."""
+    if buffer.readonly:
+        return None
     for index, memory in enumerate(memories):
         offset = address(buffer) - address(memory.view)
         if 0 <= offset <= len(memory.view) - buffer.nbytes:

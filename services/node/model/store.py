@@ -220,7 +220,7 @@ class Store:
             manifest = decode_manifest(path.read_bytes())
         except FileNotFoundError as error:
             raise self._not_here(name) from error
-        except (msgspec.DecodeError, OSError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
             raise CorruptCheckpoint(
                 f"{path} is damaged: {error}; import the model again"
             ) from error

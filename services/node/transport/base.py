@@ -1,4 +1,7 @@
-"""The data plane: what a node may ask of a transport. `tcp` is real, `memory` its test twin.
+"""The data plane: what a node may ask of a transport.
+
+`tcp` is the real one, which moves bytes by shared memory or RDMA between peers that have it;
+`memory` its twin within a process.
 
 A transport moves registered regions and small messages between nodes. It knows nothing of plans,
 models or requests. Pull-based: the reader names a region and a range; the owner answers when the
@@ -29,12 +32,11 @@ class ReadResult:
     nbytes: int
     first_byte_ns: int
     """Wall clock when the first byte of the answer arrived."""
+    way: str
+    """What carried the bytes: `shm`, `rdma`, `tcp`, ..."""
 
 
 class Transport(Protocol):
-    name: str
-    """`tcp`, `memory`, ...: shown in traces."""
-
     @property
     def address(self) -> str:
         """Where others reach this end; known once entered."""
@@ -48,10 +50,11 @@ class Transport(Protocol):
         traceback: TracebackType | None,
     ) -> None: ...
 
-    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0, flow: str = "") -> None:
         """Makes the first `ready` bytes of `buffer` readable by peers under the name `region`.
 
-        Conflict if the name is taken. The buffer must outlive `unregister`.
+        Reads of regions of different flows share the outgoing port evenly, whatever their
+        priorities. Conflict if the name is taken. The buffer must outlive `unregister`.
         """
 
     def advance(self, region: str, ready: int) -> None:
@@ -68,10 +71,11 @@ class Transport(Protocol):
     ) -> ReadResult:
         """Fills `into` with the peer's bytes [offset, offset + len(into)) of the region.
 
-        Waits until the peer holds them. Lower `priority` goes first on the peer's outgoing and on
-        our incoming port. Once it has ended, in whatever way (cancellation included), nothing
-        writes to `into` any more. Errors: PeerLost, RegionUnknown, ProtocolViolation,
-        TransportTimeout (the peer holds the bytes but stopped sending them).
+        Waits until the peer holds them. Lower `priority` goes first, within the region's flow, on
+        the peer's outgoing and on our incoming port. Once it has ended, in whatever way
+        (cancellation included), nothing writes to `into` any more. Errors: PeerLost,
+        RegionUnknown, ProtocolViolation, TransportTimeout (the peer holds the bytes but stopped
+        sending them).
         """
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:

@@ -15,7 +15,6 @@ from services.node.transport.wire import (
     Hello,
     Kind,
     Prefix,
-    encode_hello,
     encode_prefix,
     parse_hello,
     parse_prefix,
@@ -29,6 +28,9 @@ _TURN = 16
 
 
 class Connection:
+    name = "tcp"
+    """What carries the bytes, in traces."""
+
     def __init__(self, sock: socket.socket, address: str, *, max_payload: int) -> None:
         self.address = address
         """Where the peer listens; before the handshake: what it is called in errors."""
@@ -85,18 +87,11 @@ class Connection:
                 self._in_frame = True
                 return prefix
 
-    async def shake_hands(self, own: Hello, *, dialling: bool) -> Hello:
-        """Exchanges HELLO, the dialler's first."""
-        if dialling:
-            await self.send([encode_hello(own)])
+    async def receive_hello(self) -> Hello:
         prefix = await self.receive_prefix()
         if prefix.kind is not Kind.HELLO:
             raise ProtocolViolation(f"{self.address}: {prefix.kind.name} before HELLO")
-        hello = parse_hello(await self.receive_exactly(prefix.body))
-        if not dialling:
-            own = Hello(hello.purpose, own.instance, own.address)
-            await self.send([encode_hello(own)])
-        return hello
+        return parse_hello(await self.receive_exactly(prefix.body))
 
     # --- sending ---------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class Offer(Protocol):
     """For the listener; at most 1 KiB."""
 
     async def complete(self, answer: bytes) -> DirectReader:
-        """With the listener's answer. TransportError: this way is not to be had after all."""
+        """With the listener's answer; the offer is used up. TransportError: this way is not to be
+        had after all."""
 
     def withdraw(self) -> None:
         """The listener took another way."""
@@ -70,6 +71,8 @@ class Direct(Protocol):
     """One way; one a process, over all of its memories, each registered once."""
 
     name: str
+    bytes_per_s: int
+    """Paces each direction; 0: as fast as it goes."""
 
     async def __aenter__(self) -> Self:
         """ConfigError: it is asked for and this machine does not have it."""

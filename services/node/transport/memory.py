@@ -38,8 +38,6 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    name = "memory"
-
     def __init__(
         self,
         network: MemoryNetwork,
@@ -55,7 +53,7 @@ class MemoryTransport:
         self._on_message = on_message
         self._on_peer_lost = on_peer_lost
         self._regions = Regions()
-        self._egress = Port(link_bytes_per_s, exclusive=True)
+        self._egress = Port(link_bytes_per_s, width=1)
         self._ingress = Port(link_bytes_per_s)
         self._links: set[MemoryTransport] = set()
         """Ends that a connection stands with, whoever made it."""
@@ -88,8 +86,8 @@ class MemoryTransport:
         if self._reads:
             await asyncio.wait(list(self._reads))
 
-    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
-        self._regions.register(region, buffer, ready)
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0, flow: str = "") -> None:
+        self._regions.register(region, buffer, ready, flow)
 
     def advance(self, region: str, ready: int) -> None:
         self._regions.advance(region, ready)
@@ -153,7 +151,10 @@ class MemoryTransport:
         self, peer: "MemoryTransport", name: str, offset: int, into: memoryview, priority: int
     ) -> ReadResult:
         region = peer._regions.find(name, offset, len(into))
-        sending, receiving = peer._egress.arrive(priority), self._ingress.arrive(priority)
+        sending, receiving = (
+            peer._egress.arrive(priority, region.flow),
+            self._ingress.arrive(priority),
+        )
         position, first_byte_ns = 0, 0
         while position < len(into):
             ready = await region.beyond(offset + position) - offset
@@ -167,4 +168,4 @@ class MemoryTransport:
             first_byte_ns = first_byte_ns or wall_ns()
             position = end
             await asyncio.sleep(0)
-        return ReadResult(position, first_byte_ns)
+        return ReadResult(position, first_byte_ns, "memory")

@@ -4,6 +4,9 @@ The planner's step model gives a node one port each way that serves one transfer
 urgent first (RDMC 2018, section 4; lambda-Scale, section 4.2). All connections of a direction
 share one `Port` and take a grant for every frame, so the order holds across peers. A grant is for
 what the link moves in GRANT_S, within limits: that is how long a more urgent transfer waits.
+
+Priorities are steps of one plan and mean nothing beside those of another: transfers of different
+flows (models) share the port evenly (start-time fair queueing, Goyal et al. 1996).
 """
 
 import asyncio
@@ -11,6 +14,7 @@ import heapq
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 GRANT_S = 0.0002
 MIN_GRANT = 64 * 1024
@@ -26,8 +30,12 @@ PATIENCE_S = 0.005
 """An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
 
 
-Turn = tuple[int, int]
-"""(priority, arrival): the place of a transfer in its port's queue, for all of its frames."""
+class Turn(NamedTuple):
+    """The place of a transfer in its port's queue, for all of its frames."""
+
+    priority: int
+    arrival: int
+    flow: str
 
 
 @dataclass(order=True, slots=True)
@@ -42,16 +50,22 @@ class Port:
     A lane (a connection) has one grant at a time.
 
     `bytes_per_s` > 0: a token bucket as deep as one grant (an idle port gives one at once).
-    0: as fast as it goes, and with `exclusive` one grant at a time over all lanes, since then the
-    receivers' sockets tell the link's rate and transfers that share it would all be late.
+    0: as fast as it goes, and at most `width` grants at a time over all lanes (0: any number),
+    since then the receivers tell the link's rate and transfers that share it would all be late.
     """
 
-    def __init__(self, bytes_per_s: int, *, exclusive: bool = False) -> None:
+    def __init__(self, bytes_per_s: int, *, width: int = 0, max_grant: int = MAX_GRANT) -> None:
         self._rate = bytes_per_s
-        self._exclusive = exclusive and not bytes_per_s
-        self._queues: dict[Hashable, list[_Ticket]] = {}
+        self._width = 0 if bytes_per_s else width
+        self._max_grant = max_grant
+        self._queues: dict[tuple[Hashable, str], list[_Ticket]] = {}
+        """By lane and flow."""
         self._lanes: dict[Hashable, float] = {}
         """Lanes with a grant, and when they got it."""
+        self._served: dict[str, int] = {}
+        """Bytes by flow, as if all flows had begun together; since the port was last idle."""
+        self._now_served = 0
+        """What the flow of the last grant had then: where a flow begins that comes now."""
         self._free_at = 0.0
         self._quiet_since: float | None = 0.0
         """When the last holder left and nobody waited."""
@@ -64,12 +78,12 @@ class Port:
     def grant_bytes(self) -> int:
         """How many bytes to take a grant for."""
         rate = self._rate or (self._moved / self._moving_s if self._moving_s else 0.0)
-        return min(max(MIN_GRANT, int(rate * GRANT_S)), MAX_GRANT)
+        return min(max(MIN_GRANT, int(rate * GRANT_S)), self._max_grant)
 
-    def arrive(self, priority: int) -> Turn:
+    def arrive(self, priority: int, flow: str = "") -> Turn:
         """The turn of a transfer that begins now."""
         self._seq += 1
-        return priority, self._seq
+        return Turn(priority, self._seq, flow)
 
     @asynccontextmanager
     async def grant(self, lane: Hashable, turn: Turn, nbytes: int) -> AsyncIterator[None]:
@@ -94,8 +108,10 @@ class Port:
         loop = asyncio.get_running_loop()
         self._give_up_quiet_time(loop.time())
         self._quiet_since = None
+        if all(flow != turn.flow for _, flow in self._queues):
+            self._served[turn.flow] = max(self._served.get(turn.flow, 0), self._now_served)
         ticket = _Ticket(turn, nbytes, loop.create_future())
-        heapq.heappush(self._queues.setdefault(lane, []), ticket)
+        heapq.heappush(self._queues.setdefault((lane, turn.flow), []), ticket)
         self._dispatch()
         if ticket.granted.done():
             return
@@ -116,14 +132,16 @@ class Port:
             self._timer.cancel()
             self._timer = None
         self._free_at = max(self._free_at, now - LATENESS_S)
-        while (lane := self._next_lane()) is not None:
+        while (chosen := self._next()) is not None:
             ready_at = self._ready_at(now)
             if ready_at > now:
                 self._timer = loop.call_at(ready_at, self._timer_fired)
                 return
-            self._grant(lane, now)
+            self._grant(*chosen, now)
         if not self._queues and not self._lanes and self._quiet_since is None:
             self._quiet_since = now
+            self._served.clear()
+            self._now_served = 0
 
     def _give_up_quiet_time(self, now: float) -> None:
         if self._quiet_since is not None and now - self._quiet_since > QUIET_S:
@@ -137,26 +155,33 @@ class Port:
         """When the next grant may be given."""
         if self._rate:
             return self._free_at
-        if self._exclusive and self._lanes:
+        if self._width and len(self._lanes) >= self._width:
             return max(self._lanes.values()) + PATIENCE_S
         return now
 
-    def _next_lane(self) -> Hashable | None:
-        best: Hashable | None = None
-        for lane, queue in list(self._queues.items()):
+    def _next(self) -> tuple[Hashable, str] | None:
+        """The queue whose first ticket is next."""
+        best: tuple[Hashable, str] | None = None
+        least: tuple[int, Turn] | None = None
+        for key, queue in list(self._queues.items()):
+            lane, flow = key
             while queue and queue[0].granted.cancelled():
                 heapq.heappop(queue)
             if not queue:
-                del self._queues[lane]
-            elif lane not in self._lanes and (best is None or queue[0] < self._queues[best][0]):
-                best = lane
+                del self._queues[key]
+            elif lane not in self._lanes:
+                rank = self._served[flow], queue[0].turn
+                if least is None or rank < least:
+                    best, least = key, rank
         return best
 
-    def _grant(self, lane: Hashable, now: float) -> None:
-        ticket = heapq.heappop(self._queues[lane])
-        if not self._queues[lane]:
-            del self._queues[lane]
+    def _grant(self, lane: Hashable, flow: str, now: float) -> None:
+        ticket = heapq.heappop(self._queues[lane, flow])
+        if not self._queues[lane, flow]:
+            del self._queues[lane, flow]
         self._lanes[lane] = now
+        self._now_served = self._served[flow]
+        self._served[flow] += ticket.nbytes
         if self._rate:
             self._free_at += ticket.nbytes / self._rate
         ticket.granted.set_result(None)

@@ -1,14 +1,19 @@
-"""Region reads over one TCP connection: the dialler's end asks, the listener's end serves."""
+"""Region reads over one connection: the dialler's end asks, the listener's end serves.
+
+The bytes come on the connection, or by a direct way that its handshake found (see direct.py).
+"""
 
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from services.node.transport.base import ReadResult
 from services.node.transport.connection import Connection
+from services.node.transport.direct import DirectReader, DirectSource, Place
 from services.node.transport.pacing import Port, Turn
 from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
@@ -16,9 +21,11 @@ from services.node.transport.wire import (
     Kind,
     ReadRequest,
     encode_fault,
+    encode_grant,
     encode_prefix,
     encode_read,
     parse_fault,
+    parse_grant,
     parse_read,
 )
 from shared.clock import wall_ns
@@ -27,10 +34,24 @@ from shared.errors import ProtocolViolation, RegionUnknown, TransportError
 Work = Callable[[], Coroutine[Any, Any, None]]
 Spawn = Callable[[Work], asyncio.Task[None]]
 """Runs work that ends with its connection."""
+OnSent = Callable[[float, float, int], None]
+"""(began, ended, bytes) of a read that was served; times of the loop, s."""
 SCRATCH = 64 * 1024
 MAX_READS = 4096
 """Reads that one connection may have waiting; more are a ProtocolViolation."""
 _IDS = 1 << 32
+
+
+End = TypeVar("End", DirectReader, DirectSource)
+
+
+@dataclass(frozen=True, slots=True)
+class Way(Generic[End]):
+    """One end of a connection's direct way, and the port that it shares with other connections'."""
+
+    name: str
+    end: End
+    port: Port
 
 
 @dataclass(slots=True, eq=False)
@@ -42,16 +63,25 @@ class _Pending:
     ended: asyncio.Future[ReadResult | TransportError]
     position: int = 0
     first_byte_ns: int = 0
+    taking: asyncio.Task[None] | None = None
+    """Bytes granted, on their way into `into`."""
 
 
 class ReadChannel:
     """The asking end. A cancelled read is drained, so that the connection and the other reads on
-    it go on; the server is told to stop after the frame it is in."""
+    it go on; the server is told to stop after what it has begun."""
 
-    def __init__(self, connection: Connection, ingress: Port, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        ingress: Port,
+        spawn: Spawn,
+        way: Way[DirectReader] | None = None,
+    ) -> None:
         self.connection = connection
         self._ingress = ingress
         self._spawn = spawn
+        self._way = way
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
         self._scratch = memoryview(bytearray(SCRATCH))
@@ -62,13 +92,17 @@ class ReadChannel:
         identity = next(self._ids) % _IDS
         ended: asyncio.Future[ReadResult | TransportError]
         ended = asyncio.get_running_loop().create_future()
+        direct = self._way is not None and self._way.end.reaches(into)
         pending = _Pending(self._ingress.arrive(priority), len(into), into, ended)
         self._pending[identity] = pending
         try:
-            request = ReadRequest(priority, offset, len(into), region)
+            request = ReadRequest(priority, offset, len(into), region, direct)
             await self.connection.send([encode_read(identity, request)])
             outcome = await ended
         except asyncio.CancelledError:
+            pending.into = None
+            if pending.taking is not None:
+                await _stopped(pending.taking)
             if identity in self._pending and self.connection.error is None:
                 self._spawn(partial(self._cancel, identity))
             raise
@@ -83,26 +117,47 @@ class ReadChannel:
         while True:
             prefix = await self.connection.receive_prefix()
             pending = self._pending.get(prefix.id)
-            if pending is None or prefix.kind not in (Kind.DATA, Kind.FAULT):
+            if pending is None or prefix.kind not in (Kind.DATA, Kind.GRANT, Kind.FAULT):
                 raise ProtocolViolation(f"{prefix.kind.name} for read {prefix.id}, not asked for")
+            if pending.taking is not None:
+                raise ProtocolViolation(f"{prefix.kind.name} for read {prefix.id} before TAKEN")
             if prefix.kind is Kind.FAULT:
                 body = await self.connection.receive_exactly(prefix.body)
                 fault = _fault(*parse_fault(body))
                 del self._pending[prefix.id]
                 _end(pending, fault)
-                continue
-            if prefix.payload > pending.nbytes - pending.position:
-                raise ProtocolViolation(f"{prefix.payload} bytes of DATA, more than was asked for")
-            async with self._ingress.grant(self, pending.turn, prefix.payload):
-                await self._receive(pending, prefix.payload)
-            if pending.position == pending.nbytes:
-                del self._pending[prefix.id]
-                _end(pending, ReadResult(pending.nbytes, pending.first_byte_ns))
+            elif prefix.kind is Kind.GRANT:
+                body = await self.connection.receive_exactly(prefix.body)
+                self._granted(prefix.id, pending, *parse_grant(body))
+            else:
+                self._check_length(pending, prefix.payload)
+                async with self._ingress.grant(self, pending.turn, prefix.payload):
+                    await self._receive(pending, prefix.payload)
+                self._moved(prefix.id, pending, self.connection.name)
 
     def fail(self, error: TransportError) -> None:
+        """The connection is closed. Ends all reads, each once nothing writes to its buffer."""
+        if self._way is not None:
+            self._way.end.close()
         for pending in self._pending.values():
-            _end(pending, type(error)(str(error)))
+            lost = type(error)(str(error))
+            if pending.taking is None:
+                _end(pending, lost)
+            else:
+                pending.taking.add_done_callback(partial(_end_after, pending, lost))
+                pending.taking.cancel()
         self._pending.clear()
+
+    def _check_length(self, pending: _Pending, nbytes: int) -> None:
+        if nbytes > pending.nbytes - pending.position:
+            raise ProtocolViolation(f"{nbytes} bytes for a read, more than was asked for")
+
+    def _moved(self, identity: int, pending: _Pending, way: str) -> None:
+        if pending.position == pending.nbytes:
+            del self._pending[identity]
+            _end(pending, ReadResult(pending.nbytes, pending.first_byte_ns, way))
+
+    # --- on the connection ---
 
     async def _receive(self, pending: _Pending, nbytes: int) -> None:
         end = pending.position + nbytes
@@ -117,13 +172,55 @@ class ReadChannel:
             pending.first_byte_ns = pending.first_byte_ns or wall_ns()
             pending.position += received
 
+    # --- by the direct way ---
+
+    def _granted(self, identity: int, pending: _Pending, place: Place, nbytes: int) -> None:
+        self._check_length(pending, nbytes)
+        if self._way is None:
+            raise ProtocolViolation(f"GRANT for read {identity}: no direct way was agreed on")
+        pending.taking = self._spawn(partial(self._take, pending, place, nbytes, self._way))
+        pending.taking.add_done_callback(lambda _: self._took(identity, pending, nbytes))
+
+    async def _take(
+        self, pending: _Pending, place: Place, nbytes: int, way: Way[DirectReader]
+    ) -> None:
+        async with way.port.grant(pending, pending.turn, nbytes):
+            if pending.into is not None:
+                into = pending.into[pending.position : pending.position + nbytes]
+                await way.end.take(place, into)
+                pending.first_byte_ns = pending.first_byte_ns or wall_ns()
+
+    def _took(self, identity: int, pending: _Pending, nbytes: int) -> None:
+        """The bytes are there, or, if the read was cancelled, no longer wanted."""
+        pending.taking = None
+        if self.connection.error is not None or self._way is None:
+            return
+        pending.position += nbytes
+        self._moved(identity, pending, self._way.name)
+        self._spawn(partial(self._tell_taken, identity))
+
+    async def _tell_taken(self, identity: int) -> None:
+        await self.connection.send([encode_prefix(Kind.TAKEN, id=identity)])
+
     async def _cancel(self, identity: int) -> None:
         await self.connection.send([encode_prefix(Kind.CANCEL, id=identity)])
+
+
+async def _stopped(task: asyncio.Task[None]) -> None:
+    """Cancels it and waits for its end, though the waiter be cancelled once more."""
+    task.cancel()
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
 
 
 def _end(pending: _Pending, outcome: ReadResult | TransportError) -> None:
     if not pending.ended.done():
         pending.ended.set_result(outcome)
+
+
+def _end_after(pending: _Pending, outcome: TransportError, _: asyncio.Task[None]) -> None:
+    _end(pending, outcome)
 
 
 def _fault(code: str, message: str) -> TransportError:
@@ -135,10 +232,18 @@ def _fault(code: str, message: str) -> TransportError:
 @dataclass(slots=True, eq=False)
 class _Serving:
     request: ReadRequest
+    region: Region
+    port: Port
     turn: Turn
+    place: Place | None
+    """Where the read begins in memory that the peer takes it from; None: it goes as DATA."""
     task: asyncio.Task[None] | None = None
     sent: int = 0
-    in_frame: bool = False
+    began: float = 0.0
+    """When it got its first grant."""
+    in_part: bool = False
+    """In a DATA frame, or between a GRANT and its TAKEN."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
     stop: bool = False
     refused: bool = False
 
@@ -148,16 +253,25 @@ class _Serving:
 
 
 class ReadServer:
-    """The serving end: waits for each read's bytes and sends them frame by frame, as the egress
-    port grants it. A frame that was begun is finished, whatever happens to its read."""
+    """The serving end: waits for each read's bytes and sends them frame by frame, or grants them
+    part by part, as the port lets it. What was begun is finished, whatever happens to its read."""
 
     def __init__(
-        self, connection: Connection, regions: Regions, egress: Port, spawn: Spawn
+        self,
+        connection: Connection,
+        regions: Regions,
+        egress: Port,
+        spawn: Spawn,
+        way: Way[DirectSource] | None = None,
+        *,
+        on_sent: OnSent,
     ) -> None:
         self._connection = connection
         self._regions = regions
         self._egress = egress
         self._spawn = spawn
+        self._way = way
+        self._on_sent = on_sent
         self._serving: dict[int, _Serving] = {}
 
     async def run(self) -> None:
@@ -168,28 +282,52 @@ class ReadServer:
                 body = await self._connection.receive_exactly(prefix.body)
                 if prefix.kind is Kind.READ:
                     self._begin(prefix.id, parse_read(body))
+                elif prefix.kind is Kind.TAKEN:
+                    self._taken(prefix.id)
                 elif prefix.kind is Kind.CANCEL:
-                    await self._stop(prefix.id)
+                    self._spawn(partial(self._stop, prefix.id))
                 else:
                     raise ProtocolViolation(f"{prefix.kind.name} on a connection for reads")
         finally:
             for serving in self._serving.values():
                 if serving.task is not None:
                     serving.task.cancel()
+            if self._way is not None:
+                self._way.end.close()
 
     def _begin(self, identity: int, request: ReadRequest) -> None:
         if identity in self._serving:
             raise ProtocolViolation(f"read {identity} was asked for twice")
         if len(self._serving) >= MAX_READS:
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
-        serving = self._serving[identity] = _Serving(request, self._egress.arrive(request.priority))
+        try:
+            region = self._regions.find(request.region, request.offset, request.nbytes)
+        except RegionUnknown as error:
+            self._spawn(partial(self._refuse, identity, error))
+            return
+        port, place = self._egress, None
+        if request.direct and self._way is not None:
+            asked = region.buffer[request.offset : request.offset + request.nbytes]
+            place = self._way.end.place(asked)
+            port = self._way.port if place else self._egress
+        turn = port.arrive(request.priority, region.flow)
+        serving = self._serving[identity] = _Serving(request, region, port, turn, place)
         serving.task = self._spawn(partial(self._serve, identity, serving))
+
+    async def _refuse(self, identity: int, error: RegionUnknown) -> None:
+        await self._connection.send([encode_fault(identity, error.code, str(error))])
+
+    def _taken(self, identity: int) -> None:
+        serving = self._serving.get(identity)
+        if serving is None or not serving.in_part or serving.place is None:
+            raise ProtocolViolation(f"TAKEN for read {identity}, of which nothing is granted")
+        serving.taken.set()
 
     async def _stop(self, identity: int) -> None:
         serving = self._serving.get(identity)
         if serving is None or serving.task is None:
             return
-        if serving.in_frame:
+        if serving.in_part:
             serving.stop = True
         else:
             serving.task.cancel()
@@ -198,26 +336,37 @@ class ReadServer:
             await self._connection.send([encode_fault(identity, CANCELLED, "")])
 
     async def _serve(self, identity: int, serving: _Serving) -> None:
-        request = serving.request
         try:
-            region = self._regions.find(request.region, request.offset, request.nbytes)
             while not serving.answered and not serving.stop:
-                await self._send_frame(identity, serving, region)
+                await self._serve_part(identity, serving)
         except RegionUnknown as error:
-            serving.refused = serving.in_frame = True
-            await self._connection.send([encode_fault(identity, error.code, str(error))])
+            serving.refused = serving.in_part = True
+            await self._refuse(identity, error)
         finally:
             del self._serving[identity]
+        if not serving.refused:
+            self._on_sent(serving.began, asyncio.get_running_loop().time(), serving.sent)
 
-    async def _send_frame(self, identity: int, serving: _Serving, region: Region) -> None:
-        request = serving.request
+    async def _serve_part(self, identity: int, serving: _Serving) -> None:
+        request, region, port = serving.request, serving.region, serving.port
         position, end = request.offset + serving.sent, request.offset + request.nbytes
         ready = min(await region.beyond(position), end)
-        nbytes = min(self._egress.grant_bytes, ready - position)
-        async with self._egress.grant(self, serving.turn, nbytes):
+        nbytes = min(port.grant_bytes, ready - position)
+        lane = serving if serving.place else self
+        async with port.grant(lane, serving.turn, nbytes):
+            serving.began = serving.began or asyncio.get_running_loop().time()
             with region.use() as buffer:
-                serving.in_frame = True
-                prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
-                await self._connection.send([prefix, buffer[position : position + nbytes]])
-                serving.in_frame = False
+                serving.in_part = True
+                if serving.place is None:
+                    prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
+                    await self._connection.send([prefix, buffer[position : position + nbytes]])
+                else:
+                    place = Place(serving.place.key, serving.place.address + serving.sent)
+                    await self._grant(identity, serving, place, nbytes)
+                serving.in_part = False
             serving.sent += nbytes
+
+    async def _grant(self, identity: int, serving: _Serving, place: Place, nbytes: int) -> None:
+        serving.taken.clear()
+        await self._connection.send([encode_grant(identity, place, nbytes)])
+        await serving.taken.wait()

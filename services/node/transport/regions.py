@@ -10,8 +10,9 @@ from shared.errors import Conflict, NotFound, RegionUnknown
 class Region:
     """A buffer whose first `ready` bytes may be sent. `users` counts sends that touch it now."""
 
-    def __init__(self, name: str, buffer: memoryview, ready: int) -> None:
+    def __init__(self, name: str, buffer: memoryview, ready: int, flow: str) -> None:
         self.name = name
+        self.flow = flow
         self.buffer = buffer
         self.ready = ready
         self.closed = False
@@ -71,13 +72,13 @@ class Regions:
     def __init__(self) -> None:
         self._regions: dict[str, Region] = {}
 
-    def register(self, name: str, buffer: memoryview, ready: int) -> None:
+    def register(self, name: str, buffer: memoryview, ready: int, flow: str) -> None:
         if name in self._regions:
             raise Conflict(f"region {name} is registered already: unregister it first")
         flat = buffer.cast("B")
         if not 0 <= ready <= len(flat):
             raise Conflict(f"region {name}: {ready} bytes ready of {len(flat)}")
-        self._regions[name] = Region(name, flat, ready)
+        self._regions[name] = Region(name, flat, ready, flow)
 
     def advance(self, name: str, ready: int) -> None:
         self._own(name).advance(ready)

@@ -1,8 +1,9 @@
-"""The TCP transport.
+"""The transport between nodes: TCP, and direct ways for the bytes where both ends have them.
 
 Each end dials its own connections: one for the reads it makes of a peer (shallow socket buffers,
 so that what is sent next is decided late) and one for the messages it sends, so that an
-activation never queues behind a block. Every connection has one task that receives, a heartbeat
+activation never queues behind a block. The handshake of the first finds the best direct way
+between the two, if there is one. Every connection has one task that receives, a heartbeat
 when it is idle, and is closed when the peer has been silent for `silence_s`.
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -17,11 +19,19 @@ from urllib.parse import urlsplit
 
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
 from services.node.transport.connection import Connection
-from services.node.transport.pacing import Port
+from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
+from services.node.transport.pacing import MAX_GRANT, Port
 from services.node.transport.pool import Pool
-from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Work
+from services.node.transport.reads import OnSent, ReadChannel, ReadServer, Spawn, Way, Work
 from services.node.transport.regions import Regions
-from services.node.transport.wire import MAX_BODY, Hello, Kind, Purpose, encode_prefix
+from services.node.transport.wire import (
+    MAX_BODY,
+    Hello,
+    Kind,
+    Purpose,
+    encode_hello,
+    encode_prefix,
+)
 from shared import telemetry
 from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
 
@@ -30,16 +40,29 @@ SHALLOW = 64 * 1024
 receive buffer too, so that a receiver that has enough to do holds its senders back."""
 DEEP = 1 << 20
 """Receive buffer of one that is not paced: emptied at once, unless the processor is busy."""
-BEATS_PER_SILENCE = 4
+SILENCE_S = 0.75
+"""A peer that has said nothing for so long is lost."""
+BEATS_PER_SILENCE = 5
+DIRECT_WIDTH = 2
+"""Grants that are out at a time on a direct way: one is taken while the next is on its way."""
+DIRECT_GRANT = 8 << 20
 ACCEPT_PAUSE_S = 0.05
 """After a failed accept (no file descriptors left, for example)."""
 PeerKey = tuple[str, int]
 """(address, instance)."""
+OnConnected = Callable[[str, str], None]
+"""(peer's address, what will carry the bytes of reads from it)."""
+
+
+class _Ports:
+    """Both directions of a link."""
+
+    def __init__(self, bytes_per_s: int, width: int, max_grant: int) -> None:
+        self.out = Port(bytes_per_s, width=width, max_grant=max_grant)
+        self.into = Port(bytes_per_s)
 
 
 class TcpTransport:
-    name = "tcp"
-
     def __init__(
         self,
         host: str,
@@ -48,18 +71,26 @@ class TcpTransport:
         link_bytes_per_s: int,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
-        silence_s: float = 1.0,
+        on_connected: OnConnected = lambda address, way: None,
+        on_sent: OnSent = lambda began, ended, nbytes: None,
+        ways: Sequence[Direct] = (),
+        silence_s: float = SILENCE_S,
         max_payload: int = 64 << 20,
     ) -> None:
-        """`link_bytes_per_s` paces each direction; 0: as fast as it goes."""
+        """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: best first."""
         self._host, self._port = host, port
         self._on_message = on_message
         self._on_peer_lost = on_peer_lost
+        self._on_connected = on_connected
+        self._on_sent = on_sent
+        self._ways = {way.name: way for way in ways}
+        self._ports = {
+            way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, DIRECT_GRANT) for way in ways
+        }
         self._silence_s = silence_s
         self._max_payload = max_payload
         self._regions = Regions()
-        self._egress = Port(link_bytes_per_s, exclusive=True)
-        self._ingress = Port(link_bytes_per_s)
+        self._link = _Ports(link_bytes_per_s, 1, MAX_GRANT)
         self._receive_buffer = SHALLOW if link_bytes_per_s else DEEP
         self._instance = secrets.randbits(64)
         self._log = telemetry.logger("transport")
@@ -71,7 +102,6 @@ class TcpTransport:
         """Connections past their handshake, and whose they are."""
         self._told: set[PeerKey] = set()
         """Peers with connections still standing whose loss was told."""
-        self._listener: socket.socket | None = None
         self._closing = False
 
     # --- life ------------------------------------------------------------------
@@ -82,6 +112,18 @@ class TcpTransport:
         return f"tcp://{host}:{self._port}"
 
     async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            self._listen()
+            opened.callback(self._listener.close)
+            for way in self._ways.values():
+                await opened.enter_async_context(way)
+            await self._group.__aenter__()
+            self._resources = opened.pop_all()
+        self._spawn(self._accept(self._listener))
+        self._spawn(self._watch_silence())
+        return self
+
+    def _listen(self) -> None:
         try:
             self._listener = socket.create_server(
                 (self._host, self._port),
@@ -95,10 +137,6 @@ class TcpTransport:
             ) from error
         self._listener.setblocking(False)
         self._port = self._listener.getsockname()[1]
-        await self._group.__aenter__()
-        self._spawn(self._accept(self._listener))
-        self._spawn(self._watch_silence())
-        return self
 
     async def __aexit__(
         self,
@@ -116,13 +154,12 @@ class TcpTransport:
         try:
             await self._group.__aexit__(exc_type, exc, traceback)
         finally:
-            if self._listener is not None:
-                self._listener.close()
+            await self._resources.aclose()
 
     # --- the contract ----------------------------------------------------------
 
-    def register(self, region: str, buffer: memoryview, *, ready: int = 0) -> None:
-        self._regions.register(region, buffer, ready)
+    def register(self, region: str, buffer: memoryview, *, ready: int = 0, flow: str = "") -> None:
+        self._regions.register(region, buffer, ready, flow)
 
     def advance(self, region: str, ready: int) -> None:
         self._regions.advance(region, ready)
@@ -150,31 +187,65 @@ class TcpTransport:
                 f"at most {MAX_BODY} + {self._max_payload} can be sent"
             )
         connection = await self._senders.get(address)
-        self._egress.charge(body + rest)
+        self._link.out.charge(body + rest)
         prefix = encode_prefix(Kind.MESSAGE, body=body, payload=rest)
         await connection.send([prefix, header, *payload])
 
     # --- dialling --------------------------------------------------------------
 
     async def _dial_reads(self, address: str) -> ReadChannel:
-        connection, peer = await self._dial(address, Purpose.READS)
-        channel = ReadChannel(connection, self._ingress, self._spawner(connection))
+        offers = {name: way.offer() for name, way in self._ways.items()}
+        try:
+            connection, peer = await self._dial(
+                address, Purpose.READS, {name: offer.data for name, offer in offers.items()}
+            )
+            try:
+                way = await self._complete(connection, offers, peer)
+            except BaseException:
+                connection.close(PeerLost(f"{address}: not connected"))
+                raise
+        finally:
+            for offer in offers.values():
+                offer.withdraw()
+        spawn = self._spawner(connection)
+        channel = ReadChannel(connection, self._link.into, spawn, way)
 
         def closed(error: TransportError) -> None:
             self._readers.drop(address)
             channel.fail(error)
 
         self._stand(connection, (address, peer.instance), closed)
+        self._on_connected(address, way.name if way else connection.name)
         self._spawn(_guard(connection, channel.run))
         return channel
 
+    async def _complete(
+        self, connection: Connection, offers: dict[str, Offer], peer: Hello
+    ) -> Way[DirectReader] | None:
+        """The direct way that the peer answered to; it is taken out of the offers."""
+        for name, answer in peer.ways.items():
+            if name not in offers:
+                raise ProtocolViolation(f"{connection.address} answers with {name}, not offered")
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    reader = await offers.pop(name).complete(answer)
+            except (TransportError, TimeoutError) as error:
+                self._log.warning(
+                    "no direct way", peer=connection.address, way=name, error=str(error)
+                )
+            else:
+                return Way(name, reader, self._ports[name].into)
+        return None
+
     async def _dial_messages(self, address: str) -> Connection:
-        connection, peer = await self._dial(address, Purpose.MESSAGES)
+        connection, peer = await self._dial(address, Purpose.MESSAGES, {})
         self._stand(connection, (address, peer.instance), lambda _: self._senders.drop(address))
         self._spawn(_guard(connection, lambda: _receive_nothing(connection)))
         return connection
 
-    async def _dial(self, address: str, purpose: Purpose) -> tuple[Connection, Hello]:
+    async def _dial(
+        self, address: str, purpose: Purpose, ways: dict[str, bytes]
+    ) -> tuple[Connection, Hello]:
         host, port = _parse(address)
         loop = asyncio.get_running_loop()
         try:
@@ -187,8 +258,9 @@ class TcpTransport:
                 connection = Connection(sock, address, max_payload=self._max_payload)
                 try:
                     await loop.sock_connect(sock, found[0][4])
-                    own = Hello(purpose, self._instance, self.address)
-                    return connection, await connection.shake_hands(own, dialling=True)
+                    own = Hello(purpose, self._instance, self.address, ways)
+                    await connection.send([encode_hello(own)])
+                    return connection, await connection.receive_hello()
                 except BaseException:
                     connection.close(PeerLost(f"{address}: not connected"))
                     raise
@@ -226,20 +298,36 @@ class TcpTransport:
             welcome.add_done_callback(partial(_close_with_task, connection))
 
     async def _welcome(self, connection: Connection, sock: socket.socket) -> None:
-        own = Hello(Purpose.READS, self._instance, self.address)
         try:
             async with asyncio.timeout(self._silence_s):
-                peer = await connection.shake_hands(own, dialling=False)
+                peer = await connection.receive_hello()
         except TimeoutError:
             raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
         self._tune(sock, peer.purpose)
         connection.address = peer.address
-        self._stand(connection, (peer.address, peer.instance), lambda _: None)
-        if peer.purpose is Purpose.READS:
-            spawn = self._spawner(connection)
-            await ReadServer(connection, self._regions, self._egress, spawn).run()
-        else:
-            await self._receive_messages(connection)
+        answer, way = self._accept_way(peer)
+        try:
+            own = Hello(peer.purpose, self._instance, self.address, answer)
+            await connection.send([encode_hello(own)])
+            self._stand(connection, (peer.address, peer.instance), lambda _: None)
+            if peer.purpose is Purpose.READS:
+                spawn = self._spawner(connection)
+                await ReadServer(
+                    connection, self._regions, self._link.out, spawn, way, on_sent=self._on_sent
+                ).run()
+            else:
+                await self._receive_messages(connection)
+        finally:
+            if way is not None:
+                way.end.close()
+
+    def _accept_way(self, peer: Hello) -> tuple[dict[str, bytes], Way[DirectSource] | None]:
+        """The first of our ways that the peer offers and that there is between the two."""
+        for name, way in self._ways.items():
+            if name in peer.ways and (accepted := way.accept(peer.ways[name])) is not None:
+                answer, source = accepted
+                return {name: answer}, Way(name, source, self._ports[name].out)
+        return {}, None
 
     async def _receive_messages(self, connection: Connection) -> None:
         while True:
@@ -248,7 +336,7 @@ class TcpTransport:
                 raise ProtocolViolation(f"{prefix.kind.name} on a connection for messages")
             header = await connection.receive_exactly(prefix.body)
             payload = await connection.receive_exactly(prefix.payload)
-            self._ingress.charge(prefix.body + prefix.payload)
+            self._link.into.charge(prefix.body + prefix.payload)
             self._on_message(connection.address, memoryview(header), memoryview(payload))
 
     # --- standing connections --------------------------------------------------

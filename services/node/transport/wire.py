@@ -3,30 +3,37 @@
 Every frame is a fixed prefix (kind, id, body length, payload length; big-endian), a body of that
 kind and a payload. A connection starts with HELLO from both ends and then carries, by its purpose:
 
-    READS      dialler -> listener: READ, CANCEL;  listener -> dialler: DATA, FAULT
+    READS      dialler -> listener: READ, TAKEN, CANCEL;  listener -> dialler: DATA, GRANT, FAULT
     MESSAGES   dialler -> listener: MESSAGE
 
-and HEARTBEAT both ways. A read's bytes come as DATA frames in order, interleaved with those of
-other reads. CANCEL of a read that is still served is answered by FAULT with code `cancelled`.
+and HEARTBEAT both ways. A read's bytes come in order, interleaved with those of other reads: as
+DATA, or, if the read is direct and the handshake found a way (see direct.py), by GRANTs of places
+to take them from. A read has one GRANT at a time, until its TAKEN. CANCEL of a read that is still
+served is answered by FAULT with code `cancelled`, after the DATA or TAKEN of what was begun.
 Lengths are checked before anything is allocated; whatever does not fit is a ProtocolViolation.
 """
 
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
+
+from services.node.transport.direct import Place
 from shared.errors import ProtocolViolation
 
 MAGIC = b"LSDP"
-VERSION = 1
+VERSION = 2
 MAX_BODY = 1 << 20
 MAX_MESSAGE = 1000
 """Characters of a FAULT's message."""
 CANCELLED = "cancelled"
 
 _PREFIX = struct.Struct("!B3xIIQ")
-_HELLO = struct.Struct("!4sHBxQ")
-_READ = struct.Struct("!iQQ")
+_HELLO = struct.Struct("!4sH")
+_READ = struct.Struct("!i?QQ")
+_GRANT = struct.Struct("!IQQ")
 PREFIX_BYTES = _PREFIX.size
 
 
@@ -38,6 +45,8 @@ class Kind(enum.IntEnum):
     FAULT = 5
     MESSAGE = 6
     HEARTBEAT = 7
+    GRANT = 8
+    TAKEN = 9
 
 
 class Purpose(enum.IntEnum):
@@ -54,13 +63,14 @@ class Prefix:
     payload: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     purpose: Purpose
-    instance: int
+    instance: Annotated[int, msgspec.Meta(ge=0)]
     """Random, one a transport: another process at an old address is another peer."""
     address: str
     """Where the sender listens."""
+    ways: dict[str, bytes] = {}
+    """Name -> data. The dialler's offers for its reads; the listener's answer to one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,16 @@ class ReadRequest:
     offset: int
     nbytes: int
     region: str
+    direct: bool = False
+    """The reader can take the bytes by the way that was agreed on."""
 
 
-_WITH_BODY = frozenset({Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE})
+_hello_encoder = msgspec.msgpack.Encoder()
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+_WITH_BODY = frozenset({Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE, Kind.GRANT})
 _WITH_PAYLOAD = frozenset({Kind.DATA, Kind.MESSAGE})
-_WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT})
+_WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT, Kind.GRANT, Kind.TAKEN})
 
 
 def encode_prefix(kind: Kind, *, id: int = 0, body: int = 0, payload: int = 0) -> bytes:
@@ -100,37 +115,53 @@ def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> P
 
 
 def encode_hello(hello: Hello) -> bytes:
-    body = _HELLO.pack(MAGIC, VERSION, hello.purpose, hello.instance) + hello.address.encode()
+    body = _HELLO.pack(MAGIC, VERSION) + _hello_encoder.encode(hello)
     return encode_prefix(Kind.HELLO, body=len(body)) + body
 
 
 def parse_hello(body: bytes | bytearray) -> Hello:
     if len(body) < _HELLO.size or not body.startswith(MAGIC):
         raise ProtocolViolation("the peer does not speak the data-plane protocol")
-    _, version, purpose, instance = _HELLO.unpack_from(body)
+    _, version = _HELLO.unpack_from(body)
     if version != VERSION:
         raise ProtocolViolation(
             f"the peer speaks version {version} of the data plane, this node {VERSION}: "
             "run the same release everywhere"
         )
     try:
-        return Hello(Purpose(purpose), instance, _text(body[_HELLO.size :]))
-    except ValueError:
-        raise ProtocolViolation(f"unknown connection purpose {purpose}") from None
+        return _hello_decoder.decode(memoryview(body)[_HELLO.size :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"malformed HELLO: {error}") from None
 
 
 def encode_read(id: int, request: ReadRequest) -> bytes:
-    body = _READ.pack(request.priority, request.offset, request.nbytes) + request.region.encode()
+    body = _READ.pack(request.priority, request.direct, request.offset, request.nbytes)
+    body += request.region.encode()
     return encode_prefix(Kind.READ, id=id, body=len(body)) + body
 
 
 def parse_read(body: bytes | bytearray) -> ReadRequest:
     if len(body) < _READ.size:
         raise ProtocolViolation(f"READ body of {len(body)} bytes")
-    priority, offset, nbytes = _READ.unpack_from(body)
+    priority, direct, offset, nbytes = _READ.unpack_from(body)
     if not nbytes:
         raise ProtocolViolation("READ of no bytes")
-    return ReadRequest(priority, offset, nbytes, _text(body[_READ.size :]))
+    return ReadRequest(priority, offset, nbytes, _text(body[_READ.size :]), direct)
+
+
+def encode_grant(id: int, place: Place, nbytes: int) -> bytes:
+    body = _GRANT.pack(place.key, place.address, nbytes)
+    return encode_prefix(Kind.GRANT, id=id, body=len(body)) + body
+
+
+def parse_grant(body: bytes | bytearray) -> tuple[Place, int]:
+    """(where, how many bytes)."""
+    if len(body) != _GRANT.size:
+        raise ProtocolViolation(f"GRANT body of {len(body)} bytes")
+    key, address, nbytes = _GRANT.unpack(body)
+    if not nbytes:
+        raise ProtocolViolation("GRANT of no bytes")
+    return Place(key, address), nbytes
 
 
 def encode_fault(id: int, code: str, message: str) -> bytes:

@@ -195,4 +195,5 @@ class Pool:
             reserved_by=held.event if held else None,
             running=status.running if status else 0,
             profile=status.profile if status else Profile(),
+            peers=status.peers if status else {},
         )

@@ -93,6 +93,7 @@ class Nodes:
     def config(self, name: str, **settings: Any) -> NodeConfig:
         defaults: dict[str, Any] = {
             "id": name,
+            "machine": name,
             "data_dir": str(self._root / name),
             "arena_bytes": ARENA,
             "kv_tokens": 2048,

@@ -126,6 +126,7 @@ def test_what_does_not_fit_is_refused(message: Forward, hidden: torch.Tensor | N
         b"",
         b"\xc1",
         b"\x91" * 5000,
+        b"\x81\xa4\xff\xff\xff\xff\x01",
         msgspec.msgpack.encode({"v": 1}),
         msgspec.msgpack.encode({"v": 1, "message": {"kind": "unknown"}}),
         msgspec.msgpack.encode({"v": 1, "message": {"kind": "free", "sequences": [1]}}),

@@ -30,6 +30,8 @@ class Plane(DataPlane):
             0,
             on_message=on_message or self._on_message,
             on_peer_lost=lambda address, error: self._note(self.lost, (address, error)),
+            on_connected=lambda address, way: None,
+            on_sent=lambda began, ended, nbytes: None,
             on_arrived=lambda arrival: self._note(self.arrived, arrival),
             on_failed=lambda failure: None,
         )

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import BadMessage
-from shared.ids import RequestId
+from shared.ids import Generation, NodeId, RequestId
 from shared.messages import KINDS, Message, decode, encode, version
+from shared.messages.pool import NodeGone
 from shared.messages.serving import Cancel, Token
 
 ints = st.integers(min_value=-(2**63), max_value=2**64 - 1)
@@ -139,3 +140,10 @@ def test_a_truncated_message_is_a_bad_message(message: Message, cut: int) -> Non
 def test_a_deeply_nested_message_is_a_bad_message() -> None:
     with pytest.raises(BadMessage):
         decode(b"\x91" * 100_000 + b"\x90")
+
+
+def test_text_that_is_not_utf8_is_a_bad_message() -> None:
+    data = encode(NodeGone(node=NodeId("aaaa"), generation=Generation(1), reason="bbbb"))
+    assert data.count(b"bbbb") == 1
+    with pytest.raises(BadMessage):
+        decode(data.replace(b"bbbb", b"\xff\xff\xff\xff"))

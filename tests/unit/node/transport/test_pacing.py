@@ -108,7 +108,7 @@ def test_messages_are_accounted() -> None:
 
 def test_unpaced_one_transfer_at_a_time_unless_it_is_stuck() -> None:
     async def main() -> None:
-        port, log = Port(0, exclusive=True), Log()
+        port, log = Port(0, width=1), Log()
         turn = port.arrive(1)
         async with port.grant("slow", turn, MIN_GRANT):
             other = asyncio.create_task(transfer(port, "other", 1, 9, log))

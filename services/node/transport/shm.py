@@ -1,0 +1,210 @@
+"""Shared memory: nodes of one machine copy blocks right out of each other's arenas.
+
+A reader maps its peer's arenas, once a connection and for reading only, and copies from there: one
+pass over memory, where a socket takes two and the kernel's time. The arenas' descriptors come over
+a Unix socket that only processes of the same user on the same machine reach.
+"""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from services.node.memory.views import Memory, find
+from services.node.transport.direct import Place
+from shared.errors import PeerLost, ProtocolViolation, TransportError
+
+PIECE = 4 << 20
+"""Bytes copied at a time: how long an end of a copy may take to be obeyed (about 0.5 ms)."""
+INLINE = 64 << 10
+"""Less than this is copied on the spot: handing it to a thread takes longer."""
+COPIERS = 2
+MAX_MEMORIES = 16
+_CREDENTIALS = struct.Struct("3i")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ShmDirect:
+    name = "shm"
+
+    def __init__(self, memories: Sequence[Memory], *, machine: str, bytes_per_s: int = 0) -> None:
+        """`machine`: as the node calls it. Nodes that say to be on different ones do not share
+        memory though they could."""
+        self.bytes_per_s = bytes_per_s
+        self._memories = memories
+        self._here = "/".join((machine, *_kernel_identity())).encode()
+        self._socket = f"\0lambdascale-{secrets.token_hex(8)}"
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="shm")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(self._socket)
+        self._listener.listen(128)
+        asyncio.get_running_loop().add_reader(self._listener, self._hand_out)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        self._copiers.shutdown(wait=False)
+
+    def offer(self) -> "ShmOffer":
+        return ShmOffer(self._here, self._memories, self._copiers)
+
+    def accept(self, offer: bytes) -> "tuple[bytes, ShmSource] | None":
+        if offer != self._here:
+            return None
+        return self._socket.encode(), ShmSource(self._memories)
+
+    def _hand_out(self) -> None:
+        """The descriptors, to whoever dials; they fit any socket's buffer."""
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return
+        with peer:
+            if _user(peer) in (0, os.getuid()):
+                descriptors = [memory.descriptor for memory in self._memories]
+                socket.send_fds(peer, [bytes([len(descriptors)])], descriptors)
+
+
+class ShmSource:
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self._memories = memories
+
+    def place(self, buffer: memoryview) -> Place | None:
+        found = find(self._memories, buffer)
+        return Place(*found) if found else None
+
+    def close(self) -> None:
+        """What the peer has mapped it keeps until its own end."""
+
+
+class ShmOffer:
+    def __init__(
+        self, here: bytes, memories: Sequence[Memory], copiers: ThreadPoolExecutor
+    ) -> None:
+        self.data = here
+        self._memories = memories
+        self._copiers = copiers
+
+    async def complete(self, answer: bytes) -> "ShmReader":
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, answer)
+                await _readable(sock)
+                count, descriptors, _, _ = socket.recv_fds(sock, 1, MAX_MEMORIES)
+            except (OSError, ValueError) as error:
+                raise PeerLost(f"no shared memory: {error}") from error
+        try:
+            if count != bytes([len(descriptors)]):
+                raise TransportError("the peer does not share its memory with this user")
+            theirs = [_map(descriptor) for descriptor in descriptors]
+            return ShmReader(theirs, self._memories, self._copiers)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def withdraw(self) -> None:
+        """Nothing was set up for it."""
+
+
+class ShmReader:
+    def __init__(
+        self, theirs: Sequence[Bytes], memories: Sequence[Memory], copiers: ThreadPoolExecutor
+    ) -> None:
+        self._theirs = theirs
+        self._memories = memories
+        self._copiers = copiers
+        self._closed = False
+
+    def reaches(self, into: memoryview) -> bool:
+        return find(self._memories, into) is not None
+
+    async def take(self, place: Place, into: memoryview) -> None:
+        if place.key >= len(self._theirs):
+            raise ProtocolViolation(f"memory {place.key} of a peer that shares {len(self._theirs)}")
+        source = self._theirs[place.key][place.address : place.address + len(into)]
+        if len(source) != len(into):
+            raise ProtocolViolation(
+                f"{len(into)} bytes at {place.address}: the peer's memory has "
+                f"{len(self._theirs[place.key])}"
+            )
+        target = np.frombuffer(into, np.uint8)
+        if len(into) <= INLINE:
+            np.copyto(target, source)
+            return
+        for start in range(0, len(into), PIECE):
+            if self._closed:
+                raise PeerLost("the connection to the owner of the memory is closed")
+            piece = slice(start, start + PIECE)
+            await _to_its_end(self._copiers, target[piece], source[piece])
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _kernel_identity() -> tuple[str, str]:
+    """Of the running kernel and of the network that abstract sockets belong to."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, str(Path("/proc/self/ns/net").stat().st_ino)
+
+
+def _user(peer: socket.socket) -> int:
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(data)
+    return int(user)
+
+
+def _map(descriptor: int) -> Bytes:
+    """For reading. Only what cannot shrink: bytes that are gone would kill who reads them."""
+    try:
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError("the peer's memory is not sealed against shrinking")
+        return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"the peer's memory cannot be mapped: {error}") from error
+
+
+async def _to_its_end(copiers: ThreadPoolExecutor, target: Bytes, source: Bytes) -> None:
+    """Copies in a thread (numpy does not hold the GIL for it); cancelled, it ends when that has."""
+    copy = asyncio.get_running_loop().run_in_executor(copiers, np.copyto, target, source)
+    cancelled = False
+    while not copy.done():
+        try:
+            await asyncio.wait([copy])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
