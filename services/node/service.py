@@ -90,6 +90,7 @@ class NodeService(Service):
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
+        self.resources.callback(arena.close)
         await self._start_threads(arena.memory)
         self._lease = Lease(
             await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log

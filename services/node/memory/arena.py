@@ -50,7 +50,7 @@ class Arena:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, descriptor)
+        self._close_descriptor = weakref.finalize(self, os.close, descriptor)
         try:
             # The kernel grants a memfd of any size; of private memory it refuses what can't be had.
             mmap.mmap(-1, self.nbytes, flags=_PRIVATE).close()
@@ -58,6 +58,7 @@ class Arena:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_FIXED)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
+            self._close_descriptor()
             raise CapacityExceeded(
                 f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
                 "lower node.arena_bytes"
@@ -76,6 +77,7 @@ class Arena:
         self._holes = []
         self._memory = memoryview(b"")
         self.memory = Memory(self._memory, -1)
+        self._close_descriptor()
 
     @property
     def free_bytes(self) -> int:

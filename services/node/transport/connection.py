@@ -45,6 +45,8 @@ class Connection:
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
+        self._send_buffer = 0
+        """As it was set; 0: as the kernel likes it."""
         self._unyielded = 0
 
     # --- receiving -------------------------------------------------------------
@@ -114,6 +116,12 @@ class Connection:
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
             self._sent_at = asyncio.get_running_loop().time()
+
+    def set_send_buffer(self, nbytes: int) -> None:
+        """What lies in it can't be overtaken. Small differences change nothing."""
+        if not nbytes / 2 < self._send_buffer < nbytes * 2:
+            self._send_buffer = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:

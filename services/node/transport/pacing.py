@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GRANT_S = 0.0002
+GRANT_S = 0.001
 MIN_GRANT = 64 * 1024
-MAX_GRANT = 256 * 1024
+MAX_GRANT = 4 << 20
 """Larger frames cost less processor time, which only a link of GB/s can feel."""
 _MEMORY = 0.8
 """Weight of the past in the measured rate of an unpaced port, per grant."""
@@ -52,12 +52,13 @@ class Port:
     `bytes_per_s` > 0: a token bucket as deep as one grant (an idle port gives one at once).
     0: as fast as it goes, and at most `width` grants at a time over all lanes (0: any number),
     since then the receivers tell the link's rate and transfers that share it would all be late.
+    `min_grant`: of an unpaced port, where asking for a grant takes long.
     """
 
-    def __init__(self, bytes_per_s: int, *, width: int = 0, max_grant: int = MAX_GRANT) -> None:
+    def __init__(self, bytes_per_s: int, *, width: int = 0, min_grant: int = MIN_GRANT) -> None:
         self._rate = bytes_per_s
         self._width = 0 if bytes_per_s else width
-        self._max_grant = max_grant
+        self._min_grant = MIN_GRANT if bytes_per_s else min_grant
         self._queues: dict[tuple[Hashable, str], list[_Ticket]] = {}
         """By lane and flow."""
         self._lanes: dict[Hashable, float] = {}
@@ -78,7 +79,7 @@ class Port:
     def grant_bytes(self) -> int:
         """How many bytes to take a grant for."""
         rate = self._rate or (self._moved / self._moving_s if self._moving_s else 0.0)
-        return min(max(MIN_GRANT, int(rate * GRANT_S)), self._max_grant)
+        return min(max(self._min_grant, int(rate * GRANT_S)), MAX_GRANT)
 
     def arrive(self, priority: int, flow: str = "") -> Turn:
         """The turn of a transfer that begins now."""

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
-from services.node.transport.pacing import MAX_GRANT, Port
+from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
 from services.node.transport.reads import OnSent, ReadChannel, ReadServer, Spawn, Way, Work
 from services.node.transport.regions import Regions
@@ -36,8 +36,8 @@ from shared import telemetry
 from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
 
 SHALLOW = 64 * 1024
-"""Send buffer of a connection for reads: what lies in it can't be overtaken. On a paced link the
-receive buffer too, so that a receiver that has enough to do holds its senders back."""
+"""Receive buffer of a connection for reads on a paced link, so that a receiver that has enough to
+do holds its senders back."""
 DEEP = 1 << 20
 """Receive buffer of one that is not paced: emptied at once, unless the processor is busy."""
 SILENCE_S = 0.75
@@ -45,7 +45,6 @@ SILENCE_S = 0.75
 BEATS_PER_SILENCE = 5
 DIRECT_WIDTH = 2
 """Grants that are out at a time on a direct way: one is taken while the next is on its way."""
-DIRECT_GRANT = 8 << 20
 ACCEPT_PAUSE_S = 0.05
 """After a failed accept (no file descriptors left, for example)."""
 PeerKey = tuple[str, int]
@@ -57,8 +56,8 @@ OnConnected = Callable[[str, str], None]
 class _Ports:
     """Both directions of a link."""
 
-    def __init__(self, bytes_per_s: int, width: int, max_grant: int) -> None:
-        self.out = Port(bytes_per_s, width=width, max_grant=max_grant)
+    def __init__(self, bytes_per_s: int, width: int, min_grant: int) -> None:
+        self.out = Port(bytes_per_s, width=width, min_grant=min_grant)
         self.into = Port(bytes_per_s)
 
 
@@ -84,13 +83,11 @@ class TcpTransport:
         self._on_connected = on_connected
         self._on_sent = on_sent
         self._ways = {way.name: way for way in ways}
-        self._ports = {
-            way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, DIRECT_GRANT) for way in ways
-        }
+        self._ports = {way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, MAX_GRANT) for way in ways}
         self._silence_s = silence_s
         self._max_payload = max_payload
         self._regions = Regions()
-        self._link = _Ports(link_bytes_per_s, 1, MAX_GRANT)
+        self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
         self._receive_buffer = SHALLOW if link_bytes_per_s else DEEP
         self._instance = secrets.randbits(64)
         self._log = telemetry.logger("transport")
@@ -273,7 +270,6 @@ class TcpTransport:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if purpose is Purpose.READS:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SHALLOW)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
 
     # --- accepting -------------------------------------------------------------

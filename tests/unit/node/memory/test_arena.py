@@ -1,4 +1,5 @@
 import gc
+import os
 import random
 
 import pytest
@@ -85,7 +86,10 @@ def test_a_span_is_freed_once_and_only_when_nobody_holds_it() -> None:
 def test_a_closed_arena_hands_nothing_out_but_its_views_stay() -> None:
     arena = Arena(PAGE)
     span = arena.allocate(10)
+    descriptor = arena.memory.descriptor
     arena.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     gc.collect()
     span.memory[:] = b"0123456789"
     with pytest.raises(CapacityExceeded):
