@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
 from services.node.transport.regions import Regions
 from shared.clock import now, wall_ns
 from shared.errors import (
@@ -195,7 +195,14 @@ class ModelledTransport:
         await self._link(address)
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         flat = into.cast("B")
         if not len(flat) or offset < 0:
@@ -206,7 +213,10 @@ class ModelledTransport:
         self._reads[read] = None
         try:
             read.asking = loop.call_later(self._network.latency_s, peer._ask, read)
-            return await read.done
+            result = await read.done
+            if received is not None:
+                received(flat)
+            return result
         finally:
             del self._reads[read]
             read.done.cancel()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from services.node.memory.arena import ModelSpace
-from services.node.model.packing import digest
+from services.node.model.packing import Digest
 from services.node.transport.base import Transport
 from shared import telemetry
 from shared.clock import now, wall_ns
@@ -270,20 +270,27 @@ class Mover:
         into = model.blocks[pulling.block].buffer[offset : offset + nbytes]
         expected = model.manifest.blocks[pulling.block].digests[chunk]
         for _ in range(2):
-            await self._read(pulling, model.blocks[pulling.block].region, offset, into)
-            if digest(into) == expected:
+            found = await self._read(pulling, model.blocks[pulling.block].region, offset, into)
+            if found == expected:
                 return
         raise DigestMismatch(
             f"block {pulling.block}, chunk {chunk}: the bytes that {pulling.source} sends "
             "are not the manifest's (read twice)"
         )
 
-    async def _read(self, pulling: _Pulling, region: str, offset: int, into: memoryview) -> None:
+    async def _read(self, pulling: _Pulling, region: str, offset: int, into: memoryview) -> bytes:
+        """The digest of what came."""
         deadline = now() + REGION_GRACE_S
         while True:
+            digest = Digest()
             try:
                 result = await self._transport.read(
-                    pulling.address, region, offset, into, priority=pulling.step
+                    pulling.address,
+                    region,
+                    offset,
+                    into,
+                    priority=pulling.step,
+                    received=digest.update,
                 )
             except RegionUnknown:
                 if now() >= deadline:
@@ -292,7 +299,7 @@ class Mover:
             else:
                 pulling.first_byte_ns = pulling.first_byte_ns or result.first_byte_ns
                 pulling.way = result.way
-                return
+                return digest.digest()
 
     def _fetched(
         self, model: _Model, pulling: _Pulling, chunk: int, task: asyncio.Task[None]

@@ -142,3 +142,7 @@ def _block(index: int, first: int, last: int, units: Sequence[Sequence[UnitTenso
 def digest(chunk: bytes | bytearray | memoryview) -> bytes:
     """xxh3-128, 16 bytes, as manifests carry it."""
     return xxhash.xxh3_128_digest(chunk)
+
+
+Digest = xxhash.xxh3_128
+"""The same of bytes that come in parts: `update`, then `digest`."""

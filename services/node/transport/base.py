@@ -23,6 +23,9 @@ Buffer = bytes | bytearray | memoryview
 
 OnMessage = Callable[[str, memoryview, memoryview], None]
 """(sender's address, header, payload); both views belong to the receiver. Must not block."""
+OnReceived = Callable[[memoryview], object]
+"""The next part of a read's bytes, which are there. Called once a part, in order, possibly in
+another thread."""
 OnPeerLost = Callable[[str, TransportError], None]
 """(peer's address, why): a connection that had stood broke. Once per break."""
 
@@ -67,9 +70,19 @@ class Transport(Protocol):
         """Makes sure that the pooled connections to a peer stand. PeerLost if it can't be had."""
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         """Fills `into` with the peer's bytes [offset, offset + len(into)) of the region.
+
+        `received` gets each part while it is in the processor's cache: checking bytes later costs
+        reading them from memory once more.
 
         Waits until the peer holds them. Lower `priority` goes first, within the region's flow, on
         the peer's outgoing and on our incoming port. Once it has ended, in whatever way

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
 from services.node.transport.pacing import Port
 from services.node.transport.regions import Regions
 from shared.clock import wall_ns
@@ -99,7 +99,14 @@ class MemoryTransport:
         self._link(address)
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         flat = into.cast("B")
         if not len(flat) or offset < 0:
@@ -118,7 +125,10 @@ class MemoryTransport:
             del self._reads[copying]
         if copying.cancelled():
             raise PeerLost(f"{address}: the connection ended")
-        return copying.result()
+        result = copying.result()
+        if received is not None:
+            received(flat)
+        return result
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
         peer = self._link(address)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from services.node.transport.base import ReadResult
+from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import DirectReader, DirectSource, Place
 from services.node.transport.pacing import Port, Turn
@@ -60,6 +60,7 @@ class _Pending:
     nbytes: int
     into: memoryview | None
     """None once the reader has gone: what still comes is received into scratch and dropped."""
+    received: OnReceived | None
     ended: asyncio.Future[ReadResult | TransportError]
     position: int = 0
     first_byte_ns: int = 0
@@ -87,13 +88,19 @@ class ReadChannel:
         self._scratch = memoryview(bytearray(SCRATCH))
 
     async def read(
-        self, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None,
     ) -> ReadResult:
         identity = next(self._ids) % _IDS
         ended: asyncio.Future[ReadResult | TransportError]
         ended = asyncio.get_running_loop().create_future()
         direct = self._way is not None and self._way.end.reaches(into)
-        pending = _Pending(self._ingress.arrive(priority), len(into), into, ended)
+        pending = _Pending(self._ingress.arrive(priority), len(into), into, received, ended)
         self._pending[identity] = pending
         try:
             request = ReadRequest(priority, offset, len(into), region, direct)
@@ -168,9 +175,11 @@ class ReadChannel:
             return pending.into[pending.position : end]
 
         while pending.position < end:
-            received = await self.connection.receive_some(destination)
+            nbytes = await self.connection.receive_some(destination)
             pending.first_byte_ns = pending.first_byte_ns or wall_ns()
-            pending.position += received
+            if pending.into is not None and pending.received is not None:
+                pending.received(pending.into[pending.position : pending.position + nbytes])
+            pending.position += nbytes
 
     # --- by the direct way ---
 
@@ -189,6 +198,8 @@ class ReadChannel:
                 into = pending.into[pending.position : pending.position + nbytes]
                 await way.end.take(place, into)
                 pending.first_byte_ns = pending.first_byte_ns or wall_ns()
+        if pending.into is not None and pending.received is not None:
+            await asyncio.get_running_loop().run_in_executor(None, pending.received, into)
 
     def _took(self, identity: int, pending: _Pending, nbytes: int) -> None:
         """The bytes are there, or, if the read was cancelled, no longer wanted."""

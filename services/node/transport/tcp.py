@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, ReadResult
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
@@ -168,13 +168,20 @@ class TcpTransport:
         await asyncio.gather(self._readers.get(address), self._senders.get(address))
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         flat = into.cast("B")
         if not len(flat) or offset < 0:
             raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")
         channel = await self._readers.get(address)
-        return await channel.read(region, offset, flat, priority=priority)
+        return await channel.read(region, offset, flat, priority=priority, received=received)
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
         body, rest = _nbytes([header]), _nbytes(payload)

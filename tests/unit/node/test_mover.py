@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.model.packing import digest
+from services.node.model.packing import Digest, digest
 from services.node.mover import Arrival, Failure, Mover
-from services.node.transport.base import ReadResult
+from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
 from shared.errors import (
@@ -231,15 +231,20 @@ async def test_a_passing_corruption_is_read_again(
     source.space.block(0)[0] ^= 1
     wrong = 0
 
-    def mend(chunk: memoryview) -> bytes:
-        nonlocal wrong
-        found = digest(chunk)
-        if found not in MANIFEST.blocks[0].digests:
-            wrong += 1
-            source.space.block(0)[:] = CONTENT[0]
-        return found
+    class Mending:
+        def __init__(self) -> None:
+            self._digest = Digest()
+            self.update = self._digest.update
 
-    monkeypatch.setattr("services.node.mover.digest", mend)
+        def digest(self) -> bytes:
+            nonlocal wrong
+            found = self._digest.digest()
+            if found not in MANIFEST.blocks[0].digests:
+                wrong += 1
+                source.space.block(0)[:] = CONTENT[0]
+            return found
+
+    monkeypatch.setattr("services.node.mover.Digest", Mending)
     target.pull([source], (1, 0, source))
     await target.until(lambda: len(target.arrivals) == 1)
     assert wrong == 1
@@ -347,11 +352,20 @@ class Lingering(MemoryTransport):
     let_go: asyncio.Event
 
     async def read(
-        self, address: str, region: str, offset: int, into: memoryview, *, priority: int
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        priority: int,
+        received: OnReceived | None = None,
     ) -> ReadResult:
         self.asked.put_nowait(address)
         try:
-            return await super().read(address, region, offset, into, priority=priority)
+            return await super().read(
+                address, region, offset, into, priority=priority, received=received
+            )
         except asyncio.CancelledError:
             await self.let_go.wait()
             raise
