@@ -369,7 +369,7 @@ class ReadServer:
             with region.use() as buffer:
                 serving.in_part = True
                 if serving.place is None:
-                    self._connection.set_send_buffer(port.grant_bytes)
+                    self._connection.set_send_buffer(port.ahead_bytes)
                     prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
                     await self._connection.send([prefix, buffer[position : position + nbytes]])
                 else:
