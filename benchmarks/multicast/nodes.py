@@ -33,8 +33,8 @@ from shared.messages.scaling import (
     ReleaseModel,
 )
 
-READY_S = 30.0
-READY_PER_NODE_S = 4.0
+READY_S = 60.0
+READY_PER_NODE_S = 8.0
 """Each imports torch, and they share the machine's cores."""
 IMPORT_S = 120.0
 REQUEST_S = 10.0
