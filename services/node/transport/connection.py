@@ -23,6 +23,9 @@ from shared.errors import PeerLost, ProtocolViolation, TransportError, Transport
 
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
+AT_ONCE = 256 * 1024
+"""Bytes that are waited for together, if so many are to come: waking costs more than copying. At
+most half of what a receive buffer takes."""
 _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
 
@@ -48,6 +51,8 @@ class Connection:
         self._send_buffer = 0
         """As it was set; 0: as the kernel likes it."""
         self._unyielded = 0
+        self._enough = 1
+        """Bytes for which the kernel wakes us."""
 
     # --- receiving -------------------------------------------------------------
 
@@ -58,7 +63,7 @@ class Connection:
             try:
                 received = self._sock.recv_into(into())
             except BlockingIOError:
-                await self._wait_readable()
+                await self._wait_readable(len(into()))
             except OSError as error:
                 raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
             else:
@@ -152,8 +157,14 @@ class Connection:
             self.on_closed(error)
 
     def check_silence(self, now: float, limit_s: float) -> None:
-        """Closes the connection if we have been waiting for bytes for longer than `limit_s`."""
-        if self._silent_since is None or now - self._silent_since < limit_s:
+        """Closes the connection if we have been waiting for bytes for longer than `limit_s`.
+
+        To be called several times in that time: any byte counts, however many are waited for.
+        """
+        if self._silent_since is None or now - self._silent_since < limit_s / 2:
+            return
+        self._wake_at(1)
+        if now - self._silent_since < limit_s:
             return
         if self._in_frame:
             self.close(TransportTimeout(f"{self.address}: stopped within a frame for {limit_s} s"))
@@ -181,8 +192,10 @@ class Connection:
         if self.error is not None:
             raise type(self.error)(str(self.error))
 
-    async def _wait_readable(self) -> None:
+    async def _wait_readable(self, wanted: int) -> None:
+        """Until so many bytes are there, or some of very many, or of a slow link."""
         loop = asyncio.get_running_loop()
+        self._wake_at(min(wanted, AT_ONCE))
         self._readable = loop.create_future()
         self._silent_since = loop.time()
         loop.add_reader(self._sock.fileno(), _wake, self._readable)
@@ -192,6 +205,11 @@ class Connection:
             self._readable = self._silent_since = None
             if self.error is None:
                 loop.remove_reader(self._sock.fileno())
+
+    def _wake_at(self, nbytes: int) -> None:
+        if nbytes != self._enough:
+            self._enough = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _wait_writable(self) -> None:
         loop = asyncio.get_running_loop()
