@@ -120,7 +120,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
     arena_bytes: Count = 1 << 30
-    """Memory for weights, allocated at the start."""
+    """Memory for weights, allocated at the start; on `cuda` so much on the host and on the device.
+    """
     kv_tokens: Count = 65536
     """KV cache budget, token positions a layer."""
     slots: Count = 8
@@ -135,6 +136,12 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Name of the RDMA device to move weights by, for example `mlx5_0`; empty: none."""
     rdma_gid_index: Size = 0
     """Of the device's address: for RoCE that of its IPv4 address, see `ibv_devinfo -v`."""
+    tls_certificate: str = ""
+    """PEM file: what the node shows to others; with `tls_key` and `tls_authority`, all that nodes
+    send each other over TCP is encrypted. All nodes have it or none. Empty: no TLS."""
+    tls_key: str = ""
+    tls_authority: str = ""
+    """PEM file: whose certificates others must show."""
     mesh_peers: Size = 64
     """Peers that connections are made to before a plan needs them, the nearest first; the others
     are connected to when they are."""

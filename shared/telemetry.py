@@ -41,6 +41,8 @@ _LEVELS = {
 _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
 _exporting = False
+_tracer: trace.Tracer = trace.NoOpTracer()
+"""The provider's: it takes a while to make."""
 
 
 class JsonLinesExporter(SpanExporter):
@@ -82,7 +84,7 @@ def _as_json(span: ReadableSpan) -> dict[str, object]:
 
 def configure(service: str, config: TelemetryConfig) -> None:
     """Sets up logs and traces of this process, at its start; ConfigError for a bad setting."""
-    global _provider, _exporting
+    global _provider, _tracer, _exporting
     shutdown()
     if config.log_level not in _LEVELS:
         raise ConfigError(f"telemetry.log_level {config.log_level!r}: use {', '.join(_LEVELS)}")
@@ -115,24 +117,21 @@ def configure(service: str, config: TelemetryConfig) -> None:
         provider.add_span_processor(BatchSpanProcessor(exporter))
     _provider = provider
     _exporting = bool(config.trace_dir or config.otlp_endpoint)
+    _tracer = provider.get_tracer("lambdascale")
 
 
 def shutdown() -> None:
     """Flushes and closes the exporters."""
-    global _provider
+    global _provider, _tracer
     if _provider is not None:
         _provider.shutdown()
-        _provider = None
+        _provider, _tracer = None, trace.NoOpTracer()
 
 
 def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
     """Obeys the configuration at the time of each call, also if it is made before `configure`."""
     lazy: structlog.stdlib.BoundLogger = structlog.get_logger(role=role, **context)
     return lazy
-
-
-def _tracer() -> trace.Tracer:
-    return (_provider or trace.get_tracer_provider()).get_tracer("lambdascale")
 
 
 def context_of(traceparent: str) -> SpanContext | None:
@@ -149,6 +148,12 @@ def traceparent(span: Span) -> str:
     return carrier.get("traceparent", "")
 
 
+def here() -> str:
+    """The traceparent of the innermost `span` around this code, also in tasks begun in it; empty:
+    there is none."""
+    return traceparent(trace.get_current_span())
+
+
 def start(
     name: str,
     *,
@@ -159,7 +164,7 @@ def start(
 ) -> Span:
     """Begins a span; the caller ends it (`span.end(end_time=ns)`)."""
     contexts = [context for link in links if (context := context_of(link))]
-    return _tracer().start_span(
+    return _tracer.start_span(
         name,
         context=_propagator.extract({"traceparent": parent}),
         start_time=start_ns,
@@ -192,7 +197,8 @@ def span(
     """A span around a block of code; an exception marks it and goes on."""
     current = start(name, parent=parent, attributes=attributes)
     try:
-        yield current
+        with trace.use_span(current, record_exception=False, set_status_on_exception=False):
+            yield current
     except BaseException as error:
         current.set_status(trace.Status(trace.StatusCode.ERROR, repr(error)))
         raise

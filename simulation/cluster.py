@@ -151,7 +151,7 @@ class NodeParts:
     def store(self) -> ModelledStore:
         return self._store
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),

@@ -70,9 +70,11 @@ class ModelledDataPlane:
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._do(self._mover.take_over(model, block))
 
-    async def mark_held(self, model: ModelId, block: int) -> None:
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None:
         self._check_open()
-        self._mover.mark_held(model, block)
+        self._mover.mark_held(model, block, chunks)
 
     async def apply(
         self,

@@ -8,13 +8,14 @@ not attached, sequences that do not go on where they ended, more KV than there i
 """
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import xxhash
 
 from services.node.activations import DTYPES
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
 from services.node.model.packing import digest
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
@@ -122,15 +123,19 @@ class ModelledEngine:
             hidden[: rows * model.hidden].view(rows, model.hidden),
         )
 
-    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        return iter(())
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         """AssertionError if the bytes are not the manifest's: who attaches them verified them."""
+        assert isinstance(weights, memoryview)
         model = self.open(model_id)
         manifest = model.manifest
         if not 0 <= block < manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
         for chunk, expected in enumerate(manifest.blocks[block].digests):
             offset, length = manifest.chunk_range(block, chunk)
-            if digest(buffer[offset : offset + length]) != expected:
+            if digest(weights[offset : offset + length]) != expected:
                 raise AssertionError(f"block {block} of model {model_id} was not verified")
         model.held.add(block)
 

@@ -6,13 +6,14 @@ leaves when there is no room, and each leaves when nobody has used it for a time
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.node.model.reading import Outcome, Unreadable, Verified, Wanted
 from services.node.model.store import Imported
-from shared.clock import now
-from shared.errors import BadInput, NotFound
+from shared.clock import now, wall_ns
+from shared.errors import BadInput, LambdaScaleError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, model_id
 from simulation.hardware import Channel
@@ -117,22 +118,34 @@ class ModelledStore:
     def manifests(self) -> dict[ModelId, Manifest]:
         return dict(self._manifests)
 
-    async def read_block(
-        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
-    ) -> None:
-        """As Store.fill, when the block has come. Nothing is written before."""
-        manifest = self._manifests.get(name)
+    async def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """As `Store.read`, block by block. Nothing of one is written before it has come whole."""
+        for each in wanted:
+            began = wall_ns()
+            try:
+                manifest = self._manifest(name, each)
+            except LambdaScaleError as error:
+                yield Unreadable(each.block, error)
+                continue
+            chunks = [c for c in range(manifest.n_chunks(each.block)) if c not in each.skip]
+            if not chunks:
+                continue
+            nbytes = self._models[name].block_bytes(manifest.blocks[each.block])
+            await self._carry(name, each.block, nbytes)
+            content = memoryview(block_content(manifest, each.block))
+            for chunk in chunks:
+                offset, length = manifest.chunk_range(each.block, chunk)
+                each.into[offset : offset + length] = content[offset : offset + length]
+            yield Verified(each.block, chunks, began)
+
+    def _manifest(self, name: ModelId, wanted: Wanted) -> Manifest:
+        """NotFound, BadInput: it has no such block."""
+        manifest, index = self._manifests.get(name), wanted.block
         if manifest is None or not 0 <= index < manifest.n_blocks:
             raise NotFound(f"there is no block {index} of model {name} on this disk")
-        if into.nbytes != manifest.blocks[index].nbytes:
-            raise BadInput(f"block {index} of model {name} does not fit {into.nbytes} bytes")
-        nbytes = self._models[name].block_bytes(manifest.blocks[index])
-        await self._carry(name, index, nbytes)
-        content = memoryview(block_content(manifest, index))
-        for chunk in range(manifest.n_chunks(index)):
-            if chunk not in skip:
-                offset, length = manifest.chunk_range(index, chunk)
-                into[offset : offset + length] = content[offset : offset + length]
+        if wanted.into.nbytes != manifest.blocks[index].nbytes:
+            raise BadInput(f"block {index} of model {name} does not fit {wanted.into.nbytes} bytes")
+        return manifest
 
     def import_checkpoint(self, path: Path, *, blocks: int) -> Imported:
         raise BadInput(f"{path}: a modelled disk has the models that it was made with, no others")

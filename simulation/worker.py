@@ -66,6 +66,10 @@ class ModelledWorker:
         self._ended = asyncio.Event()
         self._error: Exception | None = None
 
+    @property
+    def staging(self) -> str:
+        return ""
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
 

@@ -1,6 +1,7 @@
 """`lambdascale gateway|planner|registry|node`: one service, until SIGINT or SIGTERM."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from shared.bus.nats import NatsBus
 from shared.config import Config, load
 from shared.service import Service, serve_until_signal
 
+HAND_OVER_S = 0.0005
+"""How long a thread that computes may keep the others of its process waiting: they plan, move bytes
+and answer. Python's own choice is ten times that."""
 HELP = {
     "gateway": "HTTP in, OpenAI-style; routes requests over instances",
     "planner": "decides on instances, plans and watches scaling events",
@@ -67,6 +71,7 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load(args.config)
+    sys.setswitchinterval(HAND_OVER_S)
     uvloop.run(_run(args.role, config))
     return 0
 

@@ -132,6 +132,7 @@ def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) ->
         "state": state,
         "host": view.info.host,
         "device": view.info.device,
+        "staging": view.info.staging,
         "address": view.info.address,
         "arena_free": view.arena_free,
         "blocks": blocks,
@@ -167,7 +168,7 @@ def _print(document: Mapping[str, Any]) -> None:
         _print_table(console, "processes", columns, document["processes"])
     sizes = {record["name"]: record["n_blocks"] for record in document["models"]}
     nodes = [
-        {**node, "blocks": _blocks_text(node["blocks"], sizes),
+        {**node, "device": _device_text(node), "blocks": _blocks_text(node["blocks"], sizes),
          "peers": ", ".join(f"{way} {len(nodes)}" for way, nodes in node["peers"].items()),
          "free MB": f"{node['arena_free'] / 1e6:.0f}"}
         for node in document["nodes"]
@@ -188,6 +189,10 @@ def _print(document: Mapping[str, Any]) -> None:
     ]  # fmt: skip
     columns = ("id", "model", "state", "targets", "seconds", "why")
     _print_table(console, "events", columns, events)
+
+
+def _device_text(node: Mapping[str, Any]) -> str:
+    return f"{node['device']}, from {node['staging']}" if node["staging"] else str(node["device"])
 
 
 def _blocks_text(blocks: Mapping[str, Mapping[str, list[int]]], sizes: Mapping[str, int]) -> str:

@@ -21,6 +21,8 @@ from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.direct import Direct
 from services.node.transport.reads import OnSent
 from services.node.transport.tcp import OnConnected, TcpTransport
+from services.node.transport.tls import Tls
+from shared import telemetry
 from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
@@ -38,6 +40,7 @@ class DataPlane:
         port: int,
         link_bytes_per_s: int,
         ways: Sequence[Direct] = (),
+        tls: Tls | None = None,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
@@ -54,6 +57,7 @@ class DataPlane:
             port,
             link_bytes_per_s=link_bytes_per_s,
             ways=ways,
+            tls=tls,
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_connected=on_connected,
@@ -96,13 +100,16 @@ class DataPlane:
     # --- from the control loop ---
 
     async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
-        await self._call(lambda: self._mover.host(model, manifest, space, ()))
+        with telemetry.span("register_regions", parent=telemetry.here()):
+            await self._call(lambda: self._mover.host(model, manifest, space, ()))
 
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._await(self._mover.take_over(model, block))
 
-    async def mark_held(self, model: ModelId, block: int) -> None:
-        await self._call(lambda: self._mover.mark_held(model, block))
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None:
+        await self._call(lambda: self._mover.mark_held(model, block, chunks))
 
     async def apply(
         self,

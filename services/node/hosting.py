@@ -1,9 +1,8 @@
 """The models in a node's arena: their space, their blocks, and the plans that fill them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakValueDictionary
 
 from services.node.core.residency import Mode, Residency
@@ -11,7 +10,8 @@ from services.node.library import Library
 from services.node.memory.arena import Arena, ModelSpace, Span
 from services.node.mover import Arrival, Failure
 from services.node.parts import AnyDataPlane, AnyWorker
-from services.node.reports import DISK, HELD, Reports
+from services.node.promotion import Promotion, Spawn
+from services.node.reports import HELD, Reports
 from shared import telemetry
 from shared.clock import wall_ns
 from shared.errors import BadInput, LambdaScaleError
@@ -20,8 +20,8 @@ from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import ApplyPlan
 
-ENGINE, READER = "engine", "reader of the disk"
-"""Users of a span, besides the transport."""
+ENGINE = "engine"
+"""User of a span."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,17 +35,12 @@ class Hosted:
     residency: Residency
     plan: ApplyPlan
     """The last that was taken up."""
-    promotion: asyncio.Task[None] | None = None
-    promoting: bool = False
-    """Cleared to end the promotion after the block that is being read."""
+    promotion: Promotion | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def model(self) -> ModelId:
         return self.residency.model_id
-
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 
 class Hosting:
@@ -124,21 +119,19 @@ class Hosting:
         async with hosted.lock:
             hosted.residency = hosted.residency.follow(plan.event, plan.revision)
             hosted.plan = plan
-            await self._activate(hosted)
             addresses = {peer.node: peer.address for peer in plan.peers}
             held = hosted.residency.held
             pulls = [pull for pull in plan.pulls if pull.block not in held]
+            # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, plan.event, plan.revision, pulls, addresses)
+            await self._activate(hosted)
         self._changed()
         missing = [block for block in plan.promote if block not in held]
         if missing:
-            hosted.promoting = True
-            work = self._promote(plan, hosted, missing)
-            hosted.promotion = self._spawn(work, f"promote {plan.model_id}")
+            self._promote(plan, hosted, missing)
         asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
         for block in sorted(asked & held):
-            at = wall_ns()
-            await self._report_own(plan, hosted, block, HELD, at, at)
+            await self._report_held(plan, hosted, block)
 
     async def _activate(self, hosted: Hosted) -> None:
         """Opens the model for the engine, with every block that is held."""
@@ -161,47 +154,30 @@ class Hosting:
 
     # --- blocks from this node's disk ---
 
-    async def _promote(self, plan: ApplyPlan, hosted: Hosted, blocks: Sequence[int]) -> None:
-        """Each block is runnable, and readable by peers, as soon as it is read."""
-        for block in blocks:
-            if not hosted.promoting:
-                return
-            started = wall_ns()
-            try:
-                await self._read(hosted, block)
-                async with hosted.lock:
-                    await self._data.mark_held(hosted.model, block)
-                    await self._attach(hosted, block)
-            except LambdaScaleError as error:
-                await self._report_failure(plan, block, error)
-            else:
-                await self._report_own(plan, hosted, block, DISK, started, wall_ns())
-
-    async def _read(self, hosted: Hosted, block: int) -> None:
-        verified = await self._data.take_over(hosted.model, block)
-        into = hosted.space.block(block)
-        hosted.span.hold(READER)
-        try:
-            await self._library.read_block(hosted.model, block, into, verified)
-        except LambdaScaleError:
-            self._library.on_damaged(hosted.model, block)
-            raise
-        finally:
-            hosted.span.release(READER)
+    def _promote(self, plan: ApplyPlan, hosted: Hosted, blocks: Sequence[int]) -> None:
+        hosted.promotion = Promotion(
+            self._node,
+            plan,
+            blocks,
+            hosted.space,
+            self._library,
+            self._data,
+            land=self.land,
+            spawn=self._spawn,
+        )
 
     async def _stop_promotion(self, hosted: Hosted) -> None:
         if hosted.promotion is not None:
-            hosted.promoting = False
-            await asyncio.wait([hosted.promotion])
+            await hosted.promotion.stop()
             hosted.promotion = None
 
-    # --- blocks from peers ---
+    # --- blocks that land ---
 
     def land(self, item: Arrival | Failure) -> None:
-        """A pull ended. Called on the control loop, in the order in which they ended.
+        """A block came, or cannot come. Called on the control loop, in the order of the events.
 
-        The pulls of a model that is dropped all end before it is: none is taken for one of the
-        same model when it is hosted again.
+        Pulls and promotion of a model that is dropped all end before it is: none is taken for one
+        of the same model when it is hosted again.
         """
         hosted = self._hosted.get(item.model_id)
         if hosted is not None:
@@ -217,10 +193,14 @@ class Hosting:
                 await self._reports.failed(item, hosted.plan.trace)
 
     async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
-        """Reported under the plan that is followed now, though it was pulled for an older one."""
+        """Reported under the plan that is followed now, though it came for an older one."""
         async with hosted.lock:
             if self._hosted.get(item.model_id) is not hosted:
                 return  # released meanwhile
+            if hosted.residency.mode is Mode.STANDBY:
+                return  # the engine did not open the model: it is about to be freed
+            if item.block in hosted.residency.held:
+                return  # asked for again before it had landed: both landed
             plan = hosted.plan
             try:
                 await self._attach(hosted, item.block)
@@ -232,26 +212,24 @@ class Hosting:
 
     # --- reports ---
 
-    async def _report_own(
-        self, plan: ApplyPlan, hosted: Hosted, block: int, transport: str, began: int, ended: int
-    ) -> None:
-        """A block that no peer sent. Times in ns."""
+    async def _report_held(self, plan: ApplyPlan, hosted: Hosted, block: int) -> None:
+        at = wall_ns()
         arrival = Arrival(
             event=plan.event,
             revision=plan.revision,
             model_id=plan.model_id,
             block=block,
             source=self._node,
-            transport=transport,
+            transport=HELD,
             nbytes=hosted.manifest.blocks[block].nbytes,
-            started_ns=began,
-            first_byte_ns=began,
-            finished_ns=ended,
+            started_ns=at,
+            first_byte_ns=at,
+            finished_ns=at,
         )
         await self._reports.arrived(arrival, plan.trace)
 
     async def _report_failure(self, plan: ApplyPlan, block: int, error: LambdaScaleError) -> None:
-        """This node's own: of its disk or its engine."""
+        """This node's own, of its engine."""
         failure = Failure(plan.event, plan.revision, plan.model_id, block, self._node, error)
         await self._reports.failed(failure, plan.trace)
 

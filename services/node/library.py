@@ -1,13 +1,15 @@
 """The models that this node knows: their manifests, and packed copies on its disk."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from services.node.model.disk import to_its_end
+from services.node.model.reading import Outcome, Unreadable, Wanted
 from services.node.model.store import Imported
 from services.node.parts import AnyStore
 from shared import subjects
@@ -79,14 +81,16 @@ class Library:
 
     # --- the disk ---
 
-    async def read_block(
-        self, model: ModelId, block: int, into: memoryview, verified: frozenset[int]
-    ) -> None:
-        """`into` is written to until it returns, cancelled or not. Errors: `Store.fill`'s."""
-        await self._store.read_block(model, block, into, skip=verified)
+    async def read(self, model: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """`Store.read`. A block that could not be read is not offered again, until the model is
+        imported anew."""
+        async with aclosing(self._store.read(model, wanted)) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome, Unreadable):
+                    self._on_damaged(model, outcome.block)
+                yield outcome
 
-    def on_damaged(self, model: ModelId, block: int) -> None:
-        """A block could not be read: it is not offered again, until the model is imported anew."""
+    def _on_damaged(self, model: ModelId, block: int) -> None:
         if model in self._disk:
             self._disk[model] -= {block}
             self._listed = None

@@ -32,10 +32,15 @@ from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
-SOURCE_WINDOW = 32
-"""Chunk reads in flight to one source, over all its blocks, so that it knows what comes next."""
+BLOCKS_AHEAD = 4
+"""Blocks that are read from one source at a time, so that it knows what comes next, and that one
+which it still waits for leaves room for later ones."""
 BLOCK_WINDOW = 8
-"""Of one block: a block that its source still waits for leaves room for later ones."""
+"""Chunk reads in flight of each."""
+FIRST_WINDOW = 2
+"""The same while the source has sent nothing yet: it may have to wait for the bytes itself, or to
+learn of the plan, and the fewer reads there are the sooner the first is answered. The second keeps
+the link busy while the others are asked for."""
 REGION_GRACE_S = 1.0
 """A source may learn of the plan after us: how long its regions may be unknown."""
 REGION_RETRY_S = 0.01
@@ -118,6 +123,8 @@ class _Model:
     pulls: dict[int, _Pulling] = field(default_factory=dict)
     queues: dict[NodeId, list[_Pulling]] = field(default_factory=dict)
     """The pulls from each source, in order of steps; ended ones perhaps among them."""
+    heard: set[NodeId] = field(default_factory=set)
+    """Sources that have sent something."""
     dropping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def enqueue(self) -> None:
@@ -164,12 +171,13 @@ class Mover:
         for index in held:
             self.mark_held(model_id, index)
 
-    def mark_held(self, model_id: ModelId, block: int) -> None:
-        """The block's bytes are there, verified, by other means than a pull."""
+    def mark_held(self, model_id: ModelId, block: int, chunks: Iterable[int] | None = None) -> None:
+        """The block's bytes, or these chunks', are there, verified, by other means than a pull."""
         model = self._hosted(model_id)
         self._end_pull(model, block)
         held = model.blocks[block]
-        held.verified = [True] * len(held.verified)
+        for chunk in range(len(held.verified)) if chunks is None else chunks:
+            held.verified[chunk] = True
         self._advance(model, block)
 
     async def take_over(self, model_id: ModelId, block: int) -> frozenset[int]:
@@ -254,11 +262,12 @@ class Mover:
     def _fill(self, model: _Model, source: NodeId) -> None:
         """Keeps the window to a source full, earliest step first."""
         pulls = model.of(source)
-        room = SOURCE_WINDOW - sum(len(pulling.reads) for pulling in pulls)
+        window = BLOCK_WINDOW if source in model.heard else FIRST_WINDOW
+        room = window * BLOCKS_AHEAD - sum(len(pulling.reads) for pulling in pulls)
         for pulling in pulls:
             if room <= 0:
                 return
-            of_block = min(room, BLOCK_WINDOW - len(pulling.reads))
+            of_block = min(room, window - len(pulling.reads))
             for chunk in islice(_missing(model, pulling), max(0, of_block)):
                 self._begin(model, pulling, chunk)
                 room -= 1
@@ -322,6 +331,7 @@ class Mover:
         if pulling.ended:
             return
         if error is None:
+            model.heard.add(pulling.source)
             self._verified(model, pulling, chunk)
             self._fill(model, pulling.source)
         elif isinstance(error, OF_THE_SOURCE):

@@ -4,18 +4,21 @@ The shell (`service`, `hosting`, `library`) knows its worker, its data plane and
 protocols only, so that the same shell runs over modelled ones in virtual time (`simulation`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from services.node.data_plane import DataPlane
-from services.node.engine.engine import TorchEngine
+from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
+from services.node.model.reading import Outcome, Wanted
 from services.node.model.store import Imported, Store
 from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
+from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.reads import OnSent
 from services.node.transport.shm import ShmDirect
@@ -32,6 +35,8 @@ from shared.messages.serving import Cancel, Submit
 class AnyWorker(Protocol):
     """Runs blocks. `services.node.worker.Worker` says what each call does."""
 
+    @property
+    def staging(self) -> str: ...
     def start(self) -> None: ...
     async def ready(self) -> None: ...
     async def wait(self) -> None: ...
@@ -61,7 +66,9 @@ class AnyDataPlane(Protocol):
     async def wait(self) -> None: ...
     async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None: ...
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]: ...
-    async def mark_held(self, model: ModelId, block: int) -> None: ...
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None: ...
     async def apply(
         self,
         model: ModelId,
@@ -79,9 +86,7 @@ class AnyStore(Protocol):
     """Packed models on a disk. `services.node.model.store.Store` says what each call does."""
 
     def manifests(self) -> dict[ModelId, Manifest]: ...
-    async def read_block(
-        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
-    ) -> None: ...
+    def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]: ...
     def import_checkpoint(self, path: Path, *, blocks: int) -> Imported: ...
     def remove(self, name: ModelId) -> None: ...
 
@@ -91,7 +96,8 @@ class Parts(Protocol):
 
     def store(self) -> AnyStore: ...
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker: ...
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker:
+        """`memory`: the arena, in which all blocks land."""
 
     def data_plane(
         self,
@@ -115,8 +121,9 @@ class RealParts:
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store")
 
-    def worker(self, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
+    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
         config = self._config
+        device = torch_device(config.device)
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -125,6 +132,7 @@ class RealParts:
                 config.threads,
                 step_floor_s=config.step_floor_s,
             ),
+            device=None if device.type == "cpu" else DeviceArena(memory, device),
             slots=config.slots,
             step_tokens=config.step_tokens,
             send=send,
@@ -149,6 +157,7 @@ class RealParts:
             config.port,
             config.link_bytes_per_s,
             [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
+            tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             on_message=on_message,
             on_peer_lost=on_peer_lost,
             on_connected=on_connected,

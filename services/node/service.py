@@ -19,7 +19,7 @@ from services.node.reports import Reports
 from services.node.transport.base import Buffer
 from shared import subjects
 from shared.bus.base import Bus
-from shared.clock import wall_ns
+from shared.clock import now, wall_ns
 from shared.config import NodeConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
@@ -91,8 +91,10 @@ class NodeService(Service):
         self._loop = asyncio.get_running_loop()
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
+        started = now()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         self.resources.callback(arena.close)
+        self.log.info("arena taken", nbytes=arena.nbytes, seconds=round(now() - started, 3))
         await self._start_threads(arena.memory)
         self._lease = Lease(
             await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log
@@ -112,6 +114,7 @@ class NodeService(Service):
 
     async def _start_threads(self, memory: Memory) -> None:
         self._worker = self._parts.worker(
+            memory,
             send=self._send,
             emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
             ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
@@ -167,6 +170,7 @@ class NodeService(Service):
             address=self._data.address,
             host=config.machine,
             device=config.device,
+            staging=self._worker.staging,
             arena_bytes=config.arena_bytes,
             link_bytes_per_s=config.link_bytes_per_s,
             slots=config.slots,

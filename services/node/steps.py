@@ -13,7 +13,7 @@ import torch
 from services.node import activations
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release
-from services.node.engine.base import Engine, PartResult, StagePart, Sweep
+from services.node.engine.base import Engine, PartResult, StagePart, Sweep, Weights
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -108,8 +108,11 @@ class Steps:
         self._engine.open_model(model_id, manifest)
         self._models[model_id] = manifest
 
-    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        self._engine.attach(model_id, block, buffer)
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        return self._engine.warm_up(model_id)
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
+        self._engine.attach(model_id, block, weights)
 
     def close_model(self, model_id: ModelId) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")

@@ -8,11 +8,14 @@ one; with nothing to run it sleeps.
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
-from services.node.engine.base import Engine
+from services.node.engine.base import Engine, Weights
+from services.node.memory.device import DeviceArena
 from services.node.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
 from shared import telemetry
+from shared.clock import wall_ns
 from shared.errors import ConfigError, Conflict, TransportError
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -31,16 +34,19 @@ class Worker:
         *,
         node: NodeId,
         make_engine: Callable[[], Engine],
+        device: DeviceArena | None = None,
         slots: int,
         step_tokens: int,
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
     ) -> None:
+        """`device`: where the engine computes, if that is not in host memory."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
         self._make_engine = make_engine
+        self._device = device
         self._slots = slots
         self._step_tokens = step_tokens
         self._send = send
@@ -54,6 +60,8 @@ class Worker:
         self._stopping = False
         """The thread's own."""
         self._load = WorkerLoad()
+        self._traces: dict[ModelId, str] = {}
+        """The span in which each open model was opened."""
         self._asked: set[asyncio.Future[None]] = set()
         self._ended = asyncio.Event()
         self._error: Exception | None = None
@@ -69,7 +77,8 @@ class Worker:
         self._thread.start()
 
     async def ready(self) -> None:
-        """Until the engine is made; Conflict if it could not be (`wait` raises why)."""
+        """Until the engine is made and its device's memory taken; Conflict if they could not be
+        (`wait` raises why)."""
         await self._ask(lambda steps: None)
 
     async def wait(self) -> None:
@@ -87,13 +96,28 @@ class Worker:
         self._thread.join()
 
     async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        await self._ask(lambda steps: steps.open_model(model_id, manifest))
+        """What else can be prepared before blocks come is done after it returns."""
+        with telemetry.span("open_model", parent=telemetry.here()):
+            await self._ask(lambda steps: steps.open_model(model_id, manifest))
+        trace = self._traces[model_id] = telemetry.here()
+        self._post(lambda steps: self._warm_up(steps.warm_up(model_id), trace))
 
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        await self._ask(lambda steps: steps.attach(model_id, block, buffer))
+        """Once it returns, the block can be run. One that was brought to a device went there while
+        the engine ran others."""
+        weights: Weights = buffer
+        if self._device is not None:
+            parent = telemetry.here() or self._traces.get(model_id, "")
+            attributes: dict[str, telemetry.Attribute] = {"block": block, "nbytes": len(buffer)}
+            with telemetry.span("upload", parent=parent, attributes=attributes):
+                weights = await self._device.upload(buffer)
+        await self._ask(lambda steps: steps.attach(model_id, block, weights))
 
     async def close_model(self, model_id: ModelId) -> None:
         """Once it returns, nothing touches the model's buffers."""
+        self._traces.pop(model_id, None)
+        if self._device is not None:
+            await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id))
 
     async def submit(self, submit: Submit) -> None:
@@ -111,6 +135,11 @@ class Worker:
     def on_peer_lost(self, address: str, error: TransportError) -> None:
         """Its attempts fail. Also for a peer that a message could not be sent to, or that died."""
         self._post(lambda steps: steps.peer_lost(address, error))
+
+    @property
+    def staging(self) -> str:
+        """How weights reach the engine's device, in words; empty: it computes where they land."""
+        return self._device.staging if self._device else ""
 
     def load(self) -> WorkerLoad:
         return self._load
@@ -159,7 +188,9 @@ class Worker:
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         failure: Exception | None = None
         try:
-            self._serve()
+            engine = self._make_engine()
+            with self._device or nullcontext():
+                self._serve(engine)
         except Exception as error:  # the thread's boundary: `wait` raises it on the control loop
             self._log.exception("engine thread failed")
             failure = error
@@ -168,10 +199,10 @@ class Worker:
             self._calls.clear()
         loop.call_soon_threadsafe(self._on_ended)
 
-    def _serve(self) -> None:
+    def _serve(self, engine: Engine) -> None:
         steps = Steps(
             node=self._node,
-            engine=self._make_engine(),
+            engine=engine,
             slots=self._slots,
             step_tokens=self._step_tokens,
             send=self._send,
@@ -207,6 +238,19 @@ class Worker:
         """Returns at that time, taking in what comes until then."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             self._take_in(steps, timeout=left)
+
+    def _warm_up(self, pieces: Iterator[None], trace: str) -> None:
+        """A piece of it; what runs has a step between two pieces."""
+        started = wall_ns()
+        try:
+            next(pieces)
+        except StopIteration:
+            return
+        except Exception:  # the first steps will be slower, or say themselves what is wrong
+            self._log.exception("warm-up failed")
+            return
+        telemetry.record("warm_up", start_ns=started, end_ns=wall_ns(), parent=trace)
+        self._post(lambda _: self._warm_up(pieces, trace))
 
     def _close(self, steps: Steps) -> None:
         self._stopping = True

@@ -137,13 +137,18 @@ class EventRun:
 
     async def _begin(self, count: int, exclude: tuple[NodeId, ...]) -> None:
         with telemetry.span("plan", parent=self.record.trace) as span:
-            infos = await self._registry.reserve(self.record.id, self._model, count, exclude)
+            parent = telemetry.traceparent(span)
+            with telemetry.span("reserve", parent=parent):
+                infos, sources = await asyncio.gather(
+                    self._registry.reserve(self.record.id, self._model, count, exclude),
+                    self._registry.sources(self._model),
+                )
             if not infos:
                 raise CapacityExceeded("no node has room for another replica")
-            sources = await self._registry.sources(self._model)
             staying = [s for s in sources if not self._hooks.leaving(s.info.node)]
             roles = assign_roles(staying, [info.node for info in infos])
-            plan = await self._plan(roles)
+            with telemetry.span("choose", parent=parent):
+                plan = await self._plan(roles)
             span.set_attributes(
                 {
                     "sources": ",".join(roles.sources),

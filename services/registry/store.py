@@ -1,13 +1,14 @@
 """The registry's durable state: models, reservations, and the nodes that are not yet gone.
 
 Memory is the truth while the process lives; the store follows it. Writes are *behind*: one writer
-works through the slots that changed, newest value only, and tries again for as long as the durable
-store refuses (while it elects a leader, some seconds). Nothing is lost by that but durability: a
-registry killed meanwhile starts from the older state.
+works through the slots that changed, some at a time, newest value only, and tries again for as long
+as the durable store refuses (while it elects a leader, some seconds). Nothing is lost by that but
+durability: a registry killed meanwhile starts from the older state.
 """
 
 import asyncio
 from collections.abc import Callable
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +25,9 @@ MODEL_WAIT_S = 4.0
 """How long publishing or removing a model waits until it is durable, before it is refused."""
 RETRY_S = 0.1
 RETRY_MAX_S = 1.0
+
+AT_A_TIME = 64
+"""Writes under way."""
 
 Slot = tuple[str, str]
 """Bucket and key."""
@@ -89,7 +93,8 @@ class Store:
             self._wake.clear()
             delay = RETRY_S
             while self._wanted:
-                if await self._write_one(next(iter(self._wanted))):
+                slots = islice(self._wanted, AT_A_TIME)
+                if all(await asyncio.gather(*map(self._write_one, slots))):
                     delay = RETRY_S
                 else:
                     await asyncio.sleep(delay)

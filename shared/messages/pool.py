@@ -35,6 +35,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sequences that a full replica on this node runs at once."""
     kv_tokens: int
     """KV positions that it holds."""
+    staging: str = ""
+    """How weights reach the device, in words; empty: it computes where they land."""
     rack: str = ""
     """Nodes of one rack share a trunk to the others, and fail together; empty: not known."""
     trunk_bytes_per_s: int = 0

@@ -15,6 +15,7 @@ from services.node.transport.tcp import TcpTransport
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
 from simulation.network import Network
 from simulation.transport import Ends, ModelledTransport
+from tests.support.tls import certificates
 
 MIB = 1 << 20
 FAST = 10_000_000_000
@@ -84,7 +85,7 @@ class Cluster:
 
         arena = Arena(ARENA)
         transport: TcpTransport | MemoryTransport | ModelledTransport
-        if self.kind in ("tcp", "shm"):
+        if self.kind in ("tcp", "tls", "shm"):
             shm = ShmDirect([arena.memory], machine="here", bytes_per_s=rate)
             transport = TcpTransport(
                 "127.0.0.1",
@@ -93,6 +94,7 @@ class Cluster:
                 on_message=on_message,
                 on_peer_lost=on_peer_lost,
                 ways=[shm] if self.kind == "shm" else [],
+                tls=certificates() if self.kind == "tls" else None,
             )
         elif self.kind == "modelled":
             self.count += 1
@@ -111,7 +113,7 @@ class Cluster:
                 on_message=on_message,
                 on_peer_lost=on_peer_lost,
             )
-        end = End(transport, arena, self.kind)
+        end = End(transport, arena, "tcp" if self.kind == "tls" else self.kind)
         stack = AsyncExitStack()
         await stack.enter_async_context(transport)
         self.stacks[end.address] = stack
@@ -121,7 +123,7 @@ class Cluster:
         await self.stacks.pop(end.address).aclose()
 
 
-@pytest.fixture(params=["memory", "modelled", "tcp", "shm"])
+@pytest.fixture(params=["memory", "modelled", "tcp", "tls", "shm"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     cluster = Cluster(request.param)
     yield cluster

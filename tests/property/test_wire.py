@@ -4,8 +4,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.node.transport.direct import Place
 from services.node.transport.wire import (
     MAX_BODY,
+    MAX_MESSAGE,
     PREFIX_BYTES,
     Hello,
     Kind,
@@ -13,10 +15,12 @@ from services.node.transport.wire import (
     Purpose,
     ReadRequest,
     encode_fault,
+    encode_grant,
     encode_hello,
     encode_prefix,
     encode_read,
     parse_fault,
+    parse_grant,
     parse_hello,
     parse_prefix,
     parse_read,
@@ -28,6 +32,8 @@ U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 
+WAYS = st.dictionaries(TEXT, st.binary(max_size=40), max_size=3)
+
 
 def split(frame: bytes) -> tuple[Prefix, bytes]:
     prefix = parse_prefix(frame[:PREFIX_BYTES], max_payload=LIMIT)
@@ -36,9 +42,9 @@ def split(frame: bytes) -> tuple[Prefix, bytes]:
     return prefix, body
 
 
-@given(st.sampled_from(Purpose), U64, TEXT)
-def test_hello(purpose: Purpose, instance: int, address: str) -> None:
-    hello = Hello(purpose, instance, address)
+@given(st.sampled_from(Purpose), U64, TEXT, WAYS)
+def test_hello(purpose: Purpose, instance: int, address: str, ways: dict[str, bytes]) -> None:
+    hello = Hello(purpose, instance, address, ways)
     prefix, body = split(encode_hello(hello))
     assert prefix.kind is Kind.HELLO
     assert parse_hello(body) == hello
@@ -50,6 +56,13 @@ def test_read(id: int, priority: int, offset: int, nbytes: int, region: str) -> 
     prefix, body = split(encode_read(id, request))
     assert (prefix.kind, prefix.id) == (Kind.READ, id)
     assert parse_read(body) == request
+
+
+@given(U32, U32, U64, st.integers(1, (1 << 64) - 1))
+def test_grant(id: int, key: int, address: int, nbytes: int) -> None:
+    prefix, body = split(encode_grant(id, Place(key, address), nbytes))
+    assert (prefix.kind, prefix.id) == (Kind.GRANT, id)
+    assert parse_grant(body) == (Place(key, address), nbytes)
 
 
 @given(U32, st.from_regex(r"[a-z_]+", fullmatch=True), TEXT)
@@ -97,11 +110,85 @@ def test_truncated_prefix(data: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_body_parses_or_is_refused(body: bytes) -> None:
-    for parse in (parse_hello, parse_read, parse_fault):
+    for parser in (parse_hello, parse_read, parse_grant, parse_fault):
         try:
-            parse(body)
+            parser(body)
         except ProtocolViolation:
             continue
+
+
+frames = st.one_of(
+    st.builds(encode_hello, st.builds(Hello, st.sampled_from(Purpose), U64, TEXT, WAYS)),
+    st.builds(
+        encode_read,
+        U32,
+        st.builds(
+            ReadRequest,
+            st.integers(-(1 << 31), (1 << 31) - 1),
+            U64,
+            st.integers(1, (1 << 64) - 1),
+            TEXT,
+            st.booleans(),
+        ),
+    ),
+    st.builds(encode_grant, U32, st.builds(Place, U32, U64), st.integers(1, (1 << 64) - 1)),
+    st.builds(encode_fault, U32, TEXT, TEXT),
+)
+
+
+@given(frames, st.data())
+def test_a_damaged_frame_is_refused_or_is_another_whole_one(
+    frame: bytes, data: st.DataObject
+) -> None:
+    """What is made of it can be said, and is understood the same."""
+    damaged = bytearray(frame)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        prefix = parse_prefix(damaged[:PREFIX_BYTES], max_payload=LIMIT)
+        understood = parse(prefix.kind, damaged[PREFIX_BYTES : PREFIX_BYTES + prefix.body])
+    except ProtocolViolation:
+        return
+    again, body = split(encode(prefix, understood))
+    assert (again.kind, again.id) == (prefix.kind, prefix.id)
+    assert parse(again.kind, body) == understood
+
+
+Body = Hello | ReadRequest | tuple[Place, int] | tuple[str, str] | bytes
+
+
+def parse(kind: Kind, body: bytes | bytearray) -> Body:
+    if kind is Kind.HELLO:
+        return parse_hello(body)
+    if kind is Kind.READ:
+        return parse_read(body)
+    if kind is Kind.GRANT:
+        return parse_grant(body)
+    if kind is Kind.FAULT:
+        return parse_fault(body)
+    return bytes(body)
+
+
+def encode(prefix: Prefix, body: Body) -> bytes:
+    match body:
+        case Hello():
+            return encode_hello(body)
+        case ReadRequest():
+            return encode_read(prefix.id, body)
+        case (Place() as place, int(nbytes)):
+            return encode_grant(prefix.id, place, nbytes)
+        case (str(code), str(message)):
+            return encode_fault(prefix.id, code, message)
+        case _:
+            assert isinstance(body, bytes)
+            return encode_prefix(prefix.kind, id=prefix.id, body=len(body)) + body
+
+
+@given(TEXT)
+def test_a_long_message_of_a_fault_is_cut(message: str) -> None:
+    """A peer's own words may come back in it, and must not be too long to be sent."""
+    _, body = split(encode_fault(1, "x", message * MAX_MESSAGE))
+    assert parse_fault(body) == ("x", (message * MAX_MESSAGE)[:MAX_MESSAGE])
 
 
 @given(U64, st.binary(max_size=40), st.integers(0, 60))

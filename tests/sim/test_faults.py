@@ -127,7 +127,7 @@ def test_a_slow_link() -> None:
 @pytest.mark.parametrize(("reads", "failures"), [(3, 0), (40, 1)])
 def test_wrong_bytes_are_fetched_again(reads: int, failures: int) -> None:
     """From the same node at first, elsewhere if that does not help."""
-    log = log_of(Corrupt(at=1.5, lasts=0, whom=whoever(Role.SOURCE), reads=reads))
+    log = log_of(Corrupt(at=LOADING_S, lasts=0, whom=whoever(Role.SOURCE), reads=reads))
     assert (count(log, "got no block .*read twice") > 0) == failures
     assert count(log, "is complete, revision") >= 2
 

@@ -7,12 +7,12 @@ stay below 2**16: float32 carries them exactly between stages.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
@@ -186,7 +186,10 @@ class HashEngine:
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
 
-    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        return iter(())
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self.attached[model_id].add(block)
 
     def held(self, model_id: ModelId) -> frozenset[int]:

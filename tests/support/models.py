@@ -1,4 +1,4 @@
-"""A tiny real checkpoint; vary it with `dataclasses.replace(TINY, ...)`."""
+"""Tiny real checkpoints; vary them with `dataclasses.replace(TINY, ...)`."""
 
 from services.cli.demo_model import CheckpointSpec
 
@@ -6,6 +6,11 @@ TINY = CheckpointSpec(
     layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=320, context_length=512
 )
 """6 units, 0.6 MB in fp32; made by `services.cli.demo_model.make_checkpoint(path, TINY)`."""
+
+WIDE = CheckpointSpec(
+    layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
+)
+"""4 units, 3 MB: blocks of several chunks, tensors that lie across their borders, and padding."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

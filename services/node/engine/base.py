@@ -1,5 +1,6 @@
 """What the node asks of an engine: run any run of blocks of a model over a batch of sequences."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,10 @@ from services.node.core.rows import Draw, Row, SequenceKey
 from shared.ids import ModelId
 from shared.layout import Manifest
 
-__all__ = ["Draw", "Engine", "PartResult", "Row", "SequenceKey", "StagePart", "Sweep"]
+__all__ = ["Draw", "Engine", "PartResult", "Row", "SequenceKey", "StagePart", "Sweep", "Weights"]
+
+Weights = memoryview | torch.Tensor
+"""A block's bytes where the engine computes: in host memory, or uint8 on its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,12 @@ class Engine(Protocol):
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         """Prepares for the model's blocks (config read, RoPE tables). UnsupportedModel by name."""
 
-    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        """The block's bytes are all there and verified: its tensors become views of the buffer."""
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        """Prepares what an open model's first steps would wait for, a piece at each step of the
+        iterator, which ends early if the model is closed."""
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
+        """The block's bytes are all there and verified: its tensors become views of them."""
 
     def held(self, model_id: ModelId) -> frozenset[int]:
         """Blocks that can be run now."""

@@ -1,11 +1,14 @@
 """The torch engine: models' blocks as they come, batches over any run of them."""
 
+from collections.abc import Iterator
+
 import torch
 
-from services.node.engine.base import SequenceKey
+from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.kv import KvCache
 from services.node.engine.llama import Llama
 from services.node.engine.sweep import Model, TorchSweep
+from services.node.engine.warmup import warm_up
 from services.node.engine.weights import BlockTensors, check_manifest
 from services.node.model.config import ModelConfig
 from shared.errors import ConfigError, Conflict, NotFound
@@ -18,9 +21,9 @@ class TorchEngine:
 
     On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
     way its KV came to be (attention.py says how), on the same kind of CPU.
-    On `cuda` blocks are copied to the device when they are attached. That path is written with
-    device-independent calls only, but it has not been run on a GPU, and the bit-for-bit promise
-    is not made for it.
+    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py).
+    That path is written with device-independent calls, but it has not been run on a GPU, and the
+    bit-for-bit promise is not made for it.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class TorchEngine:
     ) -> None:
         """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
         (see NodeConfig). Make it on the thread that calls it."""
-        self._device = _device(device)
+        self._device = torch_device(device)
         self._step_floor_s = step_floor_s
         self._kv = KvCache(kv_tokens, self._device)
         self._models: dict[ModelId, Model] = {}
@@ -47,12 +50,21 @@ class TorchEngine:
         )
         self._models[model_id] = Model(manifest, llama)
 
-    def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        """Nothing on a CPU: the first step after a load was measured to be as fast as others."""
+        if self._device.type != "cpu":
+            model = self._model(model_id)
+            for _ in warm_up(model.llama):
+                yield
+                if self._models.get(model_id) is not model:
+                    return
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         model = self._model(model_id)
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
         spec, config = model.manifest.blocks[block], model.llama.config
-        tensors = BlockTensors(spec, buffer, self._device)
+        tensors = BlockTensors(spec, weights)
         units = range(spec.first_unit, spec.last_unit + 1)
         model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)
 
@@ -61,6 +73,8 @@ class TorchEngine:
         return frozenset(model.blocks) if model else frozenset()
 
     def close_model(self, model_id: ModelId) -> None:
+        if self._device.type == "cuda":  # a sweep that was given up may have kernels under way
+            torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
 
@@ -84,13 +98,14 @@ class TorchEngine:
         return self._models[model_id]
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """`node.device`; ConfigError if it cannot be used on this machine."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"node.device {name!r} is not a device: {error}") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"node.device {name!r} is not supported; supported: cpu, cuda, cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"node.device is {name!r}, but this machine has no usable CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"node.device is {name!r}, but this machine has {count} CUDA devices")
     return device

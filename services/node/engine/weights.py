@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.node.engine.base import Weights
 from services.node.model.config import (
     DTYPES,
     EMBEDDING,
@@ -91,14 +92,16 @@ def _check_block(block: BlockSpec, config: ModelConfig) -> None:
 
 
 class BlockTensors:
-    """A block's tensors by name, as views of its bytes (copied once to another device)."""
+    """A block's tensors by name, as views of its bytes."""
 
-    def __init__(self, block: BlockSpec, buffer: memoryview, device: torch.device) -> None:
-        if buffer.nbytes < block.nbytes:
+    def __init__(self, block: BlockSpec, weights: Weights) -> None:
+        if weights.nbytes < block.nbytes:
             raise BadInput(
-                f"block {block.index} has {block.nbytes} bytes; the buffer only {buffer.nbytes}"
+                f"block {block.index} has {block.nbytes} bytes; the buffer only {weights.nbytes}"
             )
-        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8, count=block.nbytes).to(device)
+        if isinstance(weights, memoryview):
+            weights = torch.frombuffer(weights, dtype=torch.uint8)
+        self._bytes = weights
         self._specs = {tensor.name: tensor for tensor in block.tensors}
 
     def unit(self, config: ModelConfig, unit: int) -> Unit:

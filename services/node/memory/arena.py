@@ -9,13 +9,16 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 from services.node.memory.views import Memory
 from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+LARGE = 64 * PAGE
+"""Blocks of so many bytes begin at a page: less than 2 % is lost."""
 _SIZE_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Peers on this machine map it, and must not lose it under their hands."""
 _TOUCH = 64 << 20
@@ -49,20 +52,17 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
+        if self.nbytes > (available := _available()):
+            raise _no_memory(self.nbytes, f"{available} bytes are left of this machine's")
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close_descriptor = weakref.finalize(self, os.close, descriptor)
         try:
-            # The kernel grants a memfd of any size; of private memory it refuses what can't be had.
-            mmap.mmap(-1, self.nbytes, flags=_PRIVATE).close()
             os.ftruncate(descriptor, self.nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_FIXED)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
         except OSError as error:
             self._close_descriptor()
-            raise CapacityExceeded(
-                f"no memory for an arena of {self.nbytes} bytes: {error.strerror}; "
-                "lower node.arena_bytes"
-            ) from error
+            raise _no_memory(self.nbytes, error.strerror) from error
         for start in range(0, self.nbytes, _TOUCH):
             pages = self._memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
@@ -119,27 +119,50 @@ class Arena:
 
 
 class ModelSpace:
-    """The blocks of one model in a span, each contiguous and aligned to ALIGN."""
+    """The blocks of one model in a span, each contiguous and aligned to ALIGN, or to a page if it
+    is large: so that a disk can write right into it, and little is lost between."""
 
     def __init__(self, manifest: Manifest, span: Span) -> None:
         if span.nbytes < self.size(manifest):
             raise BadInput(
                 f"a span of {span.nbytes} bytes for a model of {self.size(manifest)} bytes"
             )
+        self.manifest = manifest
         self.span = span
         self._blocks: list[memoryview] = []
-        offset = 0
-        for block in manifest.blocks:
+        for offset, block in zip(_offsets(manifest), manifest.blocks, strict=False):
             self._blocks.append(span.memory[offset : offset + block.nbytes])
-            offset += _round_up(block.nbytes, ALIGN)
 
     @staticmethod
     def size(manifest: Manifest) -> int:
         """Bytes to allocate for a model."""
-        return sum(_round_up(block.nbytes, ALIGN) for block in manifest.blocks)
+        *_, end = _offsets(manifest)
+        return end
 
     def block(self, index: int) -> memoryview:
         return self._blocks[index]
+
+
+def _available() -> int:
+    """Bytes of memory that can still be had: who takes more is not refused, but killed."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) << 10
+
+
+def _no_memory(nbytes: int, why: str | None) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"no memory for an arena of {nbytes} bytes: {why}; lower node.arena_bytes"
+    )
+
+
+def _offsets(manifest: Manifest) -> Iterator[int]:
+    """Where each block begins, and where the last one ends."""
+    end = 0
+    for block in manifest.blocks:
+        start = _round_up(end, PAGE if block.nbytes >= LARGE else ALIGN)
+        yield start
+        end = start + block.nbytes
+    yield _round_up(end, ALIGN)
 
 
 def _round_up(value: int, unit: int) -> int:

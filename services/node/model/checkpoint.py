@@ -90,10 +90,11 @@ class TensorReader:
         self._descriptors = descriptors
 
     def read(self, tensor: StoredTensor, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the tensor on."""
+        """Fills `into` from byte `offset` of the tensor on. CorruptCheckpoint."""
         position, done = tensor.offset + offset, 0
         while done < len(into):
-            got = os.preadv(self._descriptors[tensor.path], [into[done:]], position + done)
+            with _readable(tensor.path):
+                got = os.preadv(self._descriptors[tensor.path], [into[done:]], position + done)
             if got == 0:
                 raise CorruptCheckpoint(f"{tensor.path}: became shorter while it was being read")
             done += got
@@ -102,12 +103,20 @@ class TensorReader:
 @contextmanager
 def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[TensorReader]:
     with ExitStack() as stack:
-        yield TensorReader(
-            {
-                path: stack.enter_context(path.open("rb", buffering=0)).fileno()
-                for path in {tensor.path for tensor in tensors}
-            }
-        )
+        descriptors: dict[Path, int] = {}
+        for path in {tensor.path for tensor in tensors}:
+            with _readable(path):
+                file = stack.enter_context(path.open("rb", buffering=0))
+            descriptors[path] = file.fileno()
+        yield TensorReader(descriptors)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _weights(path: Path) -> dict[str, StoredTensor]:

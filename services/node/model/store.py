@@ -5,19 +5,17 @@
                       files/tokenizer.json ...
 
 A model is written to a hidden directory and renamed into place, so a crash leaves a whole model
-or none; the next import clears what it left. All but `read_block` is synchronous: call it in a
-thread.
+or none; the next import clears what it left. All but `read` is synchronous: call it in a thread.
 """
 
+import asyncio
 import fcntl
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,12 +26,18 @@ from services.node.model.disk import (
     check_room,
     disk_errors,
     fsync_directory,
-    to_its_end,
     write_file,
 )
 from services.node.model.packer import Progress, block_file, empty_manifest, pack
-from services.node.model.packing import digest
-from shared.errors import BadInput, CorruptCheckpoint, DigestMismatch, ModelError, NotFound
+from services.node.model.reading import (
+    Files,
+    Outcome,
+    Reading,
+    Unreadable,
+    Wanted,
+    read_together,
+)
+from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 
@@ -58,6 +62,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._block_files = Files()
         self._verified: dict[ModelId, Manifest] = {}
 
     def import_checkpoint(
@@ -107,39 +112,44 @@ class Store:
                 found[name] = manifest
         return found
 
-    async def read_block(
-        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
-    ) -> None:
-        """`fill` in a thread; what it writes to is its own until this returns, cancelled or not."""
-        await to_its_end(partial(self.fill, name, index, into, skip=skip))
+    async def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """Reads blocks in this order, several requests at a time, and tells of each at once.
 
-    def fill(
-        self, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int] = frozenset()
-    ) -> None:
-        """Fills `into`, of the block's length, with the block's bytes, each chunk checked.
-
-        Chunks in `skip` are there already, and not touched. NotFound: no such model or block here.
-        DigestMismatch names the block and the chunk; what was read then is not to be used.
-        ModelError: the disk fails.
+        Close it (`aclosing`): it writes to the buffers until then. Raises nothing; what a block
+        is `Unreadable` for: NotFound, CorruptCheckpoint (the manifest), BadInput (the buffer),
+        DigestMismatch (names the chunk), ModelError (the disk fails).
         """
+        try:
+            reading = await asyncio.to_thread(self._reading, name, wanted)
+        except LambdaScaleError as error:
+            for each in wanted:
+                yield Unreadable(each.block, error)
+            return
+        async with aclosing(read_together(reading)) as outcomes:
+            async for outcome in outcomes:
+                yield outcome
+
+    def fill(self, name: ModelId, index: int, into: memoryview) -> None:
+        """Reads one block in this thread. Errors: those that `read` tells of."""
+        outcomes: list[Outcome] = []
+        self._reading(name, [Wanted(index, into)]).work(outcomes.append)
+        for outcome in outcomes:
+            if isinstance(outcome, Unreadable):
+                raise outcome.error
+
+    def _reading(self, name: ModelId, wanted: Sequence[Wanted]) -> Reading:
         manifest = self._manifest(name)
-        if not 0 <= index < manifest.n_blocks:
-            raise NotFound(f"model {name} has {manifest.n_blocks} blocks; there is no {index}")
-        spec, view = manifest.blocks[index], into.cast("B")
-        if len(view) != spec.nbytes:
-            raise BadInput(f"block {index} is {spec.nbytes} bytes long, the buffer {len(view)}")
-        path = self._root / name / block_file(index)
-        with _reading(path) as descriptor:
-            for chunk, expected in enumerate(spec.digests):
-                if chunk in skip:
-                    continue
-                offset, length = manifest.chunk_range(index, chunk)
-                target = view[offset : offset + length]
-                if not _fill(descriptor, target, offset) or digest(target) != expected:
-                    raise DigestMismatch(
-                        f"block {index} of model {name}: chunk {chunk} in {path} is damaged; "
-                        "import the model again"
-                    )
+        for each in wanted:
+            if not 0 <= each.block < manifest.n_blocks:
+                raise NotFound(
+                    f"model {name} has {manifest.n_blocks} blocks; there is no {each.block}"
+                )
+            nbytes = manifest.blocks[each.block].nbytes
+            if each.into.nbytes != nbytes:
+                raise BadInput(
+                    f"block {each.block} is {nbytes} bytes long, the buffer {each.into.nbytes}"
+                )
+        return Reading(self._block_files, self._directory(name), manifest, wanted)
 
     def files(self, name: ModelId) -> dict[str, bytes]:
         """Tokenizer and template files by name. NotFound if the model is not here."""
@@ -235,28 +245,3 @@ class Store:
             length = path.stat().st_size if path.is_file() else 0
             if length != spec.nbytes:
                 raise CorruptCheckpoint(f"{path}: {length} bytes instead of {spec.nbytes}")
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError as error:
-        raise NotFound(f"{path} is missing; import the model again") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _fill(descriptor: int, target: memoryview, offset: int) -> bool:
-    """Reads from `offset` until `target` is full; False if the file ends before."""
-    done = 0
-    while done < len(target):
-        got = os.preadv(descriptor, [target[done:]], offset + done)
-        if got == 0:
-            return False
-        done += got
-    return True

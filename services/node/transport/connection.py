@@ -7,6 +7,7 @@ each receive: an owner that gives its buffer up is obeyed at once, in the middle
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 
 from services.node.transport.base import Buffer
@@ -40,7 +41,7 @@ class Connection:
         self.error: TransportError | None = None
         """Why it was closed."""
         self.on_closed: Callable[[TransportError], None] | None = None
-        self._sock = sock
+        self.sock = sock
         self._max_payload = max_payload
         self._writing = asyncio.Lock()
         self._readable: asyncio.Future[None] | None = None
@@ -61,9 +62,11 @@ class Connection:
         while True:
             self._check()
             try:
-                received = self._sock.recv_into(into())
+                received = self.sock.recv_into(into())
             except BlockingIOError:
                 await self._wait_readable(len(into()))
+            except ssl.SSLWantReadError:  # of a record that may be there in part
+                await self._wait_readable(1)
             except OSError as error:
                 raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
             else:
@@ -94,6 +97,29 @@ class Connection:
                 self._in_frame = True
                 return prefix
 
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """The TLS handshake, before anything else is sent."""
+        server = context.protocol is ssl.PROTOCOL_TLS_SERVER
+        while True:
+            self._check()
+            try:
+                if not isinstance(self.sock, ssl.SSLSocket):
+                    self.sock.getpeername()  # or there is nobody left to shake hands with
+                    self.sock = context.wrap_socket(
+                        self.sock, server_side=server, do_handshake_on_connect=False
+                    )
+                self.sock.do_handshake()
+            except ssl.SSLWantReadError:
+                await self._wait_readable()
+            except ssl.SSLWantWriteError:
+                await self._wait_writable()
+            except OSError as error:
+                raise PeerLost(
+                    f"{self.address}: no TLS: {error}; all nodes need certificates of one authority"
+                ) from error
+            else:
+                return
+
     async def receive_hello(self) -> Hello:
         prefix = await self.receive_prefix()
         if prefix.kind is not Kind.HELLO:
@@ -112,12 +138,14 @@ class Connection:
             views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
             whole = len(views)
             first = views[0].nbytes
+            begun = False
             try:
                 while views:
+                    begun = isinstance(self.sock, ssl.SSLSocket)  # a record may lie half sent
                     views = _without(views, await self._send_some(views))
                     await self._take_turns()
             except asyncio.CancelledError:
-                if len(views) < whole or views[0].nbytes < first:
+                if begun or len(views) < whole or views[0].nbytes < first:
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
             self._sent_at = asyncio.get_running_loop().time()
@@ -126,14 +154,16 @@ class Connection:
         """What lies in it can't be overtaken. Small differences change nothing."""
         if not nbytes / 2 < self._send_buffer < nbytes * 2:
             self._send_buffer = nbytes
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:
             self._check()
             try:
-                return self._sock.sendmsg(views[:_MAX_BUFFERS])
-            except BlockingIOError:
+                if isinstance(self.sock, ssl.SSLSocket):
+                    return self.sock.send(views[0])
+                return self.sock.sendmsg(views[:_MAX_BUFFERS])
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 await self._wait_writable()
             except OSError as error:
                 lost = PeerLost(f"{self.address}: connection broke: {error.strerror}")
@@ -148,9 +178,10 @@ class Connection:
             return
         self.error = error
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sock.fileno())
-        loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        if self.sock.fileno() >= 0:  # TLS may have closed it
+            loop.remove_reader(self.sock.fileno())
+            loop.remove_writer(self.sock.fileno())
+            self.sock.close()
         for waiter in (self._readable, self._writable):
             _wake(waiter)
         if self.on_closed is not None:
@@ -198,29 +229,29 @@ class Connection:
         self._wake_at(min(wanted, AT_ONCE))
         self._readable = loop.create_future()
         self._silent_since = loop.time()
-        loop.add_reader(self._sock.fileno(), _wake, self._readable)
+        loop.add_reader(self.sock.fileno(), _wake, self._readable)
         try:
             await self._readable
         finally:
             self._readable = self._silent_since = None
             if self.error is None:
-                loop.remove_reader(self._sock.fileno())
+                loop.remove_reader(self.sock.fileno())
 
     def _wake_at(self, nbytes: int) -> None:
         if nbytes != self._enough:
             self._enough = nbytes
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _wait_writable(self) -> None:
         loop = asyncio.get_running_loop()
         self._writable = loop.create_future()
-        loop.add_writer(self._sock.fileno(), _wake, self._writable)
+        loop.add_writer(self.sock.fileno(), _wake, self._writable)
         try:
             await self._writable
         finally:
             self._writable = None
             if self.error is None:
-                loop.remove_writer(self._sock.fileno())
+                loop.remove_writer(self.sock.fileno())
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

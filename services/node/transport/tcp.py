@@ -24,6 +24,7 @@ from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
 from services.node.transport.reads import OnSent, ReadChannel, ReadServer, Spawn, Way, Work
 from services.node.transport.regions import Regions
+from services.node.transport.tls import Tls
 from services.node.transport.wire import (
     MAX_BODY,
     Hello,
@@ -73,6 +74,7 @@ class TcpTransport:
         on_connected: OnConnected = lambda address, way: None,
         on_sent: OnSent = lambda began, ended, nbytes: None,
         ways: Sequence[Direct] = (),
+        tls: Tls | None = None,
         silence_s: float = SILENCE_S,
         max_payload: int = 64 << 20,
     ) -> None:
@@ -82,6 +84,7 @@ class TcpTransport:
         self._on_peer_lost = on_peer_lost
         self._on_connected = on_connected
         self._on_sent = on_sent
+        self._tls = tls
         self._ways = {way.name: way for way in ways}
         self._ports = {way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, MAX_GRANT) for way in ways}
         self._silence_s = silence_s
@@ -262,6 +265,8 @@ class TcpTransport:
                 connection = Connection(sock, address, max_payload=self._max_payload)
                 try:
                     await loop.sock_connect(sock, found[0][4])
+                    if self._tls:
+                        await connection.secure(self._tls.dialling)
                     own = Hello(purpose, self._instance, self.address, ways)
                     await connection.send([encode_hello(own)])
                     return connection, await connection.receive_hello()
@@ -296,17 +301,19 @@ class TcpTransport:
             sock.setblocking(False)
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
-            welcome = self._spawn(_guard(connection, partial(self._welcome, connection, sock)))
+            welcome = self._spawn(_guard(connection, partial(self._welcome, connection)))
             # Cancelled before it has begun, it closes nothing by itself.
             welcome.add_done_callback(partial(_close_with_task, connection))
 
-    async def _welcome(self, connection: Connection, sock: socket.socket) -> None:
+    async def _welcome(self, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._silence_s):
+                if self._tls:
+                    await connection.secure(self._tls.listening)
                 peer = await connection.receive_hello()
         except TimeoutError:
             raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
-        self._tune(sock, peer.purpose)
+        self._tune(connection.sock, peer.purpose)
         connection.address = peer.address
         answer, way = self._accept_way(peer)
         try:

@@ -1,15 +1,22 @@
-"""One tiny checkpoint for all tests of the node's shell."""
+"""Tiny checkpoints for all tests of a node to read."""
 
 from pathlib import Path
 
 import pytest
 
 from services.cli.demo_model import make_checkpoint
-from tests.support.models import TINY
+from tests.support.models import TINY, WIDE
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_checkpoint(path, TINY)
+    return path
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wide")
+    make_checkpoint(path, WIDE)
     return path

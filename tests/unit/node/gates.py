@@ -7,24 +7,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.node.model.store import Store
-from shared.ids import ModelId
+from services.node.model.reading import Reading, Wanted
 
 WAIT_S = 20
 
 
 class Gate:
-    """Holds a call in its thread, from the `after`th on."""
+    """Holds calls in their threads."""
 
-    def __init__(self, after: int = 0) -> None:
-        self.left = after
+    def __init__(self) -> None:
         self.reached = threading.Event()
         self._open = threading.Event()
 
     def __call__(self) -> None:
-        if self.left:
-            self.left -= 1
-            return
         self.reached.set()
         if not self._open.wait(WAIT_S):
             raise TimeoutError("the test never opened the gate")
@@ -38,18 +33,17 @@ class Gate:
 
 @contextmanager
 def reading(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[Gate]:
-    """A gate before every read of a block from a disk."""
-    gate = Gate(after)
-    read = Store.fill
+    """A gate before every read from a disk, but for those of the first `after` blocks."""
+    gate = Gate()
+    read = Reading._read
 
-    def gated(
-        self: Store, name: ModelId, index: int, into: memoryview, *, skip: frozenset[int]
-    ) -> None:
-        gate()
-        read(self, name, index, into, skip=skip)
+    def gated(self: Reading, wanted: Wanted, chunks: range, spare: memoryview) -> None:
+        if wanted.block >= after:
+            gate()
+        read(self, wanted, chunks, spare)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "fill", gated)
+        patch.setattr(Reading, "_read", gated)
         try:
             yield gate
         finally:

@@ -1,14 +1,17 @@
 """Models on real nodes: pulled, relayed, promoted, put to sleep, given back and removed."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.node.hosting import Hosting
 from services.node.mover import Arrival, Failure
 from services.node.worker import Worker
-from shared import subjects
+from shared import subjects, telemetry
+from shared.config import TelemetryConfig
 from shared.errors import (
     BadInput,
     CapacityExceeded,
@@ -140,6 +143,41 @@ async def test_an_engine_that_refuses_a_model_leaves_its_space_free(
         await up.until_arrived("b", ALL)
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_bytes_come_while_the_engine_opens_the_model(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    opening, may_open = asyncio.Event(), asyncio.Event()
+    open_model = Worker.open_model
+
+    async def slowly(*args: Any) -> None:
+        opening.set()
+        await may_open.wait()
+        if refuses:
+            raise CapacityExceeded("no KV for it")
+        await open_model(*args)
+
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.promoted("a")
+        await up.apply("c", dict.fromkeys(ALL, "b"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "open_model", slowly)
+            taking_up = asyncio.ensure_future(up.apply("b", FROM_A))
+            await opening.wait()
+            await up.until_arrived("c", ALL)  # through b, whose engine is not open yet
+            assert up.arrived("b") == []
+            may_open.set()
+            if refuses:
+                with pytest.raises(CapacityExceeded, match="no KV"):
+                    await taking_up
+                await up.nothing_leaked("b")
+                assert up.failed("b") == []  # the refusal says it all
+            else:
+                await taking_up
+                await up.until_arrived("b", ALL)
+                assert await up.generate("b", request="on b")
+
+
 async def test_a_sleeping_copy_can_be_woken_where_there_is_room_for_nothing_else(
     tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -244,14 +282,14 @@ async def test_release_during_a_promotion_waits_for_the_disk(
     async with nodes(tmp_path, checkpoint, "a") as up:
         with reading(monkeypatch, after=2) as gate:
             await up.apply("a", promote=ALL)
-            await gate.wait()
+            await up.until_arrived("a", (0, 1))
             released = asyncio.create_task(up.release("a"))
             await up.until_holds("a", {Tier.GPU: (0, 1), Tier.DISK: ALL})
-            assert not released.done()  # the thread writes into the span
+            assert not released.done()  # threads write into the span
             gate.open()
             await released
         await up.nothing_leaked("a")
-        assert {m.block for m in up.arrived("a")} <= {0, 1, 2}
+        assert {m.block for m in up.arrived("a")} == {0, 1}
         await up.promoted("a")
 
 
@@ -322,3 +360,20 @@ async def test_plans_and_releases_in_any_order_end_in_a_sound_state(
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
         await up.release("b")
         await up.nothing_leaked("b")
+
+
+# --- traces -------------------------------------------------------------------------
+
+
+async def test_opening_the_model_is_part_of_the_plan_in_the_trace(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    telemetry.configure("b", TelemetryConfig(trace_dir=str(tmp_path / "traces")))
+    try:
+        async with nodes(tmp_path, checkpoint, "a", "b") as up:
+            await up.apply("b", FROM_A)
+    finally:
+        telemetry.shutdown()
+    lines = (tmp_path / "traces" / "b.jsonl").read_text().splitlines()
+    spans = {span["name"]: span for span in map(json.loads, lines)}
+    assert spans["open_model"]["parent_id"] == spans["apply_plan"]["span_id"]

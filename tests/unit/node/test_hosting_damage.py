@@ -131,11 +131,14 @@ async def test_a_damaged_disk_does_not_spoil_what_a_peer_sent(
         await up.promoted("a")
         await up.apply("b", FROM_A)
         await up.until_arrived("b", ALL)
-        service = up.services["b"]
-        hosted = service._hosting._hosted[up.record.model_id]
+        hosting = up.services["b"]._hosting
+        hosted = hosting._hosted[up.record.model_id]
         before = bytes(hosted.space.block(1))
-        await service._hosting._read(hosted, 1)  # every chunk is there: none is read
+        hosting._promote(hosted.plan, hosted, [1])  # every chunk is there: none is read
+        assert hosted.promotion is not None
+        await hosted.promotion._task
         assert bytes(hosted.space.block(1)) == before
+        await up.until_holds("b", {Tier.GPU: ALL, Tier.DISK: ALL})
 
 
 # --- what others see of it ----------------------------------------------------------

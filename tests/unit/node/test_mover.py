@@ -9,7 +9,7 @@ import pytest
 
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import Digest, digest
-from services.node.mover import Arrival, Failure, Mover
+from services.node.mover import FIRST_WINDOW, Arrival, Failure, Mover
 from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
@@ -31,44 +31,62 @@ EVENT = EventId("ev-1")
 CHUNK = 64 * 1024
 SIZES = (5 * CHUNK, 3 * CHUNK + 100, 4 * CHUNK)
 CONTENT = [random.Random(index).randbytes(size) for index, size in enumerate(SIZES)]
-MANIFEST = Manifest(
-    architecture="LlamaForCausalLM",
-    config={},
-    chunk_bytes=CHUNK,
-    blocks=tuple(
-        BlockSpec(
-            index=index,
-            first_unit=index,
-            last_unit=index,
-            nbytes=len(content),
-            tensors=(),
-            digests=tuple(
-                digest(content[start : start + CHUNK]) for start in range(0, len(content), CHUNK)
-            ),
-        )
-        for index, content in enumerate(CONTENT)
-    ),
-)
+
+
+def manifest_of(content: Sequence[bytes], chunk: int) -> Manifest:
+    return Manifest(
+        architecture="LlamaForCausalLM",
+        config={},
+        chunk_bytes=chunk,
+        blocks=tuple(
+            BlockSpec(
+                index=index,
+                first_unit=index,
+                last_unit=index,
+                nbytes=len(block),
+                tensors=(),
+                digests=tuple(
+                    digest(block[start : start + chunk]) for start in range(0, len(block), chunk)
+                ),
+            )
+            for index, block in enumerate(content)
+        ),
+    )
+
+
+MANIFEST = manifest_of(CONTENT, CHUNK)
 ALL = range(len(SIZES))
 
 
 class Node:
-    def __init__(self, name: str, rate: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        rate: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        content: Sequence[bytes] = CONTENT,
+        chunk: int = CHUNK,
+    ) -> None:
         self.id = NodeId(name)
+        self.right = content
+        self.manifest = manifest_of(content, chunk)
         self.transport = TcpTransport(
-            "127.0.0.1",
+            host,
             0,
             link_bytes_per_s=rate,
             on_message=lambda *_: None,
-            on_peer_lost=lambda *_: None,
+            on_peer_lost=lambda address, _: self._lost(address),
         )
+        self.lost: list[str] = []
+        """Peers' addresses."""
         self.arrivals: list[Arrival] = []
         self.failures: list[Failure] = []
         self.changed = asyncio.Event()
         self.mover = Mover(self.transport, on_arrived=self._arrived, on_failed=self._failed)
-        self.arena = Arena(ModelSpace.size(MANIFEST))
-        self.span = self.arena.allocate(ModelSpace.size(MANIFEST))
-        self.space = ModelSpace(MANIFEST, self.span)
+        self.arena = Arena(ModelSpace.size(self.manifest))
+        self.span = self.arena.allocate(ModelSpace.size(self.manifest))
+        self.space = ModelSpace(self.manifest, self.span)
 
     def _arrived(self, arrival: Arrival) -> None:
         self.arrivals.append(arrival)
@@ -78,6 +96,10 @@ class Node:
         self.failures.append(failure)
         self.changed.set()
 
+    def _lost(self, address: str) -> None:
+        self.lost.append(address)
+        self.changed.set()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not condition():
@@ -85,13 +107,13 @@ class Node:
                 await self.changed.wait()
 
     async def complete(self) -> None:
-        await self.until(lambda: {a.block for a in self.arrivals} == set(ALL))
+        await self.until(lambda: len({a.block for a in self.arrivals}) == len(self.right))
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Hosts the model with these blocks' bytes in place."""
         for index in blocks:
-            self.space.block(index)[:] = CONTENT[index]
-        self.mover.host(MODEL, MANIFEST, self.space, blocks)
+            self.space.block(index)[:] = self.right[index]
+        self.mover.host(MODEL, self.manifest, self.space, blocks)
 
     def pull(
         self, sources: "Sequence[Node]", *pulls: tuple[int, int, "Node"], revision: int = 1
@@ -105,7 +127,7 @@ class Node:
         )
 
     def content(self) -> list[bytes]:
-        return [bytes(self.space.block(index)) for index in ALL]
+        return [bytes(self.space.block(index)) for index in range(len(self.right))]
 
 
 class Nodes:
@@ -255,7 +277,8 @@ async def test_a_source_that_dies_and_another_that_goes_on(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Block 0 fills the window: nothing of block 1 has been asked for when the source dies.
-    monkeypatch.setattr("services.node.mover.SOURCE_WINDOW", 3)
+    monkeypatch.setattr("services.node.mover.BLOCKS_AHEAD", 1)
+    monkeypatch.setattr("services.node.mover.BLOCK_WINDOW", 3)
     first, second, target, last = [await nodes.start(name) for name in "abtl"]
     second.hold(ALL)
     target.hold([])
@@ -279,6 +302,20 @@ async def test_a_source_that_dies_and_another_that_goes_on(
     assert target.content() == CONTENT
     assert {a.source for a in target.arrivals} == {second.id}
     assert len(target.failures) == 2
+
+
+async def test_a_source_that_has_nothing_yet_is_asked_for_little(nodes: Nodes) -> None:
+    source, target = await nodes.start("s"), await nodes.start("t")
+    source.hold([])
+    target.hold([])
+    target.pull([source], *((step, block, source) for step, block in enumerate(ALL, 1)))
+    pulls = target.mover._models[MODEL].pulls
+    assert [len(pulls[block].reads) for block in ALL] == [FIRST_WINDOW] * len(ALL)
+    first = source.space.block(0)
+    first[:CHUNK] = CONTENT[0][:CHUNK]
+    source.transport.advance(f"{MODEL}/0", CHUNK)
+    assert await probe(source, target, 0, CHUNK) == CONTENT[0][:CHUNK]
+    assert len(pulls[0].reads) > FIRST_WINDOW
 
 
 async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
@@ -391,7 +428,7 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
     async with transport, asyncio.timeout(10):
         mover.host(MODEL, MANIFEST, space, [])
         mover.apply(MODEL, EVENT, 1, [Pull(1, 1, one)], addresses)
-        for _ in MANIFEST.blocks[1].digests:
+        for _ in range(FIRST_WINDOW):
             assert await transport.asked.get() == "memory://t"
         mover.apply(MODEL, EVENT, 2, [Pull(1, 1, other)], addresses)
         for _ in range(50):

@@ -1,5 +1,6 @@
 """Logs and traces: one tree over processes that know each other by traceparent strings only."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -135,3 +136,21 @@ def test_logs_for_people_name_the_exception(capsys: pytest.CaptureFixture[str]) 
 def test_an_unknown_log_level_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"telemetry\.log_level 'loud': use debug, info"):
         telemetry.configure("node-1", TelemetryConfig(log_level="loud"))
+
+
+async def test_code_knows_the_span_it_runs_in(tmp_path: Path) -> None:
+    as_service("node-1", tmp_path)
+
+    async def here() -> str:
+        return telemetry.here()
+
+    assert telemetry.here() == ""
+    with telemetry.span("outer") as outer:
+        task = asyncio.create_task(here())
+        with telemetry.span("inner", parent=telemetry.here()) as inner:
+            assert telemetry.here() == telemetry.traceparent(inner)
+        assert telemetry.here() == telemetry.traceparent(outer)
+    assert telemetry.here() == ""
+    assert await task == telemetry.traceparent(outer)
+    within, around = await asyncio.to_thread(read, tmp_path, "node-1")
+    assert within["parent_id"] == around["span_id"]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from services.node.model.packing import digest
+from services.node.model.reading import Outcome, Unreadable, Verified, Wanted
 from shared.errors import BadInput, NotFound
-from shared.ids import ModelId
 from shared.layout import Manifest, model_id
 from simulation.hardware import Channel
 from simulation.loop import run
@@ -22,6 +22,10 @@ SSD_S, PCIE_S = 10.0, 1.0
 KEEP_ALIVE_S = 100.0
 
 Read = Callable[[Manifest], Awaitable[float]]
+
+
+async def read(store: ModelledStore, manifest: Manifest, *wanted: Wanted) -> list[Outcome]:
+    return [outcome async for outcome in store.read(model_id(manifest), wanted)]
 
 
 class Disk:
@@ -44,7 +48,9 @@ class Disk:
         began = loop.time()
         for block, spec in enumerate(manifest.blocks):
             into = memoryview(bytearray(spec.nbytes))
-            await self.store.read_block(model_id(manifest), block, into, skip=frozenset())
+            (outcome,) = await read(self.store, manifest, Wanted(block, into))
+            assert isinstance(outcome, Verified)
+            assert (outcome.block, list(outcome.chunks)) == (block, [0])
             assert digest(into) == spec.digests[0]
         return loop.time() - began
 
@@ -133,9 +139,7 @@ def test_a_read_that_is_cancelled_writes_and_keeps_nothing() -> None:
     async def main() -> None:
         disk = Disk(Cache.KEEP_ALIVE)
         into = memoryview(bytearray(A.blocks[0].nbytes))
-        work = asyncio.create_task(
-            disk.store.read_block(model_id(A), 0, into, skip=frozenset()), name="read"
-        )
+        work = asyncio.create_task(read(disk.store, A, Wanted(0, into)), name="read")
         await asyncio.sleep(SSD_S / BLOCKS / 2)
         work.cancel()
         await asyncio.wait([work])
@@ -152,7 +156,9 @@ def test_chunks_that_are_there_are_not_touched() -> None:
             [manifest], Cache.INSTANT, ssd=Channel(1), pcie=Channel(1), host=HostCache(0, 0)
         )
         into = memoryview(bytearray(manifest.blocks[1].nbytes))
-        await store.read_block(model_id(manifest), 1, into, skip=frozenset({0, 2}))
+        (outcome,) = await read(store, manifest, Wanted(1, into, frozenset({0, 2})))
+        assert isinstance(outcome, Verified)
+        assert set(outcome.chunks) == set(range(manifest.n_chunks(1))) - {0, 2}
         for chunk in range(manifest.n_chunks(1)):
             offset, length = manifest.chunk_range(1, chunk)
             piece = into[offset : offset + length]
@@ -166,12 +172,19 @@ def test_what_is_not_there_is_refused() -> None:
     async def main() -> None:
         store = Disk(Cache.INSTANT).store
         into = memoryview(bytearray(A.blocks[0].nbytes))
-        for name, block in ((ModelId("other"), 0), (model_id(A), BLOCKS)):
-            with pytest.raises(NotFound):
-                await store.read_block(name, block, into, skip=frozenset())
-        with pytest.raises(BadInput):
-            await store.read_block(model_id(A), 0, into[1:], skip=frozenset())
+        for wanted, code in (
+            (Wanted(BLOCKS, into), NotFound.code),
+            (Wanted(0, into[1:]), BadInput.code),
+        ):
+            refused, (last,) = await read(store, A, wanted), await read(store, A, Wanted(0, into))
+            assert [(o.block, o.error.code) for o in refused if isinstance(o, Unreadable)] == [
+                (wanted.block, code)
+            ]
+            assert isinstance(last, Verified)
         store.remove(model_id(A))
+        (gone,) = await read(store, A, Wanted(0, into))
+        assert isinstance(gone, Unreadable)
+        assert isinstance(gone.error, NotFound)
         with pytest.raises(NotFound):
             store.remove(model_id(A))
         assert model_id(A) not in store.manifests()

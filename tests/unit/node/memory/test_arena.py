@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.node.memory.arena import PAGE, Arena, ModelSpace, Span
+from services.node.memory.arena import LARGE, PAGE, Arena, ModelSpace, Span
+from services.node.memory.views import address
 from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, BlockSpec, Manifest
 
@@ -120,3 +121,18 @@ def test_blocks_of_a_model_lie_apart_and_aligned() -> None:
     assert span.memory[1024] == 2
     with pytest.raises(BadInput, match="span of 10 bytes"):
         ModelSpace(shape, arena.allocate(10))
+
+
+def test_large_blocks_of_a_model_begin_at_a_page() -> None:
+    """So that a disk can write right into them; small ones would lose too much."""
+    shape = manifest(100, LARGE, LARGE - 2 * ALIGN, 10, LARGE + 1)
+    nbytes = ModelSpace.size(shape)
+    assert nbytes < shape.nbytes + 2 * PAGE + 5 * ALIGN
+    space = ModelSpace(shape, Arena(nbytes + PAGE).allocate(nbytes))
+    starts = [address(space.block(index)) for index in range(5)]
+    assert [start % PAGE == 0 for start in starts] == [True, True, True, False, True]
+    assert all(start % ALIGN == 0 for start in starts)
+    for index, spec in enumerate(shape.blocks):
+        assert space.block(index).nbytes == spec.nbytes
+        assert index == 0 or starts[index] >= starts[index - 1] + shape.blocks[index - 1].nbytes
+    assert starts[-1] + LARGE + 1 <= address(space.span.memory) + nbytes

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.cli.demo_model import make_checkpoint
+from services.node.model.disk import check_room
 from services.node.model.store import Imported, Store
 from shared.errors import (
     BadInput,
@@ -28,25 +30,14 @@ from shared.errors import (
 )
 from shared.ids import ModelId
 from shared.layout import encode_manifest, model_id
-from tests.support.models import TINY
+from tests.support.models import TINY, WIDE
 
 WEIGHTS = "model.safetensors"
-# Blocks of several chunks, so that tensors lie across chunk borders, and with padding in them.
-WIDE = CheckpointSpec(
-    layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
-)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
-
-
-@pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("wide")
-    make_checkpoint(path, WIDE)
-    return path
 
 
 def read(store: Store, imported: Imported, index: int) -> bytearray:
@@ -222,21 +213,6 @@ def test_shortened_block_is_found(wide: Path, tmp_path: Path, store: Store) -> N
         read(store, imported, 2)
 
 
-def test_chunks_that_are_there_already_are_left_alone(
-    wide: Path, tmp_path: Path, store: Store
-) -> None:
-    imported = store.import_checkpoint(wide)
-    right = read(store, imported, 1)
-    path = tmp_path / "store" / imported.model_id / "block-001.bin"
-    with path.open("r+b") as file:
-        file.write(b"damaged")
-    chunk = imported.manifest.chunk_bytes
-    buffer = bytearray(len(right))
-    buffer[:chunk] = right[:chunk]
-    store.fill(imported.model_id, 1, memoryview(buffer), skip=frozenset({0}))
-    assert buffer == right
-
-
 def test_a_disk_that_cannot_be_read_is_a_model_error(
     tiny: Path, tmp_path: Path, store: Store
 ) -> None:
@@ -338,9 +314,51 @@ def test_checkpoint_that_shrinks_in_the_middle_leaves_nothing(
     assert names_in(tmp_path / "store") == set()
 
 
+def test_weights_that_cannot_be_read_in_the_middle(own: Path, tmp_path: Path, store: Store) -> None:
+    """Where the file was, the kernel finds unmapped memory, and says EIO."""
+
+    def unmap(*_: int) -> None:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{descriptor}") == str(own / WEIGHTS):
+                    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+                        os.dup2(memory.fileno(), descriptor)
+
+    with pytest.raises(CorruptCheckpoint, match=f"{WEIGHTS}: cannot be read: Input/output error"):
+        store.import_checkpoint(own, progress=unmap)
+    assert names_in(tmp_path / "store") == set()
+
+
+def test_weights_that_go_before_they_are_read(
+    own: Path, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(root: Path, nbytes: int) -> None:
+        check_room(root, nbytes)
+        (own / WEIGHTS).unlink()
+
+    monkeypatch.setattr("services.node.model.store.check_room", gone)
+    with pytest.raises(CorruptCheckpoint, match=f"{WEIGHTS}: cannot be read: No such file"):
+        store.import_checkpoint(own)
+    assert names_in(tmp_path / "store") == set()
+
+
+def test_the_weights_are_read_once_and_written_once(wide: Path, store: Store) -> None:
+    def done() -> tuple[int, int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["rchar"]), int(fields["wchar"])
+
+    before = done()
+    imported = store.import_checkpoint(wide)
+    read, written = (after - at for after, at in zip(done(), before, strict=True))
+    assert imported.nbytes <= written < 1.01 * imported.nbytes
+    small = sum(path.stat().st_size for path in wide.iterdir() if path.name != WEIGHTS)
+    assert imported.nbytes * 0.99 < read < 1.01 * imported.nbytes + 4 * small
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from services.node.model.disk import check_room
 from services.node.model.store import Store
 def die(done, total):
     if done > total // 2:
@@ -399,3 +417,67 @@ def test_root_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot store"):
         Store(tmp_path / "file" / "store").import_checkpoint(tiny)
+
+
+FULL = """
+import asyncio, os, sys
+from pathlib import Path
+from services.node.model.reading import Verified, Wanted
+from services.node.model.disk import check_room
+from services.node.model.store import Store
+from shared.errors import LambdaScaleError
+
+root, good, other = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+store = Store(root / "store")
+imported = store.import_checkpoint(good)
+before = sorted(path.name for path in (root / "store").iterdir())
+
+def fill(done, total):  # another user of the disk takes what is left
+    with open(root / "filler", "ab", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError as error:
+            pass
+
+try:
+    store.import_checkpoint(other, progress=fill)
+except LambdaScaleError as error:
+    print(error.code, sorted(path.name for path in (root / "store").iterdir()) == before)
+
+async def read():
+    wanted = [
+        Wanted(spec.index, memoryview(bytearray(spec.nbytes))) for spec in imported.manifest.blocks
+    ]
+    return [type(outcome) async for outcome in store.read(imported.model_id, wanted)]
+
+print(set(asyncio.run(read())) == {Verified})
+(root / "filler").unlink()
+print(store.import_checkpoint(other).nbytes > 0)
+"""
+
+
+def test_a_full_disk_ends_an_import_and_harms_no_other_model(
+    tiny: Path, wide: Path, tmp_path: Path
+) -> None:
+    """A real file system of 6 MiB, in a mount namespace of its own."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=6m none {tmp_path}"
+    try:
+        tried = subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs unshare(1)")
+    if tried.returncode:
+        pytest.skip(f"no mount namespaces here: {tried.stderr.decode().strip()}")
+    inside = f'{mount} && exec "$0" -c "$@"'
+    arguments = [sys.executable, FULL, str(tmp_path), str(tiny), str(wide)]
+    child = subprocess.run(
+        [*alone, "sh", "-c", inside, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert child.stderr == ""
+    assert child.stdout.split("\n") == ["capacity True", "True", "True", ""]
+    assert list(tmp_path.iterdir()) == []

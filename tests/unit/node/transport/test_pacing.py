@@ -25,9 +25,16 @@ Log = list[tuple[float, str, int]]
 
 
 async def transfer(
-    port: Port, name: str, nbytes: int, priority: int, log: Log, *, lane: Hashable = None
+    port: Port,
+    name: str,
+    nbytes: int,
+    priority: int,
+    log: Log,
+    *,
+    lane: Hashable = None,
+    flow: str = "",
 ) -> None:
-    turn = port.arrive(priority)
+    turn = port.arrive(priority, flow)
     while nbytes:
         part = min(nbytes, MIN_GRANT)
         async with port.grant(lane or name, turn, part):
@@ -209,3 +216,41 @@ def test_never_faster_than_the_rate(
     for index, (_, nbytes, _, cancelled) in enumerate(plan):
         if not cancelled:
             assert sum(part for _, name, part in log if name == f"{index}") == nbytes
+
+
+@pytest.mark.parametrize("rate", [RATE, 0])
+def test_flows_share_the_port_evenly_whatever_their_priorities(rate: int) -> None:
+    async def main() -> Log:
+        port, log = Port(rate, width=1), Log()
+
+        async def one(flow: str, priority: int, transfers: int) -> None:
+            for number in range(transfers):
+                turn = port.arrive(priority, flow)
+                for _ in range(10):
+                    async with port.grant(f"{flow}{priority}{number}", turn, MIN_GRANT):
+                        log.append((now(), flow, MIN_GRANT))
+                        await asyncio.sleep(0)
+
+        # One flow has two transfers at a time, and more urgent ones.
+        await asyncio.gather(one("urgent", 1, 6), one("urgent", 2, 6), one("patient", 9, 6))
+        return log
+
+    flows = [flow for _, flow, _ in run(main())]
+    while_both = flows[: len(flows) - flows[::-1].index("patient")]
+    assert while_both.count("patient") == 60
+    assert abs(while_both.count("urgent") - 60) <= 2
+
+
+def test_a_flow_that_was_away_saved_nothing_up() -> None:
+    async def main() -> list[str]:
+        port, log = Port(RATE), Log()
+        await transfer(port, "short", 2 * MIN_GRANT, 1, log, flow="b")
+        long = asyncio.create_task(transfer(port, "long", 30 * MIN_GRANT, 1, log, flow="a"))
+        await asyncio.sleep(15 * MIN_GRANT / RATE)
+        await transfer(port, "back", 10 * MIN_GRANT, 1, log, flow="b")
+        mixed = [name for _, name, _ in log]
+        await long
+        return mixed[mixed.index("back") :]
+
+    names = run(main())
+    assert abs(names.count("long") - names.count("back")) <= 1

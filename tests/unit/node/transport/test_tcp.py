@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import uvloop
@@ -12,19 +12,14 @@ from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     MAGIC,
     MAX_BODY,
-    PREFIX_BYTES,
-    Hello,
     Kind,
     Prefix,
     Purpose,
     ReadRequest,
     encode_fault,
-    encode_hello,
     encode_prefix,
     encode_read,
     parse_fault,
-    parse_hello,
-    parse_prefix,
 )
 from shared.errors import (
     BadInput,
@@ -35,102 +30,20 @@ from shared.errors import (
     TransportError,
     TransportTimeout,
 )
+from tests.support.raw_peer import (
+    SILENCE_S,
+    Node,
+    Streams,
+    beat,
+    closed,
+    dial,
+    hello,
+    impostor,
+    next_frame,
+    open_to,
+)
 
-SILENCE_S = 0.2
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class Node:
-    """A real transport and what it told."""
-
-    def __init__(self, *, silence_s: float = SILENCE_S, rate: int = 0) -> None:
-        self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
-        self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
-        self.transport = TcpTransport(
-            "127.0.0.1",
-            0,
-            link_bytes_per_s=rate,
-            on_message=lambda sender, header, payload: self.received.put_nowait(
-                (sender, bytes(header), bytes(payload))
-            ),
-            on_peer_lost=lambda address, error: self.lost.put_nowait((address, error)),
-            silence_s=silence_s,
-            max_payload=1 << 20,
-        )
-
-    async def read(self, address: str, region: str = "w", nbytes: int = 1000) -> bytes:
-        into = bytearray(nbytes)
-        async with asyncio.timeout(10):
-            await self.transport.read(address, region, 0, memoryview(into), priority=1)
-        return bytes(into)
-
-
-@pytest.fixture
-async def node() -> AsyncIterator[Node]:
-    node = Node()
-    async with node.transport:
-        yield node
-
-
-@asynccontextmanager
-async def impostor(behaviour: Behaviour) -> AsyncIterator[str]:
-    """A peer made by hand: it welcomes whoever dials and then behaves as told."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await next_frame(reader)
-        writer.write(encode_hello(Hello(Purpose.READS, 7, address)))
-        await behaviour(reader, writer)
-
-    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.get_running_loop().create_task(serve(reader, writer)))
-        writers.append(writer)
-
-    writers: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server:
-        yield address
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for writer in writers:
-            writer.close()
-
-
-async def next_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
-    while True:
-        data = await reader.readexactly(PREFIX_BYTES)
-        prefix = parse_prefix(data, max_payload=1 << 30)
-        body = await reader.readexactly(prefix.body + prefix.payload)
-        if prefix.kind is not Kind.HEARTBEAT:
-            return prefix, body
-
-
-async def dial(node: Node, purpose: Purpose) -> Streams:
-    """A connection made by hand, past its handshake."""
-    port = int(node.transport.address.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(encode_hello(Hello(purpose, 7, "tcp://127.0.0.1:1")))
-    prefix, body = await next_frame(reader)
-    assert prefix.kind is Kind.HELLO
-    assert parse_hello(body).address == node.transport.address
-    return reader, writer
-
-
-async def closed(streams: Streams) -> None:
-    """Returns once the other end has closed the connection."""
-    async with asyncio.timeout(5):
-        try:
-            while await streams[0].read(4096):
-                pass
-        except ConnectionResetError:
-            pass
-    streams[1].close()
-
-
-HELLO = encode_hello(Hello(Purpose.READS, 7, "tcp://127.0.0.1:1"))
+HELLO = hello(Purpose.READS)
 BEFORE_HELLO = {
     "http": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
     "not hello": encode_prefix(Kind.HEARTBEAT) + encode_prefix(Kind.CANCEL, id=1),
@@ -143,8 +56,7 @@ BEFORE_HELLO = {
 
 @pytest.mark.parametrize("data", BEFORE_HELLO.values(), ids=BEFORE_HELLO.keys())
 async def test_strangers_are_shown_out(node: Node, data: bytes) -> None:
-    port = int(node.transport.address.rpartition(":")[2])
-    streams = await asyncio.open_connection("127.0.0.1", port)
+    streams = await open_to(node)
     streams[1].write(data)
     await closed(streams)
     assert node.lost.empty()
@@ -336,9 +248,7 @@ async def test_many_users_of_an_address_dial_once(node: Node) -> None:
 
 async def test_a_send_cancelled_half_way_ends_the_connection(node: Node) -> None:
     async def never_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            writer.write(encode_prefix(Kind.HEARTBEAT))
-            await asyncio.sleep(SILENCE_S / 4)
+        await beat(writer)
 
     async with impostor(never_read) as address, asyncio.timeout(10):
         big = bytes(1 << 20)

@@ -1,0 +1,75 @@
+"""What a model's first steps would wait for on a GPU, done while its blocks travel.
+
+CUDA makes its context, its libraries their handles and workspaces, and loads each kernel, when
+they are first used; which kernels those are depends on the model's shapes and the batch. So a
+layer and the head, with zeros for weights, are run over a few batches. Nothing of the model itself
+is touched: it may be running already.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from services.node.engine.attention import Span, pad_rows
+from services.node.engine.base import Draw, SequenceKey
+from services.node.engine.kv import Sequence, round_up
+from services.node.engine.llama import LayerStep, Llama
+from services.node.engine.sampling import sample
+from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
+from services.node.model.packing import UnitTensor, lay_out
+from shared.ids import ModelId
+from shared.messages.serving import Sampling
+
+BATCHES = ((1, 1), (8, 1), (64, 1), (1, 64), (1, 512))
+"""(sequences, positions of each): decode steps, and prefills."""
+
+
+def warm_up(llama: Llama) -> Iterator[None]:
+    """One batch at each step of the iterator."""
+    layer = _without_weights(llama, 1)
+    assert isinstance(layer, LayerUnit)
+    for sequences, positions in BATCHES:
+        _run_layer(llama, layer, sequences, positions)
+        yield
+    del layer
+    head = _without_weights(llama, llama.config.n_units - 1)
+    assert isinstance(head, HeadUnit)
+    for sequences in sorted({sequences for sequences, _ in BATCHES}):
+        _run_head(llama, head, sequences)
+        yield
+
+
+def _without_weights(llama: Llama, unit: int) -> Unit:
+    dtype = str(llama.dtype).removeprefix("torch.")
+    shapes = llama.config.unit_tensors(unit)
+    (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
+    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=llama.device)
+    return BlockTensors(block, zeros).unit(llama.config, unit)
+
+
+@torch.inference_mode()
+def _run_layer(llama: Llama, layer: LayerUnit, sequences: int, positions: int) -> None:
+    attention, slots = llama.attention, round_up(positions)
+    shape = (sequences * slots, 2, attention.n_kv_heads, attention.head_dim)
+    kv = torch.zeros(shape, dtype=attention.dtype, device=llama.device)
+    spans: list[Span] = [
+        (
+            Sequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, first=i * slots),
+            0,
+            positions,
+        )
+        for i in range(sequences)
+    ]
+    hidden = _hidden(llama, sequences * positions)
+    LayerStep(llama, spans, len(hidden)).run(layer, hidden, kv)
+
+
+@torch.inference_mode()
+def _run_head(llama: Llama, head: HeadUnit, sequences: int) -> None:
+    logits = llama.head(head, _hidden(llama, sequences), range(sequences))
+    sample(logits, [Draw(0, Sampling())] * sequences)
+
+
+def _hidden(llama: Llama, rows: int) -> torch.Tensor:
+    shape = (pad_rows(rows), llama.config.hidden_size)
+    return torch.zeros(shape, dtype=llama.dtype, device=llama.device)

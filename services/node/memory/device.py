@@ -1,0 +1,191 @@
+"""Memory for weights on a device that has its own, and the way of blocks to it.
+
+Both are taken at the node's start, before any plan: the device's arena, and the page lock on the
+host's. The device's arena is as large as the host's and laid out like it: a block lies at the
+offset at which it landed. So what has room on the host has it on the device, until it gives that
+back, and no second account of what is free is kept.
+
+A block goes to the device from where disk or network put it, in one copy by the device's own
+engine at the rate of its bus. By way of page-locked buffers a core would first have to copy every
+byte, and host memory would be passed over three times and not once. That is done only where the
+arena cannot be locked.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, Self
+
+import torch
+
+from services.node.memory.views import Memory, address, find
+from shared import telemetry
+from shared.errors import BadInput, CapacityExceeded, Conflict
+
+BUFFER = 32 << 20
+"""Bytes that go to the device at a time where the arena is not page-locked."""
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Until what was begun before is done."""
+
+
+class Link(Protocol):
+    """Copies from page-locked host memory to a device. Made and used on one thread."""
+
+    def lock(self, memory: memoryview) -> None:
+        """Page-locks it. CapacityExceeded: the system does not allow that."""
+
+    def unlock(self, memory: memoryview) -> None: ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory, uint8."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Event:
+        """Begins a copy; its event is the end of it and of all before."""
+
+
+class CudaLink:
+    """Copies on a stream of its own, so that the engine's kernels run meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def lock(self, memory: memoryview) -> None:
+        with torch.cuda.device(self._device):
+            status = int(self._cudart.cudaHostRegister(address(memory), len(memory), 0))
+        # CUDA keeps a failure for the next kernel of this thread to report; there are none on it.
+        if status:
+            raise CapacityExceeded(
+                f"{len(memory)} bytes of host memory cannot be page-locked: "
+                f"{torch.cuda.CudaError(status)}"
+            )
+
+    def unlock(self, memory: memoryview) -> None:
+        with torch.cuda.device(self._device):
+            self._cudart.cudaHostUnregister(address(memory))
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Event:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        return done
+
+
+class DeviceArena:
+    """Use as a context manager around all uploads; it blocks while memory is taken."""
+
+    def __init__(
+        self,
+        host: Memory,
+        device: torch.device,
+        make_link: Callable[[torch.device], Link] = CudaLink,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._make_link = make_link
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        """Whatever is asked of the link, in order."""
+        self._buffers: list[torch.Tensor] = []
+        self._log = telemetry.logger("device", device=str(device))
+
+    def __enter__(self) -> Self:
+        """CapacityExceeded: the device has no room for the arena."""
+        try:
+            self._thread.submit(self._open).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.submit(self._close).result()
+        self._thread.shutdown()
+
+    @property
+    def staging(self) -> str:
+        """How blocks get here, in words."""
+        return "pinned host buffers" if self._buffers else "pinned host arena"
+
+    async def upload(self, block: memoryview) -> torch.Tensor:
+        """Its bytes on the device, once they are all there; it lies in the host's arena.
+
+        Blocks go up in the order of the calls. A copy that was begun goes on if this is cancelled:
+        see `settle`. Conflict: the arena was left.
+        """
+        place = find([self._host], block)
+        if place is None:
+            raise BadInput(f"a block of {len(block)} bytes that does not lie in the node's arena")
+        _, offset = place
+        target = self._bytes[offset : offset + len(block)]
+        await self._run(self._copy, torch.frombuffer(block, dtype=torch.uint8), target)
+        return target
+
+    async def settle(self) -> None:
+        """Once it returns, nothing reads what `upload` was called for before."""
+        await self._run(lambda: None)
+
+    async def _run(self, work: Callable[..., None], *args: object) -> None:
+        try:
+            begun = self._thread.submit(work, *args)
+        except RuntimeError as error:
+            raise Conflict(f"the arena on {self._device} is given back") from error
+        await asyncio.wrap_future(begun)
+
+    # --- on the thread ------------------------------------------------------
+
+    def _open(self) -> None:
+        nbytes = len(self._host.view)
+        started = time.monotonic()
+        self._link = self._make_link(self._device)
+        try:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise CapacityExceeded(
+                f"{self._device} has no room for an arena of {nbytes} bytes: "
+                f"{str(error).splitlines()[0]}; lower node.arena_bytes"
+            ) from error
+        allocated = time.monotonic()
+        try:
+            self._link.lock(self._host.view)
+        except CapacityExceeded as error:
+            self._log.warning(
+                "blocks go to the device through buffers, slower: a core copies them there",
+                why=str(error),
+            )
+            self._buffers = [self._link.buffer(min(BUFFER, nbytes)) for _ in range(2)]
+        self._log.info(
+            "device arena taken",
+            nbytes=nbytes,
+            staging=self.staging,
+            allocate_s=round(allocated - started, 3),
+            lock_s=round(time.monotonic() - allocated, 3),
+        )
+
+    def _close(self) -> None:
+        if not self._buffers:
+            self._link.unlock(self._host.view)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if not self._buffers:
+            self._link.copy(source, target).synchronize()
+            return
+        begun: deque[Event] = deque()
+        for index, (piece, place) in enumerate(
+            zip(torch.split(source, BUFFER), torch.split(target, BUFFER), strict=True)
+        ):
+            if len(begun) == len(self._buffers):
+                begun.popleft().synchronize()
+            buffer = self._buffers[index % len(self._buffers)][: len(piece)]
+            buffer.copy_(piece)
+            begun.append(self._link.copy(buffer, place))
+        begun[-1].synchronize()

@@ -1,0 +1,47 @@
+"""TLS between nodes: each shows a certificate of the cluster's own authority, and asks for one.
+
+Who has such a certificate is a node; host names are not checked, since nodes are known by address.
+TLS 1.3. Where OpenSSL and the kernel have kernel TLS, records are made in the kernel.
+"""
+
+import ssl
+from dataclasses import dataclass
+
+from shared.errors import ConfigError
+
+_ENABLE_KTLS = 1 << 3
+"""SSL_OP_ENABLE_KTLS; the ssl module names it from Python 3.12 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    dialling: ssl.SSLContext
+    listening: ssl.SSLContext
+
+
+def load(certificate: str, key: str, authority: str) -> Tls | None:
+    """From PEM files, `node.tls_certificate`, `tls_key` and `tls_authority`; None if all are empty.
+
+    ConfigError: one is missing or cannot be used.
+    """
+    files = {"tls_certificate": certificate, "tls_key": key, "tls_authority": authority}
+    if not any(files.values()):
+        return None
+    if missing := [f"node.{name}" for name, path in files.items() if not path]:
+        raise ConfigError(f"TLS between nodes needs {', '.join(missing)} too")
+    contexts = []
+    for purpose in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
+        context = ssl.SSLContext(purpose)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.options |= _ENABLE_KTLS
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(authority)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(
+                f"TLS between nodes: {certificate}, {key} and {authority} cannot be used: {error}"
+            ) from error
+        contexts.append(context)
+    return Tls(*contexts)

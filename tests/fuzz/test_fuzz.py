@@ -1,0 +1,25 @@
+"""The fuzzers run, a little, where atheris is; for longer runs start them by hand."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("atheris", reason="atheris is not installed: the fuzzers are not run")
+
+
+@pytest.mark.parametrize(("target", "runs"), [("wire", 20_000), ("connection", 1000)])
+async def test_nothing_is_found_at_once(tmp_path: Path, target: str, runs: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"tests.fuzz.{target}",
+        f"-runs={runs}",
+        "-seed=1",
+        f"-artifact_prefix={tmp_path}/",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode(errors="replace")

@@ -1,0 +1,42 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from services.node.engine import warmup
+from services.node.engine.attention import pad_rows
+from services.node.engine.base import Draw
+from services.node.engine.llama import LayerStep
+from services.node.engine.sampling import sample
+from services.node.engine.weights import LayerUnit
+from tests.unit.node.engine.models import MODEL, Model, make_model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_batch_goes_through_a_layer_and_the_head(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(attention_bias=True, dtype=dtype)
+    llama = model.engine(0, 0)._model(MODEL).llama
+    layers: list[int] = []
+    heads: list[int] = []
+    run = LayerStep.run
+
+    def spy(step: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        run(step, layer, hidden, kv)
+        layers.append(len(hidden))
+
+    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        heads.append(len(logits))
+        return sample(logits, draws)
+
+    monkeypatch.setattr(LayerStep, "run", spy)
+    monkeypatch.setattr(warmup, "sample", drawn)
+    pieces = list(warmup.warm_up(llama))
+    assert layers == [pad_rows(n * count) for n, count in warmup.BATCHES]
+    assert heads == [1, 8, 64]
+    assert len(pieces) == len(layers) + len(heads)
+
+
+def test_on_a_cpu_there_is_nothing_to_warm(model: Model) -> None:
+    assert list(model.engine().warm_up(MODEL)) == []

@@ -1,0 +1,83 @@
+import random
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from services.node.memory import device
+from services.node.memory.arena import Arena
+from services.node.memory.device import DeviceArena
+from shared.errors import BadInput, CapacityExceeded, Conflict
+from tests.support.links import SlowLink
+
+CPU = torch.device("cpu")
+
+
+def filled(arena: Arena, nbytes: int, seed: int) -> memoryview:
+    block = arena.allocate(nbytes).memory
+    block[:] = random.Random(seed).randbytes(nbytes)
+    return block
+
+
+@pytest.mark.parametrize("may_lock", [True, False])
+async def test_blocks_lie_where_they_landed(
+    may_lock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "BUFFER", 1 << 14)
+    arena, link = Arena(1 << 20), SlowLink(may_lock=may_lock)
+    blocks = [filled(arena, nbytes, nbytes) for nbytes in (70_000, 1, 1 << 14, 5 << 14)]
+    with DeviceArena(arena.memory, CPU, link) as on_device:
+        uploaded = [await on_device.upload(block) for block in blocks]
+        for block, there in zip(blocks, uploaded, strict=True):
+            assert bytes(there.numpy()) == bytes(block)
+        block = filled(arena, 1000, 7)
+        assert (await on_device.upload(block)).numpy().tobytes() == bytes(block)
+        assert bytes(uploaded[-1].numpy()) == bytes(blocks[-1])
+        offsets = [there.storage_offset() for there in uploaded]
+        assert offsets == [0, 18 << 12, 19 << 12, 23 << 12]
+
+
+async def test_a_locked_arena_is_copied_from_in_place() -> None:
+    arena, link = Arena(1 << 20), SlowLink()
+    with DeviceArena(arena.memory, CPU, link) as on_device:
+        assert link.locked == [arena.memory.view]
+        assert on_device.staging == "pinned host arena"
+        await on_device.upload(filled(arena, 300_000, 1))
+    assert link.copies.done == [300_000]
+    assert not link.locked
+    assert not link.buffers
+
+
+async def test_buffers_are_filled_while_others_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "BUFFER", 1000)
+    arena, link = Arena(1 << 16), SlowLink(may_lock=False)
+    block = filled(arena, 9500, 3)
+    with capture_logs() as logs, DeviceArena(arena.memory, CPU, link) as on_device:
+        assert on_device.staging == "pinned host buffers"
+        there = await on_device.upload(block)
+    assert there.numpy().tobytes() == bytes(block)
+    assert link.copies.done == [1000] * 9 + [500]
+    assert link.copies.most_pending == len(link.buffers) == 2
+    (warning,) = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["why"] == "no more than 64 KiB may be locked"
+
+
+def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(1 << 16)
+
+    def no_room(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. 3 GiB are free.\nMore text")
+
+    monkeypatch.setattr(torch, "empty", no_room)
+    on_device = DeviceArena(arena.memory, CPU, SlowLink())
+    with pytest.raises(CapacityExceeded, match=r"65536 bytes.*3 GiB are free.*node\.arena_bytes"):
+        on_device.__enter__()
+
+
+async def test_a_block_from_elsewhere_is_refused() -> None:
+    arena = Arena(1 << 16)
+    on_device = DeviceArena(arena.memory, CPU, SlowLink())
+    with on_device, pytest.raises(BadInput, match="10 bytes"):
+        await on_device.upload(memoryview(bytearray(10)))
+    with pytest.raises(Conflict, match="given back"):
+        await on_device.upload(filled(arena, 10, 1))
