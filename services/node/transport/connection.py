@@ -110,7 +110,7 @@ class Connection:
                     )
                 self.sock.do_handshake()
             except ssl.SSLWantReadError:
-                await self._wait_readable()
+                await self._wait_readable(1)
             except ssl.SSLWantWriteError:
                 await self._wait_writable()
             except OSError as error:
