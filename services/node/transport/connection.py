@@ -22,6 +22,8 @@ from services.node.transport.wire import (
 )
 from shared.errors import PeerLost, ProtocolViolation, TransportError, TransportTimeout
 
+_TCP_NOTSENT_LOWAT = 25
+"""linux/tcp.h; the socket module has no name for it."""
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
 AT_ONCE = 256 * 1024
@@ -49,8 +51,7 @@ class Connection:
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
-        self._send_buffer = 0
-        """As it was set; 0: as the kernel likes it."""
+        self._ahead = 0
         self._unyielded = 0
         self._enough = 1
         """Bytes for which the kernel wakes us."""
@@ -128,8 +129,9 @@ class Connection:
 
     # --- sending ---------------------------------------------------------------
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
-        """One frame, after those begun earlier; returns once the kernel has all of it.
+    async def send(self, buffers: Sequence[Buffer], *, ahead: int = 0) -> None:
+        """One frame, after those begun earlier; returns once the kernel has all of it, and with
+        `ahead` once it has sent all but so many bytes or fewer.
 
         Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
         """
@@ -148,13 +150,19 @@ class Connection:
                 if begun or len(views) < whole or views[0].nbytes < first:
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
+            if ahead:
+                self._set_ahead(ahead)
+                await self._wait_writable()
             self._sent_at = asyncio.get_running_loop().time()
 
-    def set_send_buffer(self, nbytes: int) -> None:
-        """What lies in it can't be overtaken. Small differences change nothing."""
-        if not nbytes / 2 < self._send_buffer < nbytes * 2:
-            self._send_buffer = nbytes
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+    def _set_ahead(self, nbytes: int) -> None:
+        """How much waits in the kernel, where nothing can overtake it, when more is asked for.
+        Small differences change nothing."""
+        if not nbytes / 2 < self._ahead < nbytes * 2:
+            self._ahead = nbytes
+            # It takes twice as much at a time, and wakes us when half of that is left.
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * nbytes)
+            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 2 * nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:

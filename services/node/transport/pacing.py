@@ -19,7 +19,8 @@ from typing import NamedTuple
 GRANT_S = 0.006
 """What a frame costs the processor, whatever its size, is half of all at 64 KiB. (A chunk takes
 5.5 ms on a link of 400 Mbit/s: it goes as one.)"""
-AHEAD_S = 0.001
+AHEAD_S = 0.002
+"""Of a frame, this much may still wait in the kernel when the next one is begun."""
 MIN_GRANT = 64 * 1024
 MAX_GRANT = 4 << 20
 """Larger frames cost less processor time, which only a link of GB/s can feel."""
@@ -85,7 +86,7 @@ class Port:
 
     @property
     def ahead_bytes(self) -> int:
-        """How many bytes may lie in a sender's buffer: what is in there can't be overtaken."""
+        """How many bytes of a frame may be unsent when the next one is begun."""
         return min(max(self._min_grant, int(self._measured * AHEAD_S)), MAX_GRANT)
 
     @property
