@@ -20,12 +20,14 @@ from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
 from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.direct import Direct
+from services.node.transport.rdma import RdmaDirect
 from services.node.transport.reads import OnSent
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import OnConnected
 from services.node.worker import Worker
 from shared.config import NodeConfig
-from shared.errors import TransportError
+from shared.errors import ConfigError, TransportError
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -156,7 +158,7 @@ class RealParts:
             config.host,
             config.port,
             config.link_bytes_per_s,
-            [ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)],
+            self._ways(memory),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             on_message=on_message,
             on_peer_lost=on_peer_lost,
@@ -165,3 +167,20 @@ class RealParts:
             on_arrived=on_arrived,
             on_failed=on_failed,
         )
+
+    def _ways(self, memory: Memory) -> list[Direct]:
+        config = self._config
+        shm = ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
+        if not config.rdma_device:
+            return [shm]
+        if config.tls_certificate:
+            raise ConfigError(
+                "RDMA is not encrypted: set node.rdma_device or node.tls_certificate, not both"
+            )
+        rdma = RdmaDirect(
+            [memory],
+            config.rdma_device,
+            config.rdma_gid_index,
+            bytes_per_s=config.link_bytes_per_s,
+        )
+        return [shm, rdma]

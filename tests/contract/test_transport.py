@@ -1,6 +1,7 @@
 """One suite over every transport."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ import pytest
 
 from services.node.memory.arena import Arena
 from services.node.transport.base import Buffer, Transport
+from services.node.transport.direct import Direct
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
+from services.node.transport.rdma import RdmaDirect
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
@@ -20,6 +23,8 @@ from tests.support.tls import certificates
 MIB = 1 << 20
 FAST = 10_000_000_000
 ARENA = 32 * MIB
+RDMA = (os.environ.get("LS_RDMA_DEVICE", ""), int(os.environ.get("LS_RDMA_GID_INDEX", "0")))
+"""Device and index of its address; without one, these tests run over RDMA in tests/rdma."""
 
 
 @dataclass
@@ -83,17 +88,22 @@ class Cluster:
             end.lost.append((address, error))
             end.wake()
 
+        if self.kind == "rdma":
+            rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena = Arena(ARENA)
         transport: TcpTransport | MemoryTransport | ModelledTransport
-        if self.kind in ("tcp", "tls", "shm"):
-            shm = ShmDirect([arena.memory], machine="here", bytes_per_s=rate)
+        if self.kind in ("tcp", "tls", "shm", "rdma"):
+            ways: dict[str, Direct] = {
+                "shm": ShmDirect([arena.memory], machine="here", bytes_per_s=rate),
+                "rdma": RdmaDirect([arena.memory], *RDMA, bytes_per_s=rate),
+            }
             transport = TcpTransport(
                 "127.0.0.1",
                 int(at.rpartition(":")[2]) if at else 0,
                 link_bytes_per_s=rate,
                 on_message=on_message,
                 on_peer_lost=on_peer_lost,
-                ways=[shm] if self.kind == "shm" else [],
+                ways=[ways[self.kind]] if self.kind in ways else [],
                 tls=certificates() if self.kind == "tls" else None,
             )
         elif self.kind == "modelled":
@@ -123,7 +133,10 @@ class Cluster:
         await self.stacks.pop(end.address).aclose()
 
 
-@pytest.fixture(params=["memory", "modelled", "tcp", "tls", "shm"])
+KINDS = ["memory", "modelled", "tcp", "tls", "shm", *(["rdma"] if RDMA[0] else [])]
+
+
+@pytest.fixture(params=KINDS)
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     cluster = Cluster(request.param)
     yield cluster

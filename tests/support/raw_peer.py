@@ -20,7 +20,7 @@ from services.node.transport.wire import (
 )
 from shared.errors import TransportError
 
-SILENCE_S = 0.5
+SILENCE_S = 1.0
 """Of nodes in tests: no shorter, since a busy machine is silent too."""
 LIMIT_S = 10.0
 """Within which everything ends, in a typed error or well."""

@@ -61,7 +61,7 @@ class Connection:
     async def receive_some(self, into: Callable[[], memoryview]) -> int:
         """Receives at least one byte into the start of `into()`, asked for when bytes are there."""
         while True:
-            self._check()
+            self.check()
             try:
                 received = self.sock.recv_into(into())
             except BlockingIOError:
@@ -102,7 +102,7 @@ class Connection:
         """The TLS handshake, before anything else is sent."""
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         while True:
-            self._check()
+            self.check()
             try:
                 if not isinstance(self.sock, ssl.SSLSocket):
                     self.sock.getpeername()  # or there is nobody left to shake hands with
@@ -136,7 +136,7 @@ class Connection:
         Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
         """
         async with self._writing:
-            self._check()
+            self.check()
             views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
             whole = len(views)
             first = views[0].nbytes
@@ -147,10 +147,11 @@ class Connection:
                     views = _without(views, await self._send_some(views))
                     await self._take_turns()
             except asyncio.CancelledError:
-                if begun or len(views) < whole or views[0].nbytes < first:
+                if views and (begun or len(views) < whole or views[0].nbytes < first):
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
             if ahead:
+                self.check()
                 self._set_ahead(ahead)
                 await self._wait_writable()
             self._sent_at = asyncio.get_running_loop().time()
@@ -166,7 +167,7 @@ class Connection:
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:
-            self._check()
+            self.check()
             try:
                 if isinstance(self.sock, ssl.SSLSocket):
                     return self.sock.send(views[0])
@@ -227,7 +228,8 @@ class Connection:
             self._unyielded = 0
             await asyncio.sleep(0)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what it was closed with, if it was."""
         if self.error is not None:
             raise type(self.error)(str(self.error))
 

@@ -29,7 +29,7 @@ from services.node.transport.wire import (
     parse_read,
 )
 from shared.clock import wall_ns
-from shared.errors import ProtocolViolation, RegionUnknown, TransportError
+from shared.errors import ProtocolViolation, RegionUnknown, TransportError, TransportTimeout
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 Spawn = Callable[[Work], asyncio.Task[None]]
@@ -56,8 +56,8 @@ class Way(Generic[End]):
 
 @dataclass(slots=True, eq=False)
 class _Pending:
+    request: ReadRequest
     turn: Turn
-    nbytes: int
     into: memoryview | None
     """None once the reader has gone: what still comes is received into scratch and dropped."""
     received: OnReceived | None
@@ -96,15 +96,17 @@ class ReadChannel:
         priority: int,
         received: OnReceived | None,
     ) -> ReadResult:
+        self.connection.check()
         identity = next(self._ids) % _IDS
         ended: asyncio.Future[ReadResult | TransportError]
         ended = asyncio.get_running_loop().create_future()
         direct = self._way is not None and self._way.end.reaches(into)
-        pending = _Pending(self._ingress.arrive(priority), len(into), into, received, ended)
+        request = ReadRequest(priority, offset, len(into), region, direct)
+        pending = _Pending(request, self._ingress.arrive(priority), into, received, ended)
         self._pending[identity] = pending
+        # Sent in any case, and before a CANCEL.
+        self._spawn(partial(self.connection.send, [encode_read(identity, request)]))
         try:
-            request = ReadRequest(priority, offset, len(into), region, direct)
-            await self.connection.send([encode_read(identity, request)])
             outcome = await ended
         except asyncio.CancelledError:
             pending.into = None
@@ -156,13 +158,13 @@ class ReadChannel:
         self._pending.clear()
 
     def _check_length(self, pending: _Pending, nbytes: int) -> None:
-        if nbytes > pending.nbytes - pending.position:
+        if nbytes > pending.request.nbytes - pending.position:
             raise ProtocolViolation(f"{nbytes} bytes for a read, more than was asked for")
 
     def _moved(self, identity: int, pending: _Pending, way: str) -> None:
-        if pending.position == pending.nbytes:
+        if pending.position == pending.request.nbytes:
             del self._pending[identity]
-            _end(pending, ReadResult(pending.nbytes, pending.first_byte_ns, way))
+            _end(pending, ReadResult(pending.position, pending.first_byte_ns, way))
 
     # --- on the connection ---
 
@@ -185,8 +187,8 @@ class ReadChannel:
 
     def _granted(self, identity: int, pending: _Pending, place: Place, nbytes: int) -> None:
         self._check_length(pending, nbytes)
-        if self._way is None:
-            raise ProtocolViolation(f"GRANT for read {identity}: no direct way was agreed on")
+        if self._way is None or not pending.request.direct:
+            raise ProtocolViolation(f"GRANT for read {identity}, which is not direct")
         pending.taking = self._spawn(partial(self._take, pending, place, nbytes, self._way))
         pending.taking.add_done_callback(lambda _: self._took(identity, pending, nbytes))
 
@@ -255,7 +257,7 @@ class _Serving:
     in_part: bool = False
     """In a DATA frame, or between a GRANT and its TAKEN."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
-    stop: bool = False
+    cancelled: bool = False
     refused: bool = False
 
     @property
@@ -284,6 +286,8 @@ class ReadServer:
         self._way = way
         self._on_sent = on_sent
         self._serving: dict[int, _Serving] = {}
+        self._refusing: set[int] = set()
+        """Reads whose refusal is not sent yet."""
 
     async def run(self) -> None:
         """Serves until the connection ends, with a TransportError."""
@@ -307,13 +311,14 @@ class ReadServer:
                 self._way.end.close()
 
     def _begin(self, identity: int, request: ReadRequest) -> None:
-        if identity in self._serving:
+        if identity in self._serving or identity in self._refusing:
             raise ProtocolViolation(f"read {identity} was asked for twice")
-        if len(self._serving) >= MAX_READS:
+        if len(self._serving) + len(self._refusing) >= MAX_READS:
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
         try:
             region = self._regions.find(request.region, request.offset, request.nbytes)
         except RegionUnknown as error:
+            self._refusing.add(identity)
             self._spawn(partial(self._refuse, identity, error))
             return
         port, place = self._egress, None
@@ -327,6 +332,7 @@ class ReadServer:
 
     async def _refuse(self, identity: int, error: RegionUnknown) -> None:
         await self._connection.send([encode_fault(identity, error.code, str(error))])
+        self._refusing.discard(identity)
 
     def _taken(self, identity: int) -> None:
         serving = self._serving.get(identity)
@@ -336,11 +342,10 @@ class ReadServer:
 
     async def _stop(self, identity: int) -> None:
         serving = self._serving.get(identity)
-        if serving is None or serving.task is None:
+        if serving is None or serving.task is None or serving.cancelled:
             return
-        if serving.in_part:
-            serving.stop = True
-        else:
+        serving.cancelled = True
+        if not serving.in_part:
             serving.task.cancel()
         await asyncio.wait([serving.task])
         if not serving.answered:
@@ -348,7 +353,7 @@ class ReadServer:
 
     async def _serve(self, identity: int, serving: _Serving) -> None:
         try:
-            while not serving.answered and not serving.stop:
+            while not serving.answered and not serving.cancelled:
                 await self._serve_part(identity, serving)
         except RegionUnknown as error:
             serving.refused = serving.in_part = True
@@ -366,7 +371,7 @@ class ReadServer:
         lane = serving if serving.place else self
         async with port.grant(lane, serving.turn, nbytes):
             serving.began = serving.began or asyncio.get_running_loop().time()
-            with region.use() as buffer:
+            with region.use(self._evict) as buffer:
                 serving.in_part = True
                 if serving.place is None:
                     prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
@@ -377,6 +382,10 @@ class ReadServer:
                     await self._grant(identity, serving, place, nbytes)
                 serving.in_part = False
             serving.sent += nbytes
+
+    def _evict(self) -> None:
+        why = f"{self._connection.address} does not take what it asked for, and it has to go"
+        self._connection.close(TransportTimeout(why))
 
     async def _grant(self, identity: int, serving: _Serving, place: Place, nbytes: int) -> None:
         serving.taken.clear()

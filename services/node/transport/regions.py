@@ -1,14 +1,17 @@
 """Registered buffers and how far each may be read: the server side of every transport."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.errors import Conflict, NotFound, RegionUnknown
 
+EVICT_S = 2.0
+"""How long what was begun may take to end once its region is to go."""
+
 
 class Region:
-    """A buffer whose first `ready` bytes may be sent. `users` counts sends that touch it now."""
+    """A buffer whose first `ready` bytes may be sent, and what touches it now."""
 
     def __init__(self, name: str, buffer: memoryview, ready: int, flow: str) -> None:
         self.name = name
@@ -16,7 +19,7 @@ class Region:
         self.buffer = buffer
         self.ready = ready
         self.closed = False
-        self._users = 0
+        self._users: list[Callable[[], None]] = []
         self._changed: set[asyncio.Future[None]] = set()
 
     async def beyond(self, position: int) -> int:
@@ -28,15 +31,15 @@ class Region:
         return self.ready
 
     @contextmanager
-    def use(self) -> Iterator[memoryview]:
-        """The buffer, which stays valid until the block ends."""
+    def use(self, evict: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
+        """The buffer, which stays valid until the block ends. `evict` makes it end soon."""
         if self.closed:
             raise RegionUnknown(f"region {self.name} was unregistered")
-        self._users += 1
+        self._users.append(evict)
         try:
             yield self.buffer
         finally:
-            self._users -= 1
+            self._users.remove(evict)
             self._wake()
 
     def advance(self, ready: int) -> None:
@@ -49,10 +52,19 @@ class Region:
         self._wake()
 
     async def close(self) -> None:
+        """Returns once nothing touches the buffer."""
         self.closed = True
         self._wake()
-        while self._users:
-            await self._change()
+        eviction = asyncio.get_running_loop().call_later(EVICT_S, self._evict)
+        try:
+            while self._users:
+                await self._change()
+        finally:
+            eviction.cancel()
+
+    def _evict(self) -> None:
+        for evict in list(self._users):
+            evict()
 
     async def _change(self) -> None:
         future = asyncio.get_running_loop().create_future()

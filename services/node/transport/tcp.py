@@ -275,6 +275,8 @@ class TcpTransport:
                     raise
         except TimeoutError:
             raise PeerLost(f"{address}: no connection within {self._silence_s} s") from None
+        except UnicodeError as error:
+            raise BadInput(f"address {address!r}: {error}") from error
         except OSError as error:
             raise PeerLost(f"{address}: cannot connect: {error.strerror}") from error
 

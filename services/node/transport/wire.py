@@ -26,6 +26,7 @@ from shared.errors import ProtocolViolation
 MAGIC = b"LSDP"
 VERSION = 2
 MAX_BODY = 1 << 20
+MAX_HELLO = 8 << 10
 MAX_MESSAGE = 1000
 """Characters of a FAULT's message."""
 CANCELLED = "cancelled"
@@ -103,7 +104,7 @@ def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> P
         kind = Kind(raw)
     except ValueError:
         raise ProtocolViolation(f"unknown frame kind {raw}") from None
-    if body > MAX_BODY or (body and kind not in _WITH_BODY):
+    if body > (MAX_HELLO if kind is Kind.HELLO else MAX_BODY) or (body and kind not in _WITH_BODY):
         raise ProtocolViolation(f"{kind.name} frame with a body of {body} bytes")
     if payload > max_payload or (payload and kind not in _WITH_PAYLOAD):
         raise ProtocolViolation(f"{kind.name} frame with a payload of {payload} bytes")

@@ -137,7 +137,12 @@ async def test_a_name_in_use_is_a_conflict_and_the_first_node_keeps_it(
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({"device": "tpu"}, ConfigError), ({"arena_bytes": 1 << 62}, CapacityExceeded)],
+    [
+        ({"device": "tpu"}, ConfigError),
+        ({"arena_bytes": 1 << 62}, CapacityExceeded),
+        ({"tls_certificate": "node.pem"}, ConfigError),
+        ({"rdma_device": "mlx5_0", "tls_certificate": "node.pem"}, ConfigError),
+    ],
 )
 async def test_a_node_that_cannot_start_says_why(
     tmp_path: Path, checkpoint: Path, settings: dict[str, Any], error: type[LambdaScaleError]

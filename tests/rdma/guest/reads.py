@@ -1,0 +1,62 @@
+"""Two nodes' transports on two machines: `serve` on 10.9.0.1, `read` on the other.
+
+The reader says what the first read moved by what, and goes on until the peer is lost.
+"""
+
+import asyncio
+import sys
+
+from services.node.memory.arena import Arena
+from services.node.transport.rdma import RdmaDirect
+from services.node.transport.tcp import TcpTransport
+from shared.errors import PeerLost, TransportError
+from tests.rdma.guest.peer import DEVICE, GID_INDEX, NBYTES, pattern
+
+SOURCE = "10.9.0.1"
+PORT = 7001
+
+
+async def main(role: str) -> None:
+    arena = Arena(NBYTES)
+    memory = arena.allocate(NBYTES).memory
+    lost = asyncio.Event()
+
+    def on_peer_lost(address: str, error: TransportError) -> None:
+        assert isinstance(error, PeerLost)
+        lost.set()
+
+    async with TcpTransport(
+        SOURCE if role == "serve" else "10.9.0.2",
+        PORT,
+        link_bytes_per_s=0,
+        on_message=lambda sender, header, payload: None,
+        on_peer_lost=on_peer_lost,
+        ways=[RdmaDirect([arena.memory], DEVICE, GID_INDEX)],
+        silence_s=5.0,
+    ) as transport:
+        if role == "serve":
+            memory[:] = pattern()
+            transport.register("weights", memory, ready=NBYTES)
+            print("serving", flush=True)
+            await asyncio.Event().wait()
+        source = f"tcp://{SOURCE}:{PORT}"
+        while True:  # until the other machine has come so far
+            try:
+                await transport.connect(source)
+                break
+            except PeerLost:
+                await asyncio.sleep(0.1)
+        lost.clear()
+        result = await transport.read(source, "weights", 0, memory, priority=1)
+        assert memory == pattern()
+        print(f"read {result.nbytes} bytes by {result.way}", flush=True)
+        try:
+            while True:
+                await transport.read(source, "weights", 0, memory, priority=1)
+        except PeerLost as error:
+            print(f"lost: {error}", flush=True)
+        await lost.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
