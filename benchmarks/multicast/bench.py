@@ -180,6 +180,7 @@ class _Bench:
                 row.makespans_s.append(run.makespan_s)
                 row.cpu_s.append(run.cpu_s)
                 row.first_bytes_s.append(run.first_byte_s)
+                self._say(f"  {row.name:<12} {run.makespan_s / limit_s:.3f} x limit")
         self._rows += (row for row, _ in planned)
 
     async def _peers(self, record: ModelRecord, count: int) -> None:
