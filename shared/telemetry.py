@@ -40,6 +40,7 @@ _LEVELS = {
 }
 _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
+_exporting = False
 _tracer: trace.Tracer = trace.NoOpTracer()
 """The provider's: it takes a while to make."""
 
@@ -83,7 +84,7 @@ def _as_json(span: ReadableSpan) -> dict[str, object]:
 
 def configure(service: str, config: TelemetryConfig) -> None:
     """Sets up logs and traces of this process, at its start; ConfigError for a bad setting."""
-    global _provider, _tracer
+    global _provider, _tracer, _exporting
     shutdown()
     if config.log_level not in _LEVELS:
         raise ConfigError(f"telemetry.log_level {config.log_level!r}: use {', '.join(_LEVELS)}")
@@ -115,6 +116,7 @@ def configure(service: str, config: TelemetryConfig) -> None:
         exporter = OTLPSpanExporter(endpoint=f"{config.otlp_endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
     _provider = provider
+    _exporting = bool(config.trace_dir or config.otlp_endpoint)
     _tracer = provider.get_tracer("lambdascale")
 
 
@@ -180,7 +182,9 @@ def record(
     attributes: Mapping[str, Attribute] | None = None,
     links: Sequence[str] = (),
 ) -> str:
-    """A span that is over already; returns its traceparent."""
+    """A span that is over already; returns its traceparent (its parent's where none is kept)."""
+    if _provider is not None and not _exporting:
+        return parent
     span = start(name, parent=parent, start_ns=start_ns, attributes=attributes, links=links)
     span.end(end_time=end_ns)
     return traceparent(span)

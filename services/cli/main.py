@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from services.cli import (
+    bench,
     demo,
     events,
     keys,
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, up, status, models, events, plan, simulate, keys, self_test):
+    for module in (demo, up, status, models, events, plan, simulate, bench, keys, self_test):
         module.add_parser(commands)
     run_service.add_parsers(commands)
     return parser

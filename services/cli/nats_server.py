@@ -31,17 +31,18 @@ def find_server() -> str:
 
 
 class NatsServer:
-    """nats-server with JetStream on loopback; its store, configuration and log are in `directory`.
+    """nats-server with JetStream; its store, configuration and log are in `directory`.
 
-    `port` 0 takes a free one. With `detached` the server outlives this process; without, it dies
-    with it (with the thread that called `start`), whatever kills it. `user` and `password` are
-    asked of every client.
+    It listens on `host`; `port` 0 takes a free one. With `detached` the server outlives this
+    process; without, it dies with it (with the thread that called `start`), whatever kills it.
+    `user` and `password` are asked of every client.
     """
 
     def __init__(
         self,
         directory: Path,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         user: str = "",
         password: str = "",
@@ -49,6 +50,7 @@ class NatsServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._directory = directory.absolute()
+        self._host = host
         self._port = port
         self._user = user
         self._password = password
@@ -142,7 +144,7 @@ class NatsServer:
     def _write_config(self) -> Path:
         """In a file and not on the command line, which any user of the machine can read."""
         settings: dict[str, object] = {
-            "host": "127.0.0.1",
+            "host": self._host,
             "port": self._port or -1,
             "ports_file_dir": str(self._directory),
             "max_payload": MAX_PAYLOAD,

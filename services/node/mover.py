@@ -121,15 +121,22 @@ class _Model:
     event: EventId | None = None
     revision: int = 0
     pulls: dict[int, _Pulling] = field(default_factory=dict)
+    queues: dict[NodeId, list[_Pulling]] = field(default_factory=dict)
+    """The pulls from each source, in order of steps; ended ones perhaps among them."""
     heard: set[NodeId] = field(default_factory=set)
     """Sources that have sent something."""
     dropping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def enqueue(self) -> None:
+        """To be called after the pulls or their steps have changed."""
+        self.queues = {}
+        for pulling in sorted(self.pulls.values(), key=lambda pulling: pulling.step):
+            self.queues.setdefault(pulling.source, []).append(pulling)
+
     def of(self, source: NodeId) -> list[_Pulling]:
-        return sorted(
-            (pulling for pulling in self.pulls.values() if pulling.source == source),
-            key=lambda pulling: pulling.step,
-        )
+        """The pulls from a source, earliest step first."""
+        self.queues[source] = [p for p in self.queues.get(source, ()) if not p.ended]
+        return self.queues[source]
 
 
 class Mover:
@@ -219,7 +226,8 @@ class Mover:
                 addresses[pull.source],
                 frozenset(model.blocks[pull.block].writers),
             )
-        for source in dict.fromkeys(pulling.source for pulling in model.pulls.values()):
+        model.enqueue()
+        for source in list(model.queues):
             self._fill(model, source)
 
     async def drop(self, model_id: ModelId) -> None:
@@ -257,6 +265,8 @@ class Mover:
         window = BLOCK_WINDOW if source in model.heard else FIRST_WINDOW
         room = window * BLOCKS_AHEAD - sum(len(pulling.reads) for pulling in pulls)
         for pulling in pulls:
+            if room <= 0:
+                return
             of_block = min(room, window - len(pulling.reads))
             for chunk in islice(_missing(model, pulling), max(0, of_block)):
                 self._begin(model, pulling, chunk)

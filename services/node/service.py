@@ -48,6 +48,8 @@ from shared.messages.serving import Cancel, Submit, Tokens
 from shared.service import Service
 
 STATUS_EVERY_S = 1.0
+STATUS_GAP_S = 0.05
+"""Between two, however much changes: while blocks land, each is reported by itself anyhow."""
 RETRY_S = 0.2
 
 Args = TypeVarTuple("Args")
@@ -402,8 +404,9 @@ class NodeService(Service):
         while not self._lease.over:
             self._status_due.clear()
             await self._publish(subjects.POOL_STATUS, self._status())
+            await asyncio.sleep(STATUS_GAP_S)
             try:
-                async with asyncio.timeout(STATUS_EVERY_S):
+                async with asyncio.timeout(STATUS_EVERY_S - STATUS_GAP_S):
                     await self._status_due.wait()
             except TimeoutError:
                 continue

@@ -22,8 +22,13 @@ from services.node.transport.wire import (
 )
 from shared.errors import PeerLost, ProtocolViolation, TransportError, TransportTimeout
 
+_TCP_NOTSENT_LOWAT = 25
+"""linux/tcp.h; the socket module has no name for it."""
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
+AT_ONCE = 256 * 1024
+"""Bytes that are waited for together, if so many are to come: waking costs more than copying. At
+most half of what a receive buffer takes."""
 _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
 
@@ -46,9 +51,10 @@ class Connection:
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
-        self._send_buffer = 0
-        """As it was set; 0: as the kernel likes it."""
+        self._ahead = 0
         self._unyielded = 0
+        self._enough = 1
+        """Bytes for which the kernel wakes us."""
 
     # --- receiving -------------------------------------------------------------
 
@@ -58,8 +64,10 @@ class Connection:
             self.check()
             try:
                 received = self.sock.recv_into(into())
-            except (BlockingIOError, ssl.SSLWantReadError):
-                await self._wait_readable()
+            except BlockingIOError:
+                await self._wait_readable(len(into()))
+            except ssl.SSLWantReadError:  # of a record that may be there in part
+                await self._wait_readable(1)
             except OSError as error:
                 raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
             else:
@@ -103,7 +111,7 @@ class Connection:
                     )
                 self.sock.do_handshake()
             except ssl.SSLWantReadError:
-                await self._wait_readable()
+                await self._wait_readable(1)
             except ssl.SSLWantWriteError:
                 await self._wait_writable()
             except OSError as error:
@@ -121,8 +129,9 @@ class Connection:
 
     # --- sending ---------------------------------------------------------------
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
-        """One frame, after those begun earlier; returns once the kernel has all of it.
+    async def send(self, buffers: Sequence[Buffer], *, ahead: int = 0) -> None:
+        """One frame, after those begun earlier; returns once the kernel has all of it, and with
+        `ahead` once it has sent all but so many bytes or fewer.
 
         Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
         """
@@ -141,14 +150,20 @@ class Connection:
                 if views and (begun or len(views) < whole or views[0].nbytes < first):
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
+            if ahead:
+                self.check()
+                self._set_ahead(ahead)
+                await self._wait_writable()
             self._sent_at = asyncio.get_running_loop().time()
 
-    def set_send_buffer(self, nbytes: int) -> None:
-        """What lies in it can't be overtaken. Small differences change nothing."""
-        self.check()
-        if not nbytes / 2 < self._send_buffer < nbytes * 2:
-            self._send_buffer = nbytes
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+    def _set_ahead(self, nbytes: int) -> None:
+        """How much waits in the kernel, where nothing can overtake it, when more is asked for.
+        Small differences change nothing."""
+        if not nbytes / 2 < self._ahead < nbytes * 2:
+            self._ahead = nbytes
+            # It takes twice as much at a time, and wakes us when half of that is left.
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * nbytes)
+            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 2 * nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:
@@ -182,8 +197,14 @@ class Connection:
             self.on_closed(error)
 
     def check_silence(self, now: float, limit_s: float) -> None:
-        """Closes the connection if we have been waiting for bytes for longer than `limit_s`."""
-        if self._silent_since is None or now - self._silent_since < limit_s:
+        """Closes the connection if we have been waiting for bytes for longer than `limit_s`.
+
+        To be called several times in that time: any byte counts, however many are waited for.
+        """
+        if self._silent_since is None or now - self._silent_since < limit_s / 2:
+            return
+        self._wake_at(1)
+        if now - self._silent_since < limit_s:
             return
         if self._in_frame:
             self.close(TransportTimeout(f"{self.address}: stopped within a frame for {limit_s} s"))
@@ -212,8 +233,10 @@ class Connection:
         if self.error is not None:
             raise type(self.error)(str(self.error))
 
-    async def _wait_readable(self) -> None:
+    async def _wait_readable(self, wanted: int) -> None:
+        """Until so many bytes are there, or some of very many, or of a slow link."""
         loop = asyncio.get_running_loop()
+        self._wake_at(min(wanted, AT_ONCE))
         self._readable = loop.create_future()
         self._silent_since = loop.time()
         loop.add_reader(self.sock.fileno(), _wake, self._readable)
@@ -223,6 +246,11 @@ class Connection:
             self._readable = self._silent_since = None
             if self.error is None:
                 loop.remove_reader(self.sock.fileno())
+
+    def _wake_at(self, nbytes: int) -> None:
+        if nbytes != self._enough:
+            self._enough = nbytes
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _wait_writable(self) -> None:
         loop = asyncio.get_running_loop()

@@ -16,7 +16,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GRANT_S = 0.001
+GRANT_S = 0.006
+"""What a frame costs the processor, whatever its size, is half of all at 64 KiB. (A chunk takes
+5.5 ms on a link of 400 Mbit/s: it goes as one.)"""
+AHEAD_S = 0.002
+"""Of a frame, this much may still wait in the kernel when the next one is begun."""
 MIN_GRANT = 64 * 1024
 MAX_GRANT = 4 << 20
 """Larger frames cost less processor time, which only a link of GB/s can feel."""
@@ -26,7 +30,7 @@ LATENESS_S = 0.02
 """Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
 QUIET_S = 0.001
 """A port that nobody asked for this long had nothing to do: unused time is lost."""
-PATIENCE_S = 0.005
+PATIENCE_S = 0.02
 """An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
 
 
@@ -78,8 +82,16 @@ class Port:
     @property
     def grant_bytes(self) -> int:
         """How many bytes to take a grant for."""
-        rate = self._rate or (self._moved / self._moving_s if self._moving_s else 0.0)
-        return min(max(self._min_grant, int(rate * GRANT_S)), MAX_GRANT)
+        return min(max(self._min_grant, int(self._measured * GRANT_S)), MAX_GRANT)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of a frame may be unsent when the next one is begun."""
+        return min(max(self._min_grant, int(self._measured * AHEAD_S)), MAX_GRANT)
+
+    @property
+    def _measured(self) -> float:
+        return self._rate or (self._moved / self._moving_s if self._moving_s else 0.0)
 
     def arrive(self, priority: int, flow: str = "") -> Turn:
         """The turn of a transfer that begins now."""

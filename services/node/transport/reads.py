@@ -374,9 +374,9 @@ class ReadServer:
             with region.use(self._evict) as buffer:
                 serving.in_part = True
                 if serving.place is None:
-                    self._connection.set_send_buffer(port.grant_bytes)
                     prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
-                    await self._connection.send([prefix, buffer[position : position + nbytes]])
+                    data = buffer[position : position + nbytes]
+                    await self._connection.send([prefix, data], ahead=port.ahead_bytes)
                 else:
                     place = Place(serving.place.key, serving.place.address + serving.sent)
                     await self._grant(identity, serving, place, nbytes)

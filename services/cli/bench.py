@@ -1,0 +1,129 @@
+"""`lambdascale bench`: measurements on this machine. The code is in `benchmarks/`."""
+
+import argparse
+from typing import Any
+
+from services.cli.client import absolute, add_json_option, print_json, say
+from services.planner.core.choose import AUTO
+from shared.errors import BadInput
+
+ALL = "all"
+DESCRIPTION = """\
+How long a model takes from one node to all others, by strategy, against what the links allow and
+against torch.distributed over gloo. The nodes are real ones, each on a host of its own: network
+namespaces on this machine, joined by shaped links. Needs root and iproute2; changes nothing
+outside of the namespaces and leaves nothing behind.
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
+    parser = subparsers.add_parser(
+        "bench", help="measure this machine's data plane", description="Measurements."
+    )
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
+    _add_multicast(benches)
+
+
+def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "multicast",
+        help="time to copy a model to N nodes, by strategy, over shaped links",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--nodes", type=_counts, default=(2, 4, 8, 16), metavar="N,N,..",
+        help="numbers of nodes, the source included (2,4,8,16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strategies", default=ALL, metavar="A,B,..",
+        help=f"the planner's, and {AUTO}, its choice (default: {ALL})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-mbit", type=_amount, default=400.0, metavar="R",
+        help="10^6 bits/s of each link, each way (400). More than 800 at 16 nodes measures the "
+        "processor",
+    )  # fmt: skip
+    parser.add_argument("--mib", type=_count, default=64, help="size of the model (64)")
+    parser.add_argument(
+        "--blocks", type=_count, default=128, help="that the model is cut into (128)"
+    )
+    parser.add_argument("--runs", type=_count, default=3, help="of each (3)")
+    parser.add_argument(
+        "--racks", type=_racks, default=(4, 4), metavar="N,N,..",
+        help="measure nodes in racks of these sizes as well (4,4; `none`: do not)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trunk-mbit", type=_amount, metavar="R", help="of a rack's trunk (that of a link)"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="leave gloo out")
+    parser.add_argument(
+        "--figure", type=absolute, metavar="PATH", help="draw the results (.svg, .png)"
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run_multicast)
+
+
+def run_multicast(args: argparse.Namespace) -> int:
+    from benchmarks.multicast import bars, bench, figure  # torch and matplotlib: a second or two
+
+    if min(args.nodes) < 2:
+        raise BadInput("--nodes: a multicast is between 2 nodes or more")
+    settings = bench.Settings(
+        nodes=args.nodes,
+        strategies=_strategies(args.strategies, bench.OURS),
+        link_mbit=args.link_mbit,
+        nbytes=args.mib << 20,
+        blocks=args.blocks,
+        runs=args.runs,
+        racks=args.racks,
+        trunk_mbit=args.trunk_mbit or args.link_mbit,
+        peers=not args.no_peers,
+    )
+    results = bench.measure(settings, say)
+    if args.figure:
+        figure.draw(results, args.figure)
+    verdict = [str(bar) for bar in bars.bars(results)]
+    if args.json:
+        print_json(bench.document(results))
+        say("\n".join(verdict))
+    else:
+        print("\n".join([*bench.table(results), "", *verdict]))
+    return 0
+
+
+def _strategies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    if text == ALL:
+        return known
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise BadInput(f"--strategies {unknown[0]}: use {ALL} or some of {', '.join(known)}")
+    return names
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part) for part in text.split(",")}))
+
+
+def _racks(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(_count(part) for part in text.split(","))
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number more than 0")
+    return value
