@@ -6,6 +6,7 @@ a deadline; CancelledError is never swallowed; a process that failed does not ex
 """
 
 import asyncio
+import gc
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
@@ -116,6 +117,10 @@ async def serve_until_signal(service: Service) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         async with service:
+            # All that was imported and made so far stays: the collector, which stops every thread
+            # of the process while it looks, need not look at it again.
+            gc.collect()
+            gc.freeze()
             service.log.info("ready")
             await stop.wait()
             service.log.info("stopping")

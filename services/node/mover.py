@@ -261,10 +261,10 @@ class Mover:
 
     def _fill(self, model: _Model, source: NodeId) -> None:
         """Keeps the window to a source full, earliest step first."""
-        pulls = model.of(source)
         window = BLOCK_WINDOW if source in model.heard else FIRST_WINDOW
-        room = window * BLOCKS_AHEAD - sum(len(pulling.reads) for pulling in pulls)
-        for pulling in pulls:
+        room = window * BLOCKS_AHEAD
+        for pulling in model.of(source):
+            room -= len(pulling.reads)
             if room <= 0:
                 return
             of_block = min(room, window - len(pulling.reads))

@@ -53,6 +53,8 @@ class Connection:
         self._sent_at = 0.0
         self._ahead = 0
         self._unyielded = 0
+        self._watched = False
+        """The loop calls us when bytes come."""
         self._enough = 1
         """Bytes for which the kernel wakes us."""
 
@@ -239,13 +241,21 @@ class Connection:
         self._wake_at(min(wanted, AT_ONCE))
         self._readable = loop.create_future()
         self._silent_since = loop.time()
-        loop.add_reader(self.sock.fileno(), _wake, self._readable)
+        if not self._watched:
+            self._watched = True
+            loop.add_reader(self.sock.fileno(), self._on_readable)
         try:
             await self._readable
         finally:
             self._readable = self._silent_since = None
-            if self.error is None:
-                loop.remove_reader(self.sock.fileno())
+
+    def _on_readable(self) -> None:
+        """Mostly somebody waits for it; only else is it worth while not to be called again."""
+        if self._readable is None:
+            self._watched = False
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        else:
+            _wake(self._readable)
 
     def _wake_at(self, nbytes: int) -> None:
         if nbytes != self._enough:

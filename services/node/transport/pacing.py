@@ -30,7 +30,7 @@ LATENESS_S = 0.02
 """Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
 QUIET_S = 0.001
 """A port that nobody asked for this long had nothing to do: unused time is lost."""
-PATIENCE_S = 0.02
+PATIENCE_S = 0.005
 """An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
 
 
