@@ -76,6 +76,8 @@ class DataPlane:
 
     async def __aenter__(self) -> Self:
         self._loop = uvloop.new_event_loop()
+        self._over = asyncio.wrap_future(self._ended)
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
         self._thread.start()
         try:
             await asyncio.wrap_future(self._started)
@@ -89,7 +91,7 @@ class DataPlane:
 
     async def wait(self) -> None:
         """Until the thread has ended; raises what it failed with."""
-        await asyncio.wrap_future(self._ended)
+        await asyncio.shield(self._over)
 
     async def _close(self) -> None:
         self._closing = True
@@ -154,8 +156,9 @@ class DataPlane:
             raise _closed() from error
         done = asyncio.wrap_future(begun)
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([done])
-        if done.cancelled():
+        waited: tuple[asyncio.Future[Any], ...] = done, self._over
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done() or done.cancelled():
             raise _closed()
         return done.result()
 

@@ -139,7 +139,7 @@ class Hosting:
             hosted.span.hold(ENGINE)
             try:
                 await self._worker.open_model(hosted.model, hosted.manifest)
-            except LambdaScaleError:
+            except BaseException:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()

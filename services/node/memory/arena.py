@@ -19,8 +19,10 @@ from shared.layout import ALIGN, Manifest
 PAGE = mmap.PAGESIZE
 LARGE = 64 * PAGE
 """Blocks of so many bytes begin at a page: less than 2 % is lost."""
-_SIZE_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Peers on this machine map it, and must not lose it under their hands."""
+_FUTURE_WRITE = 0x10
+"""F_SEAL_FUTURE_WRITE (Linux 5.1): only the mapping that is there can be written through."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _FUTURE_WRITE
+"""Peers on this machine map it: they must not lose it under their hands, nor change it."""
 _TOUCH = 64 << 20
 """Bytes faulted in at a time: other threads run in between."""
 
@@ -58,8 +60,8 @@ class Arena:
         self._close_descriptor = weakref.finalize(self, os.close, descriptor)
         try:
             os.ftruncate(descriptor, self.nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_FIXED)
             self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             self._close_descriptor()
             raise _no_memory(self.nbytes, error.strerror) from error

@@ -16,13 +16,17 @@ async def to_its_end(function: Callable[[], None]) -> None:
     """Runs it in a thread. Also when cancelled it ends only when the thread has: what the thread
     is at must not be taken away under it, or left half done."""
     work = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        await asyncio.wait([work])
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        work.exception()
-        raise
-    work.result()
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    error = work.exception()
+    if cancelled:
+        raise asyncio.CancelledError
+    if error is not None:
+        raise error
 
 
 @contextmanager

@@ -156,6 +156,7 @@ class Connection:
                 self.check()
                 self._set_ahead(ahead)
                 await self._wait_writable()
+                self.check()
             self._sent_at = asyncio.get_running_loop().time()
 
     def _set_ahead(self, nbytes: int) -> None:
@@ -195,8 +196,9 @@ class Connection:
             self.sock.close()
         for waiter in (self._readable, self._writable):
             _wake(waiter)
-        if self.on_closed is not None:
-            self.on_closed(error)
+        on_closed, self.on_closed = self.on_closed, None
+        if on_closed is not None:
+            on_closed(error)
 
     def check_silence(self, now: float, limit_s: float) -> None:
         """Closes the connection if we have been waiting for bytes for longer than `limit_s`.

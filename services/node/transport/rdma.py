@@ -174,7 +174,7 @@ class RdmaReader(_Closable):
         self._loop.add_reader(end.descriptor, self._on_completed)
 
     def reaches(self, into: memoryview) -> bool:
-        return self._device.locate(into) is not None
+        return not self._broken and self._device.locate(into) is not None
 
     async def take(self, place: Place, into: memoryview) -> None:
         found = self._device.locate(into)

@@ -29,7 +29,13 @@ from services.node.transport.wire import (
     parse_read,
 )
 from shared.clock import wall_ns
-from shared.errors import ProtocolViolation, RegionUnknown, TransportError, TransportTimeout
+from shared.errors import (
+    PeerLost,
+    ProtocolViolation,
+    RegionUnknown,
+    TransportError,
+    TransportTimeout,
+)
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 Spawn = Callable[[Work], asyncio.Task[None]]
@@ -195,11 +201,18 @@ class ReadChannel:
     async def _take(
         self, pending: _Pending, place: Place, nbytes: int, way: Way[DirectReader]
     ) -> None:
+        if pending.into is None:
+            return
         async with way.port.grant(pending, pending.turn, nbytes):
-            if pending.into is not None:
-                into = pending.into[pending.position : pending.position + nbytes]
+            into = pending.into[pending.position : pending.position + nbytes]
+            try:
                 await way.end.take(place, into)
-                pending.first_byte_ns = pending.first_byte_ns or wall_ns()
+            except (PeerLost, ProtocolViolation):
+                raise
+            except TransportError as error:  # of this read; the way is broken for the others too
+                _end(pending, error)
+                raise PeerLost(f"{self.connection.address}: {error}") from error
+            pending.first_byte_ns = pending.first_byte_ns or wall_ns()
         if pending.into is not None and pending.received is not None:
             await asyncio.get_running_loop().run_in_executor(None, pending.received, into)
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from services.node.memory.views import Memory, find
 from services.node.transport.direct import Place
+from shared import telemetry
 from shared.errors import PeerLost, ProtocolViolation, TransportError
 
 PIECE = 4 << 20
@@ -31,6 +32,8 @@ INLINE = 64 << 10
 """Less than this is copied on the spot: handing it to a thread takes longer."""
 COPIERS = 2
 MAX_MEMORIES = 16
+PAUSE_S = 0.05
+"""After the descriptors could not be handed out."""
 _CREDENTIALS = struct.Struct("3i")
 
 Bytes = npt.NDArray[np.uint8]
@@ -46,7 +49,8 @@ class ShmDirect:
         self._memories = memories
         self._here = "/".join((machine, *_kernel_identity())).encode()
         self._socket = f"\0lambdascale-{secrets.token_hex(8)}"
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._log = telemetry.logger("shm")
 
     async def __aenter__(self) -> Self:
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="shm")
@@ -54,7 +58,7 @@ class ShmDirect:
         self._listener.setblocking(False)
         self._listener.bind(self._socket)
         self._listener.listen(128)
-        asyncio.get_running_loop().add_reader(self._listener, self._hand_out)
+        self._listen()
         return self
 
     async def __aexit__(
@@ -63,6 +67,8 @@ class ShmDirect:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         self._copiers.shutdown(wait=False)
@@ -79,12 +85,20 @@ class ShmDirect:
         """The descriptors, to whoever dials; they fit any socket's buffer."""
         try:
             peer, _ = self._listener.accept()
-        except OSError:
-            return
-        with peer:
-            if _user(peer) in (0, os.getuid()):
-                descriptors = [memory.descriptor for memory in self._memories]
-                socket.send_fds(peer, [bytes([len(descriptors)])], descriptors)
+            with peer:
+                if _user(peer) in (0, os.getuid()):
+                    descriptors = [memory.descriptor for memory in self._memories]
+                    socket.send_fds(peer, [bytes([len(descriptors)])], descriptors)
+        except (BlockingIOError, ConnectionError):
+            return  # the dialler is gone already
+        except OSError as error:  # no descriptors left, for example
+            self._log.warning("memory was not shared", error=error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._pause = loop.call_later(PAUSE_S, self._listen)
+
+    def _listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._hand_out)
 
 
 class ShmSource:
@@ -143,6 +157,7 @@ class ShmReader:
         return find(self._memories, into) is not None
 
     async def take(self, place: Place, into: memoryview) -> None:
+        self._check()
         if place.key >= len(self._theirs):
             raise ProtocolViolation(f"memory {place.key} of a peer that shares {len(self._theirs)}")
         source = self._theirs[place.key][place.address : place.address + len(into)]
@@ -156,13 +171,18 @@ class ShmReader:
             np.copyto(target, source)
             return
         for start in range(0, len(into), PIECE):
-            if self._closed:
-                raise PeerLost("the connection to the owner of the memory is closed")
             piece = slice(start, start + PIECE)
             await _to_its_end(self._copiers, target[piece], source[piece])
+            self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise PeerLost("the connection to the owner of the memory is closed")
 
     def close(self) -> None:
+        """Gives the peer's memory back: it may be that of a process long gone."""
         self._closed = True
+        self._theirs = ()
 
 
 def _kernel_identity() -> tuple[str, str]:
@@ -196,8 +216,11 @@ async def _to_its_end(copiers: ThreadPoolExecutor, target: Bytes, source: Bytes)
             await asyncio.wait([copy])
         except asyncio.CancelledError:
             cancelled = True
+    error = copy.exception()
     if cancelled:
         raise asyncio.CancelledError
+    if error is not None:
+        raise TransportError(f"a copy failed: {error}") from error
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -201,8 +201,13 @@ class TcpTransport:
     # --- dialling --------------------------------------------------------------
 
     async def _dial_reads(self, address: str) -> ReadChannel:
-        offers = {name: way.offer() for name, way in self._ways.items()}
+        offers: dict[str, Offer] = {}
         try:
+            for name, each in self._ways.items():
+                try:
+                    offers[name] = each.offer()
+                except TransportError as error:
+                    self._log.warning("no direct way", peer=address, way=name, error=str(error))
             connection, peer = await self._dial(
                 address, Purpose.READS, {name: offer.data for name, offer in offers.items()}
             )

@@ -15,10 +15,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from services.node.memory.views import Memory, address, find
 from services.node.transport.rdma_endpoint import Endpoint
+from shared import telemetry
 from shared.errors import ConfigError, TransportError
 
 _SYSTEM = Path("/usr/lib/python3/dist-packages/pyverbs")
@@ -47,6 +48,7 @@ from pyverbs.pyverbs_error import PyverbsError, PyverbsRDMAError  # noqa: E402
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # noqa: E402
 from pyverbs.wr import SGE, SendWR  # noqa: E402
 
+_log = telemetry.logger("rdma")
 PORT = 1
 MAX_READS = 16
 """READs that one connection has under way at most."""
@@ -189,17 +191,26 @@ class SourceEnd(_End):
             self._qp.to_rtr(attributes)
 
     def close(self) -> None:
-        self._qp.close()
+        _close(self._qp)
 
 
 class ReaderEnd(_End):
     """The end that reads, with completions of its own."""
 
     def __init__(self, device: Device) -> None:
-        self._channel, self.descriptor = _completion_channel(device.context)
-        self._cq = CQ(device.context, device.reads_made, None, self._channel, 0)
-        self._cq.req_notify()
-        super().__init__(device, self._cq, device.reads_made)
+        """TransportError: the device or this process has no room for another."""
+        made: list[_Closes] = []
+        try:
+            with _transport_errors("no further RDMA connection"):
+                self._channel, self.descriptor = _completion_channel(device.context)
+                made.append(self._channel)
+                self._cq = CQ(device.context, device.reads_made, None, self._channel, 0)
+                made.append(self._cq)
+                self._cq.req_notify()
+                super().__init__(device, self._cq, device.reads_made)
+        except TransportError:
+            _close(*reversed(made))
+            raise
 
     def connect(self, peer: Endpoint) -> int:
         """How many READs may be under way. TransportError: there is no way to the peer."""
@@ -244,16 +255,27 @@ class ReaderEnd(_End):
 
     def close(self) -> None:
         """READs under way end, untold; nothing is written to our memory after this."""
-        self._qp.close()
-        self._cq.close()
-        self._channel.close()
+        _close(self._qp, self._cq, self._channel)
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def _close(*things: _Closes) -> None:
+    """All of them, though one fails: what the device does not give back goes with its context."""
+    for thing in things:
+        try:
+            thing.close()
+        except PyverbsError as error:
+            _log.warning("RDMA resource not closed", error=str(error))
 
 
 @contextmanager
 def _transport_errors(what: str) -> Iterator[None]:
     try:
         yield
-    except PyverbsError as error:
+    except (PyverbsError, OSError) as error:
         raise TransportError(f"{what}: {error}") from error
 
 
