@@ -16,7 +16,7 @@ from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
-from simulation.transport import Ends, ModelledTransport
+from simulation.transport import ONE_CHUNK, Ends, ModelledTransport
 
 T = TypeVar("T")
 
@@ -38,7 +38,9 @@ class ModelledDataPlane:
         self._transport = ModelledTransport(
             ends, node, on_message=on_message, on_peer_lost=on_peer_lost
         )
-        self._mover = Mover(self._transport, on_arrived=on_arrived, on_failed=on_failed)
+        self._mover = Mover(
+            self._transport, on_arrived=on_arrived, on_failed=on_failed, read_bytes=ONE_CHUNK
+        )
         self._ended = asyncio.Event()
         self._open = False
         self._outboxes = Outboxes(self._transport, self._spawn, on_peer_lost)

@@ -14,7 +14,7 @@ from shared.layout import BlockSpec, Manifest
 from shared.messages.scaling import Pull
 from simulation import loop
 from simulation.network import Network
-from simulation.transport import Ends, ModelledTransport, address_of
+from simulation.transport import ONE_CHUNK, Ends, ModelledTransport, address_of
 
 MODEL = ModelId("model")
 EVENT = EventId("event")
@@ -63,7 +63,9 @@ class _Multicast:
             self._arrived[node, arrival.block] = now() - self._began
             self._news.put_nowait(None)
 
-        mover = Mover(transport, on_arrived=arrived, on_failed=self._news.put_nowait)
+        mover = Mover(
+            transport, on_arrived=arrived, on_failed=self._news.put_nowait, read_bytes=ONE_CHUNK
+        )
         stack.push_async_callback(mover.close)
         size = ModelSpace.size(self._manifest)
         held = range(self._task.blocks) if node in self._schedule.sources else ()

@@ -25,6 +25,9 @@ from shared.errors import (
 from simulation.network import Network
 from simulation.streams import Transfer
 
+ONE_CHUNK = 1
+"""For movers' `read_bytes`: a modelled read's bytes come all at once, so that what is read together
+is forwarded together."""
 MESSAGES = -1
 """Their priority: ahead of every read's, which is a step of a plan."""
 

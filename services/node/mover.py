@@ -32,11 +32,14 @@ from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
+READ_BYTES = 1 << 20
+"""Most that one read asks for: a run of whole chunks of one block, each of which is checked, and
+shown to others, as it comes. A read costs the processor more than the chunks in it."""
 BLOCKS_AHEAD = 4
 """Blocks that are read from one source at a time, so that it knows what comes next, and that one
 which it still waits for leaves room for later ones."""
 BLOCK_WINDOW = 8
-"""Chunk reads in flight of each."""
+"""Chunks in flight of each."""
 FIRST_WINDOW = 2
 """The same while the source has sent nothing yet: it may have to wait for the bytes itself, or to
 learn of the plan, and the fewer reads there are the sooner the first is answered. The second keeps
@@ -105,6 +108,7 @@ class _Pulling:
     before: frozenset[asyncio.Task[None]]
     """Cancelled reads of an earlier source, which have the buffer until they have ended."""
     reads: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By chunk; one may be of several."""
     started_ns: int = 0
     first_byte_ns: int = 0
     way: str = ""
@@ -146,8 +150,11 @@ class Mover:
         *,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
+        read_bytes: int = READ_BYTES,
     ) -> None:
+        """`read_bytes`: see READ_BYTES; a read is of one chunk at least."""
         self._transport = transport
+        self._read_bytes = read_bytes
         self._on_arrived = on_arrived
         self._on_failed = on_failed
         self._models: dict[ModelId, _Model] = {}
@@ -268,48 +275,56 @@ class Mover:
             if room <= 0:
                 return
             of_block = min(room, window - len(pulling.reads))
-            for chunk in islice(_missing(model, pulling), max(0, of_block)):
-                self._begin(model, pulling, chunk)
-                room -= 1
+            chunks = list(islice(_missing(model, pulling), max(0, of_block)))
+            room -= len(chunks)
+            for run in _runs(chunks, max(1, self._read_bytes // model.manifest.chunk_bytes)):
+                self._begin(model, pulling, run)
 
-    def _begin(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+    def _begin(self, model: _Model, pulling: _Pulling, run: range) -> None:
         pulling.started_ns = pulling.started_ns or wall_ns()
         task = asyncio.get_running_loop().create_task(
-            self._fetch(model, pulling, chunk), name=f"{model.id}/{pulling.block}/{chunk}"
+            self._fetch(model, pulling, run), name=f"{model.id}/{pulling.block}/{run}"
         )
-        pulling.reads[chunk] = task
+        pulling.reads.update(dict.fromkeys(run, task))
         model.blocks[pulling.block].writers.add(task)
-        task.add_done_callback(lambda done: self._fetched(model, pulling, chunk, done))
+        task.add_done_callback(lambda done: self._fetched(model, pulling, run, done))
 
-    async def _fetch(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
-        """One chunk, verified; a mismatch is read once more."""
+    async def _fetch(self, model: _Model, pulling: _Pulling, run: range) -> None:
+        """A run of chunks, verified; those that are wrong are read once more, each by itself."""
         if pulling.before:
             await asyncio.wait(pulling.before)
-        offset, nbytes = model.manifest.chunk_range(pulling.block, chunk)
-        into = model.blocks[pulling.block].buffer[offset : offset + nbytes]
-        expected = model.manifest.blocks[pulling.block].digests[chunk]
-        for _ in range(2):
-            found = await self._read(pulling, model.blocks[pulling.block].region, offset, into)
-            if found == expected:
-                return
-        raise DigestMismatch(
-            f"block {pulling.block}, chunk {chunk}: the bytes that {pulling.source} sends "
-            "are not the manifest's (read twice)"
-        )
+        for chunk in await self._read(model, pulling, run):
+            if await self._read(model, pulling, range(chunk, chunk + 1)):
+                raise DigestMismatch(
+                    f"block {pulling.block}, chunk {chunk}: the bytes that {pulling.source} sends "
+                    "are not the manifest's (read twice)"
+                )
 
-    async def _read(self, pulling: _Pulling, region: str, offset: int, into: memoryview) -> bytes:
-        """The digest of what came."""
+    async def _read(self, model: _Model, pulling: _Pulling, run: range) -> list[int]:
+        """The chunks that came wrong."""
+        block, manifest = model.blocks[pulling.block], model.manifest
+        offset, end = (
+            run.start * manifest.chunk_bytes,
+            sum(manifest.chunk_range(pulling.block, run[-1])),
+        )
+        loop = asyncio.get_running_loop()
+
+        def show(chunk: int) -> None:
+            # Not the last one: with that the read is over, and maybe the block.
+            if chunk != run[-1]:
+                loop.call_soon_threadsafe(self._show, model, pulling, chunk)
+
         deadline = now() + REGION_GRACE_S
         while True:
-            digest = Digest()
+            check = _Check(manifest, pulling.block, run, show)
             try:
                 result = await self._transport.read(
                     pulling.address,
-                    region,
+                    block.region,
                     offset,
-                    into,
+                    block.buffer[offset:end],
                     priority=pulling.step,
-                    received=digest.update,
+                    received=check.update,
                 )
             except RegionUnknown:
                 if now() >= deadline:
@@ -318,13 +333,20 @@ class Mover:
             else:
                 pulling.first_byte_ns = pulling.first_byte_ns or result.first_byte_ns
                 pulling.way = result.way
-                return digest.digest()
+                return check.wrong
+
+    def _show(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+        """A chunk is right, and its read not over."""
+        if not pulling.ended:
+            model.blocks[pulling.block].verified[chunk] = True
+            self._advance(model, pulling.block)
 
     def _fetched(
-        self, model: _Model, pulling: _Pulling, chunk: int, task: asyncio.Task[None]
+        self, model: _Model, pulling: _Pulling, run: range, task: asyncio.Task[None]
     ) -> None:
         model.blocks[pulling.block].writers.discard(task)
-        del pulling.reads[chunk]
+        for chunk in run:
+            del pulling.reads[chunk]
         if task.cancelled():
             return
         error = task.exception()
@@ -332,7 +354,7 @@ class Mover:
             return
         if error is None:
             model.heard.add(pulling.source)
-            self._verified(model, pulling, chunk)
+            self._verified(model, pulling, run)
             self._fill(model, pulling.source)
         elif isinstance(error, OF_THE_SOURCE):
             for each in model.of(pulling.source):
@@ -344,9 +366,10 @@ class Mover:
             self._log.error("a pull ended with a bug", block=pulling.block, exc_info=error)
             self._fail(model, pulling, LambdaScaleError(f"bug: {error!r}"))
 
-    def _verified(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
+    def _verified(self, model: _Model, pulling: _Pulling, run: range) -> None:
         block = model.blocks[pulling.block]
-        block.verified[chunk] = True
+        for chunk in run:
+            block.verified[chunk] = True
         self._advance(model, pulling.block)
         if not block.complete:
             return
@@ -391,8 +414,52 @@ class Mover:
     def _end(self, model: _Model, pulling: _Pulling) -> None:
         pulling.ended = True
         del model.pulls[pulling.block]
-        for task in pulling.reads.values():
+        for task in set(pulling.reads.values()):
             task.cancel()
+
+
+class _Check:
+    """The digests of a run of chunks, whose bytes come in parts."""
+
+    def __init__(
+        self, manifest: Manifest, block: int, run: range, right: Callable[[int], None]
+    ) -> None:
+        """`right` is told each chunk that is, as soon as it is whole."""
+        self.wrong: list[int] = []
+        self._digests = manifest.blocks[block].digests
+        self._left = [(chunk, manifest.chunk_range(block, chunk)[1]) for chunk in reversed(run)]
+        self._right = right
+        self._digest = Digest()
+        self._got = 0
+        """Of the chunk that is coming."""
+
+    def update(self, part: memoryview) -> None:
+        while part:
+            chunk, nbytes = self._left[-1]
+            piece = part[: nbytes - self._got]
+            self._digest.update(piece)
+            self._got += len(piece)
+            part = part[len(piece) :]
+            if self._got == nbytes:
+                self._end(chunk)
+
+    def _end(self, chunk: int) -> None:
+        found, self._digest = self._digest.digest(), Digest()
+        self._got = 0
+        self._left.pop()
+        if found == self._digests[chunk]:
+            self._right(chunk)
+        else:
+            self.wrong.append(chunk)
+
+
+def _runs(chunks: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive ones together, at most so many."""
+    start = 0
+    for index in range(1, len(chunks) + 1):
+        if index == len(chunks) or chunks[index] != chunks[index - 1] + 1 or index - start == most:
+            yield range(chunks[start], chunks[index - 1] + 1)
+            start = index
 
 
 def _missing(model: _Model, pulling: _Pulling) -> Iterator[int]:

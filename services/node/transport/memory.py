@@ -113,7 +113,7 @@ class MemoryTransport:
             raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")
         peer = self._link(address)
         copying = asyncio.get_running_loop().create_task(
-            self._copy(peer, region, offset, flat, priority)
+            self._copy(peer, region, offset, flat, priority, received)
         )
         self._reads[copying] = peer
         try:
@@ -125,10 +125,7 @@ class MemoryTransport:
             del self._reads[copying]
         if copying.cancelled():
             raise PeerLost(f"{address}: the connection ended")
-        result = copying.result()
-        if received is not None:
-            received(flat)
-        return result
+        return copying.result()
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
         peer = self._link(address)
@@ -158,7 +155,13 @@ class MemoryTransport:
         self._on_peer_lost(peer.address, PeerLost(f"{peer.address}: the peer closed"))
 
     async def _copy(
-        self, peer: "MemoryTransport", name: str, offset: int, into: memoryview, priority: int
+        self,
+        peer: "MemoryTransport",
+        name: str,
+        offset: int,
+        into: memoryview,
+        priority: int,
+        received: OnReceived | None,
     ) -> ReadResult:
         region = peer._regions.find(name, offset, len(into))
         sending, receiving = (
@@ -176,6 +179,8 @@ class MemoryTransport:
                 with region.use() as buffer:
                     into[position:end] = buffer[offset + position : offset + end]
             first_byte_ns = first_byte_ns or wall_ns()
+            if received is not None:
+                received(into[position:end])
             position = end
             await asyncio.sleep(0)
         return ReadResult(position, first_byte_ns, "memory")

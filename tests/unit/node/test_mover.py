@@ -4,12 +4,16 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.model.packing import Digest, digest
-from services.node.mover import FIRST_WINDOW, Arrival, Failure, Mover
+from services.node.mover import FIRST_WINDOW, Arrival, Failure, Mover, _Check, _runs
 from services.node.transport.base import OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
@@ -67,6 +71,7 @@ class Node:
         host: str = "127.0.0.1",
         content: Sequence[bytes] = CONTENT,
         chunk: int = CHUNK,
+        read_bytes: int = CHUNK,
     ) -> None:
         self.id = NodeId(name)
         self.right = content
@@ -83,7 +88,12 @@ class Node:
         self.arrivals: list[Arrival] = []
         self.failures: list[Failure] = []
         self.changed = asyncio.Event()
-        self.mover = Mover(self.transport, on_arrived=self._arrived, on_failed=self._failed)
+        self.mover = Mover(
+            self.transport,
+            on_arrived=self._arrived,
+            on_failed=self._failed,
+            read_bytes=read_bytes,
+        )
         self.arena = Arena(ModelSpace.size(self.manifest))
         self.span = self.arena.allocate(ModelSpace.size(self.manifest))
         self.space = ModelSpace(self.manifest, self.span)
@@ -134,8 +144,8 @@ class Nodes:
     def __init__(self) -> None:
         self.running: dict[NodeId, AsyncExitStack] = {}
 
-    async def start(self, name: str, rate: int = 0) -> Node:
-        node = Node(name, rate)
+    async def start(self, name: str, rate: int = 0, *, read_bytes: int = CHUNK) -> Node:
+        node = Node(name, rate, read_bytes=read_bytes)
         stack = AsyncExitStack()
         await stack.enter_async_context(node.transport)
         stack.push_async_callback(node.mover.close)
@@ -422,7 +432,7 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
     transport.asked, transport.let_go = asyncio.Queue(), asyncio.Event()
     nbytes = ModelSpace.size(MANIFEST)
     space = ModelSpace(MANIFEST, Arena(nbytes).allocate(nbytes))
-    mover = Mover(transport, on_arrived=lambda _: None, on_failed=lambda _: None)
+    mover = Mover(transport, on_arrived=lambda _: None, on_failed=lambda _: None, read_bytes=CHUNK)
     one, other = NodeId("one"), NodeId("other")
     addresses = {one: "memory://t", other: "memory://u"}
     async with transport, asyncio.timeout(10):
@@ -456,3 +466,95 @@ async def test_a_drop_waits_for_cancelled_reads() -> None:
         await dropping
         assert transport.asked.empty()
         assert not space.span.users
+
+
+# --- reads of several chunks ------------------------------------------------------------------
+
+
+async def test_chunks_of_one_read_are_forwarded_as_they_come(nodes: Nodes) -> None:
+    source, relay, last = [await nodes.start(n, read_bytes=4 * CHUNK) for n in "srl"]
+    source.hold([])
+    relay.hold([])
+    last.hold([])
+    relay.pull([source], (1, 2, source))
+    last.pull([relay], (1, 2, relay))
+    into, out = source.space.block(2), last.space.block(2)
+    for chunk in range(3):
+        part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        into[part] = CONTENT[2][part]
+        source.transport.advance(f"{MODEL}/2", part.stop)
+        assert await probe(source, relay, 2, part.stop) == CONTENT[2][: part.stop]
+        assert await probe(source, last, 2, part.stop) == CONTENT[2][: part.stop]
+        assert out[part] == CONTENT[2][part]
+    (read,) = set(relay.mover._models[MODEL].pulls[2].reads.values())
+    assert not read.done()
+    into[3 * CHUNK :] = CONTENT[2][3 * CHUNK :]
+    source.mover.mark_held(MODEL, 2)
+    await last.until(lambda: len(last.arrivals) == 1)
+    assert last.content()[2] == CONTENT[2]
+
+
+async def test_of_a_read_only_the_wrong_chunk_is_read_again(nodes: Nodes) -> None:
+    source, target = await nodes.start("s"), await nodes.start("t", read_bytes=4 * CHUNK)
+    source.hold(ALL)
+    target.hold([])
+    source.space.block(2)[CHUNK] ^= 1  # of the second chunk
+    asked: list[tuple[int, int]] = []
+    read = target.transport.read
+
+    async def noting(
+        address: str, region: str, offset: int, into: memoryview, **options: Any
+    ) -> ReadResult:
+        asked.append((offset, len(into)))
+        if len(asked) == 2:
+            source.space.block(2)[:] = CONTENT[2]
+        return await read(address, region, offset, into, **options)
+
+    target.transport.read = noting  # type: ignore[method-assign]
+    target.pull([source], (1, 2, source))
+    await target.until(lambda: len(target.arrivals) == 1)
+    assert target.content()[2] == CONTENT[2]
+    assert asked[0] == (0, 2 * CHUNK)  # FIRST_WINDOW chunks
+    assert asked[1:].count((CHUNK, CHUNK)) == 1
+
+
+async def test_a_chunk_that_stays_wrong_fails_the_block_and_goes_no_further(nodes: Nodes) -> None:
+    source, target = await nodes.start("s"), await nodes.start("t", read_bytes=4 * CHUNK)
+    source.hold(ALL)
+    target.hold([])
+    source.space.block(2)[CHUNK] ^= 1
+    target.pull([source], (1, 2, source))
+    await target.until(lambda: len(target.failures) == 1)
+    assert isinstance(target.failures[0].error, DigestMismatch)
+    assert "chunk 1" in str(target.failures[0].error)
+    assert target.mover._models[MODEL].blocks[2].verified[:2] == [True, False]
+    assert await probe(source, target, 2, CHUNK) == CONTENT[2][:CHUNK]
+
+
+@given(
+    chunks=st.lists(st.integers(0, 30), unique=True).map(sorted),
+    most=st.integers(1, 6),
+)
+def test_runs_are_the_chunks_in_order(chunks: list[int], most: int) -> None:
+    runs = list(_runs(chunks, most))
+    assert [chunk for run in runs for chunk in run] == chunks
+    assert all(1 <= len(run) <= most for run in runs)
+    # No two neighbours could be one.
+    for one, other in pairwise(runs):
+        assert one.stop < other.start or len(one) == most
+
+
+@given(cuts=st.lists(st.integers(1, 200_000), max_size=8), wrong=st.sets(st.integers(0, 3)))
+def test_digests_of_parts_cut_anywhere(cuts: list[int], wrong: set[int]) -> None:
+    data = bytearray(CONTENT[1])
+    for chunk in wrong:
+        data[chunk * CHUNK] ^= 1
+    right: list[int] = []
+    check = _Check(MANIFEST, 1, range(4), right.append)
+    left = memoryview(data)
+    for cut in cuts:
+        check.update(left[:cut])
+        left = left[cut:]
+    check.update(left)
+    assert check.wrong == sorted(wrong)
+    assert right == [chunk for chunk in range(4) if chunk not in wrong]
