@@ -5,7 +5,7 @@ from typing import Any
 
 from services.cli.client import absolute, add_json_option, print_json, say
 from services.planner.core.choose import AUTO
-from shared.errors import BadInput
+from shared.errors import BadInput, ConfigError
 
 ALL = "all"
 DESCRIPTION = """\
@@ -65,8 +65,18 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_multicast(args: argparse.Namespace) -> int:
-    from benchmarks.multicast import bars, bench, figure  # torch and matplotlib: a second or two
-
+    try:
+        from benchmarks.multicast import (  # torch and matplotlib: a second or two
+            bars,
+            bench,
+            figure,
+        )
+    except ModuleNotFoundError as error:
+        if error.name != "benchmarks":
+            raise
+        raise ConfigError(
+            "the benchmarks are not in this installation: run ./lambdascale in a checkout"
+        ) from error
     if min(args.nodes) < 2:
         raise BadInput("--nodes: a multicast is between 2 nodes or more")
     settings = bench.Settings(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from services.node.model.disk import to_its_end
 from services.node.model.reading import Outcome, Unreadable, Wanted
 from services.node.model.store import Imported
 from services.node.parts import AnyStore
+from services.node.threads import to_its_end
 from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns

@@ -51,7 +51,8 @@ class TorchEngine:
         self._models[model_id] = Model(manifest, llama)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
-        """Nothing on a CPU: the first step after a load was measured to be as fast as others."""
+        """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
+        but for some 10 ms or more in a process's very first."""
         if self._device.type != "cpu":
             model = self._model(model_id)
             for _ in warm_up(model.llama):

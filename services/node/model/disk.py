@@ -1,32 +1,14 @@
 """Files that are on the disk when a call returns, and disk errors by name."""
 
-import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from shared.errors import CapacityExceeded, ModelError
-
-
-async def to_its_end(function: Callable[[], None]) -> None:
-    """Runs it in a thread. Also when cancelled it ends only when the thread has: what the thread
-    is at must not be taken away under it, or left half done."""
-    work = asyncio.get_running_loop().run_in_executor(None, function)
-    cancelled = False
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            cancelled = True
-    error = work.exception()
-    if cancelled:
-        raise asyncio.CancelledError
-    if error is not None:
-        raise error
 
 
 @contextmanager

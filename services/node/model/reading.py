@@ -18,9 +18,9 @@ import structlog
 
 from services.node.memory.arena import PAGE
 from services.node.memory.views import address
-from services.node.model.disk import to_its_end
 from services.node.model.packer import block_file
 from services.node.model.packing import digest
+from services.node.threads import to_its_end
 from shared.clock import wall_ns
 from shared.errors import DigestMismatch, LambdaScaleError, ModelError, NotFound
 from shared.layout import Manifest

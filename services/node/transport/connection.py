@@ -276,6 +276,17 @@ class Connection:
                 loop.remove_writer(self.sock.fileno())
 
 
+async def readable(sock: socket.socket) -> None:
+    """Until there are bytes, a connection or an end."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
 def _wake(waiter: asyncio.Future[None] | None) -> None:
     if waiter is not None and not waiter.done():
         waiter.set_result(None)

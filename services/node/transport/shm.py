@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.node.memory.views import Memory, find
+from services.node.threads import to_its_end
+from services.node.transport.connection import readable
 from services.node.transport.direct import Place
 from shared import telemetry
 from shared.errors import PeerLost, ProtocolViolation, TransportError
@@ -127,7 +130,7 @@ class ShmOffer:
             sock.setblocking(False)
             try:
                 await loop.sock_connect(sock, answer)
-                await _readable(sock)
+                await readable(sock)
                 count, descriptors, _, _ = socket.recv_fds(sock, 1, MAX_MEMORIES)
             except (OSError, ValueError) as error:
                 raise PeerLost(f"no shared memory: {error}") from error
@@ -172,7 +175,8 @@ class ShmReader:
             return
         for start in range(0, len(into), PIECE):
             piece = slice(start, start + PIECE)
-            await _to_its_end(self._copiers, target[piece], source[piece])
+            # numpy does not hold the GIL while it copies.
+            await to_its_end(partial(np.copyto, target[piece], source[piece]), self._copiers)
             self._check()
 
     def _check(self) -> None:
@@ -205,29 +209,3 @@ def _map(descriptor: int) -> Bytes:
         return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise TransportError(f"the peer's memory cannot be mapped: {error}") from error
-
-
-async def _to_its_end(copiers: ThreadPoolExecutor, target: Bytes, source: Bytes) -> None:
-    """Copies in a thread (numpy does not hold the GIL for it); cancelled, it ends when that has."""
-    copy = asyncio.get_running_loop().run_in_executor(copiers, np.copyto, target, source)
-    cancelled = False
-    while not copy.done():
-        try:
-            await asyncio.wait([copy])
-        except asyncio.CancelledError:
-            cancelled = True
-    error = copy.exception()
-    if cancelled:
-        raise asyncio.CancelledError
-    if error is not None:
-        raise TransportError(f"a copy failed: {error}") from error
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)

@@ -18,7 +18,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
-from services.node.transport.connection import Connection
+from services.node.transport.connection import Connection, readable
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
@@ -296,7 +296,7 @@ class TcpTransport:
     async def _accept(self, listener: socket.socket) -> None:
         """Not by `loop.sock_accept`: cancelled at the wrong moment, it loses the socket."""
         while True:
-            await _readable(listener)
+            await readable(listener)
             try:
                 sock, source = listener.accept()
             except BlockingIOError:
@@ -410,16 +410,6 @@ async def _guard(connection: Connection, work: Work) -> None:
         await work()
     except TransportError as error:
         connection.close(error)
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
 
 
 def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:

@@ -1,4 +1,5 @@
 import gc
+import mmap
 import os
 import random
 
@@ -95,6 +96,20 @@ def test_a_closed_arena_hands_nothing_out_but_its_views_stay() -> None:
     span.memory[:] = b"0123456789"
     with pytest.raises(CapacityExceeded):
         arena.allocate(1)
+
+
+def test_who_has_the_descriptor_can_read_and_no_more() -> None:
+    arena = Arena(PAGE)
+    descriptor = arena.memory.descriptor
+    with mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ) as seen:
+        arena.allocate(4).memory[:] = b"here"
+        assert seen[:4] == b"here"
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, PAGE)
+    with pytest.raises(PermissionError):
+        os.write(descriptor, b"x")
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
 
 
 def test_no_memory_for_the_arena() -> None:

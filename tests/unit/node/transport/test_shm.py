@@ -1,8 +1,11 @@
 """Who shares memory with whom, and what goes another way. That bytes cross is the contract's."""
 
 import asyncio
+import gc
 import os
+import resource
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +19,15 @@ from shared.errors import ProtocolViolation, TransportError
 ROOM = 1 << 20
 
 
-def node(arena: Arena, machine: str = "here") -> TcpTransport:
+def node(arena: Arena, machine: str = "here", *, lost: asyncio.Event | None = None) -> TcpTransport:
+    """`lost`: set once a peer is."""
     return TcpTransport(
         "127.0.0.1",
         0,
         link_bytes_per_s=0,
         ways=[ShmDirect([arena.memory], machine=machine)],
         on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        on_peer_lost=lambda *_: lost.set() if lost else None,
     )
 
 
@@ -111,4 +115,62 @@ async def test_a_dialler_that_hangs_up_gets_nothing_and_harms_nothing() -> None:
         for _ in range(5):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.connect(accepted[0])
+        await offer.complete(accepted[0])
+
+
+def mappings() -> int:
+    """Of arenas, in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:lambdascale-arena")
+
+
+async def test_a_peers_memory_is_given_back_with_the_connection() -> None:
+    """At once, and not when the collector comes by: it may be all of a process long dead."""
+    ours, theirs = Arena(ROOM), Arena(ROOM)
+    before = mappings()
+    lost = asyncio.Event()
+    gc.disable()
+    try:
+        async with node(theirs, lost=lost) as reader:
+            async with node(ours) as source:
+                source.register("w", ours.allocate(100).memory, ready=100)
+                assert await way(reader, source, theirs.allocate(100).memory, "w") == "shm"
+                assert mappings() > before
+            await asyncio.wait_for(lost.wait(), 10)
+            assert mappings() == before
+    finally:
+        gc.enable()
+
+
+async def test_without_descriptors_it_waits_and_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = Arena(ROOM), Arena(ROOM)
+    calls = 0
+    hand_out = ShmDirect._hand_out
+
+    def counting(direct: ShmDirect) -> None:
+        nonlocal calls
+        calls += 1
+        hand_out(direct)
+
+    monkeypatch.setattr(ShmDirect, "_hand_out", counting)
+    async with (
+        ShmDirect([ours.memory], machine="here") as source,
+        ShmDirect([theirs.memory], machine="here") as reader,
+    ):
+        offer = reader.offer()
+        accepted = source.accept(offer.data)
+        assert accepted is not None
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            with socket.socket() as free:
+                lowest = free.fileno()
+            sock.connect(accepted[0])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            try:
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert 1 <= calls < 100
         await offer.complete(accepted[0])
