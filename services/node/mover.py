@@ -32,13 +32,13 @@ from shared.ids import EventId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
-READ_BYTES = 1 << 20
+READ_BYTES = 4 << 20
 """Most that one read asks for: a run of whole chunks of one block, each of which is checked, and
 shown to others, as it comes. A read costs the processor more than the chunks in it."""
 BLOCKS_AHEAD = 4
 """Blocks that are read from one source at a time, so that it knows what comes next, and that one
 which it still waits for leaves room for later ones."""
-BLOCK_WINDOW = 8
+BLOCK_WINDOW = 16
 """Chunks in flight of each."""
 FIRST_WINDOW = 2
 """The same while the source has sent nothing yet: it may have to wait for the bytes itself, or to

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from services.node.transport.base import Buffer
 from services.node.transport.wire import (
@@ -33,6 +34,31 @@ _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
 
 
+class Sink(Protocol):
+    """Where received bytes go."""
+
+    def room(self, nbytes: int) -> memoryview:
+        """For the next bytes, at most so many; asked for when they are there."""
+
+    def came(self, nbytes: int) -> None:
+        """So many are in the room that was given last."""
+
+
+class _Buffer:
+    """A sink that is a buffer."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._rest = memoryview(buffer)
+
+    def room(self, nbytes: int) -> memoryview:
+        return self._rest
+
+    def came(self, nbytes: int) -> None:
+        self._rest = self._rest[nbytes:]
+
+
 class Connection:
     name = "tcp"
     """What carries the bytes, in traces."""
@@ -46,12 +72,16 @@ class Connection:
         self.sock = sock
         self._max_payload = max_payload
         self._writing = asyncio.Lock()
+        self._posted: list[bytes] = []
+        self._posting: asyncio.Future[None] | None = None
+        """Done when something is posted."""
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
-        self._ahead = 0
+        self._room = 0
+        """Asked of the kernel for what is sent."""
         self._unyielded = 0
         self._watched = False
         """The loop calls us when bytes come."""
@@ -60,34 +90,30 @@ class Connection:
 
     # --- receiving -------------------------------------------------------------
 
-    async def receive_some(self, into: Callable[[], memoryview]) -> int:
-        """Receives at least one byte into the start of `into()`, asked for when bytes are there."""
-        while True:
+    async def receive(self, sink: Sink, nbytes: int) -> None:
+        """So many bytes, as they come."""
+        while nbytes:
             self.check()
             try:
-                received = self.sock.recv_into(into())
+                received = self.sock.recv_into(sink.room(nbytes))
             except BlockingIOError:
-                await self._wait_readable(len(into()))
+                await self._wait_readable(nbytes)
+                continue
             except ssl.SSLWantReadError:  # of a record that may be there in part
                 await self._wait_readable(1)
+                continue
             except OSError as error:
                 raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
-            else:
-                if not received:
-                    raise PeerLost(f"{self.address}: the peer closed the connection")
-                await self._take_turns()
-                return received
+            if not received:
+                raise PeerLost(f"{self.address}: the peer closed the connection")
+            sink.came(received)
+            nbytes -= received
+            if self._had_its_turn():
+                await asyncio.sleep(0)
 
     async def receive_exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
-        view = memoryview(data)
-        position = 0
-
-        def rest() -> memoryview:
-            return view[position:]
-
-        while position < nbytes:
-            position += await self.receive_some(rest)
+        await self.receive(_Buffer(data), nbytes)
         return data
 
     async def receive_prefix(self) -> Prefix:
@@ -131,6 +157,27 @@ class Connection:
 
     # --- sending ---------------------------------------------------------------
 
+    @property
+    def posted(self) -> int:
+        """How many frames are posted and not yet being sent."""
+        return len(self._posted)
+
+    def post(self, frame: bytes) -> None:
+        """Has `send_posted` send a small frame, after those posted before."""
+        self._posted.append(frame)
+        _wake(self._posting)
+
+    async def send_posted(self) -> None:
+        """Sends what is posted, all that has come together, until the connection ends."""
+        while True:
+            self.check()
+            if self._posted:
+                frames, self._posted = self._posted, []
+                await self.send([b"".join(frames)])
+            else:
+                self._posting = asyncio.get_running_loop().create_future()
+                await self._posting
+
     async def send(self, buffers: Sequence[Buffer], *, ahead: int = 0) -> None:
         """One frame, after those begun earlier; returns once the kernel has all of it, and with
         `ahead` once it has sent all but so many bytes or fewer.
@@ -143,30 +190,35 @@ class Connection:
             whole = len(views)
             first = views[0].nbytes
             begun = False
+            if ahead:
+                self._make_room(sum(view.nbytes for view in views))
             try:
                 while views:
                     begun = isinstance(self.sock, ssl.SSLSocket)  # a record may lie half sent
                     views = _without(views, await self._send_some(views))
-                    await self._take_turns()
+                    if self._had_its_turn():
+                        await asyncio.sleep(0)
             except asyncio.CancelledError:
                 if views and (begun or len(views) < whole or views[0].nbytes < first):
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
             if ahead:
                 self.check()
-                self._set_ahead(ahead)
+                self._limit_unsent(2 * ahead)  # which wakes us when half of that is left
                 await self._wait_writable()
                 self.check()
             self._sent_at = asyncio.get_running_loop().time()
 
-    def _set_ahead(self, nbytes: int) -> None:
-        """How much waits in the kernel, where nothing can overtake it, when more is asked for.
-        Small differences change nothing."""
-        if not nbytes / 2 < self._ahead < nbytes * 2:
-            self._ahead = nbytes
-            # It takes twice as much at a time, and wakes us when half of that is left.
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * nbytes)
-            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 2 * nbytes)
+    def _make_room(self, nbytes: int) -> None:
+        """For a frame that the kernel is to take at once, as far as its limits let it."""
+        if nbytes > self._room:
+            self._room = nbytes
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        self._limit_unsent(2 * self._room)
+
+    def _limit_unsent(self, nbytes: int) -> None:
+        """How much may wait in the kernel, where nothing can overtake it."""
+        self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:
@@ -194,7 +246,7 @@ class Connection:
             loop.remove_reader(self.sock.fileno())
             loop.remove_writer(self.sock.fileno())
             self.sock.close()
-        for waiter in (self._readable, self._writable):
+        for waiter in (self._readable, self._writable, self._posting):
             _wake(waiter)
         on_closed, self.on_closed = self.on_closed, None
         if on_closed is not None:
@@ -221,16 +273,16 @@ class Connection:
             self._silent_since = now
 
     def wants_heartbeat(self, now: float, interval_s: float) -> bool:
-        return not self._writing.locked() and now - self._sent_at >= interval_s
+        return (
+            not self._writing.locked() and not self._posted and now - self._sent_at >= interval_s
+        )
 
-    async def beat(self) -> None:
-        await self.send([encode_prefix(Kind.HEARTBEAT)])
+    def beat(self) -> None:
+        self.post(encode_prefix(Kind.HEARTBEAT))
 
-    async def _take_turns(self) -> None:
-        self._unyielded += 1
-        if self._unyielded >= _TURN:
-            self._unyielded = 0
-            await asyncio.sleep(0)
+    def _had_its_turn(self) -> bool:
+        self._unyielded = (self._unyielded + 1) % _TURN
+        return not self._unyielded
 
     def check(self) -> None:
         """Raises what it was closed with, if it was."""

@@ -11,8 +11,7 @@ flows (models) share the port evenly (start-time fair queueing, Goyal et al. 199
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,18 +97,14 @@ class Port:
         self._seq += 1
         return Turn(priority, self._seq, flow)
 
-    @asynccontextmanager
-    async def grant(self, lane: Hashable, turn: Turn, nbytes: int) -> AsyncIterator[None]:
-        """Waits for the port, which is held until the block ends."""
-        await self._acquire(lane, turn, nbytes)
-        try:
-            yield
-        finally:
-            loop = asyncio.get_running_loop()
-            self._moved = self._moved * _MEMORY + nbytes
-            self._moving_s = self._moving_s * _MEMORY + loop.time() - self._lanes.pop(lane)
-            # Later in this turn of the loop, so that the holder's next frame competes too.
-            loop.call_soon(self._dispatch)
+    @property
+    def unlimited(self) -> bool:
+        """Nobody has to wait for it: there is no need to take grants."""
+        return not self._rate and not self._width
+
+    def grant(self, lane: Hashable, turn: Turn, nbytes: int) -> "Grant":
+        """`async with` it: waits for the port, which is held until the block ends."""
+        return Grant(self, lane, turn, nbytes)
 
     def charge(self, nbytes: int) -> None:
         """Accounts for bytes that go past the queue (messages): later grants wait for them."""
@@ -119,10 +114,16 @@ class Port:
 
     async def _acquire(self, lane: Hashable, turn: Turn, nbytes: int) -> None:
         loop = asyncio.get_running_loop()
-        self._give_up_quiet_time(loop.time())
+        now = loop.time()
+        self._give_up_quiet_time(now)
         self._quiet_since = None
         if all(flow != turn.flow for _, flow in self._queues):
             self._served[turn.flow] = max(self._served.get(turn.flow, 0), self._now_served)
+        if not self._queues and not self._lanes and self._timer is None:
+            self._free_at = max(self._free_at, now - LATENESS_S)
+            if self._ready_at(now) <= now:
+                self._hold(lane, turn.flow, nbytes, now)
+                return
         ticket = _Ticket(turn, nbytes, loop.create_future())
         heapq.heappush(self._queues.setdefault((lane, turn.flow), []), ticket)
         self._dispatch()
@@ -135,6 +136,13 @@ class Port:
                 del self._lanes[lane]
             self._dispatch()
             raise
+
+    def _release(self, lane: Hashable, nbytes: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._moved = self._moved * _MEMORY + nbytes
+        self._moving_s = self._moving_s * _MEMORY + loop.time() - self._lanes.pop(lane)
+        # Later in this turn of the loop, so that the holder's next frame competes too.
+        loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -192,9 +200,30 @@ class Port:
         ticket = heapq.heappop(self._queues[lane, flow])
         if not self._queues[lane, flow]:
             del self._queues[lane, flow]
+        self._hold(lane, flow, ticket.nbytes, now)
+        ticket.granted.set_result(None)
+
+    def _hold(self, lane: Hashable, flow: str, nbytes: int, now: float) -> None:
         self._lanes[lane] = now
         self._now_served = self._served[flow]
-        self._served[flow] += ticket.nbytes
+        self._served[flow] += nbytes
         if self._rate:
-            self._free_at += ticket.nbytes / self._rate
-        ticket.granted.set_result(None)
+            self._free_at += nbytes / self._rate
+
+
+class Grant:
+    """One turn at a port."""
+
+    __slots__ = ("_lane", "_nbytes", "_port", "_turn")
+
+    def __init__(self, port: Port, lane: Hashable, turn: Turn, nbytes: int) -> None:
+        self._port = port
+        self._lane = lane
+        self._turn = turn
+        self._nbytes = nbytes
+
+    async def __aenter__(self) -> None:
+        await self._port._acquire(self._lane, self._turn, self._nbytes)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._port._release(self._lane, self._nbytes)

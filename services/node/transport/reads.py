@@ -48,6 +48,9 @@ MAX_READS = 4096
 _IDS = 1 << 32
 
 
+_scratch = memoryview(bytearray(SCRATCH))
+"""What nobody wants any more is received here."""
+
 End = TypeVar("End", DirectReader, DirectSource)
 
 
@@ -73,6 +76,17 @@ class _Pending:
     taking: asyncio.Task[None] | None = None
     """Bytes granted, on their way into `into`."""
 
+    def room(self, nbytes: int) -> memoryview:
+        if self.into is None:
+            return _scratch[:nbytes]
+        return self.into[self.position : self.position + nbytes]
+
+    def came(self, nbytes: int) -> None:
+        self.first_byte_ns = self.first_byte_ns or wall_ns()
+        if self.into is not None and self.received is not None:
+            self.received(self.into[self.position : self.position + nbytes])
+        self.position += nbytes
+
 
 class ReadChannel:
     """The asking end. A cancelled read is drained, so that the connection and the other reads on
@@ -91,7 +105,6 @@ class ReadChannel:
         self._way = way
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
-        self._scratch = memoryview(bytearray(SCRATCH))
 
     async def read(
         self,
@@ -110,8 +123,7 @@ class ReadChannel:
         request = ReadRequest(priority, offset, len(into), region, direct)
         pending = _Pending(request, self._ingress.arrive(priority), into, received, ended)
         self._pending[identity] = pending
-        # Sent in any case, and before a CANCEL.
-        self._spawn(partial(self.connection.send, [encode_read(identity, request)]))
+        self.connection.post(encode_read(identity, request))
         try:
             outcome = await ended
         except asyncio.CancelledError:
@@ -119,7 +131,7 @@ class ReadChannel:
             if pending.taking is not None:
                 await _stopped(pending.taking)
             if identity in self._pending and self.connection.error is None:
-                self._spawn(partial(self._cancel, identity))
+                self.connection.post(encode_prefix(Kind.CANCEL, id=identity))
             raise
         finally:
             pending.into = None
@@ -146,8 +158,11 @@ class ReadChannel:
                 self._granted(prefix.id, pending, *parse_grant(body))
             else:
                 self._check_length(pending, prefix.payload)
-                async with self._ingress.grant(self, pending.turn, prefix.payload):
-                    await self._receive(pending, prefix.payload)
+                if self._ingress.unlimited:
+                    await self.connection.receive(pending, prefix.payload)
+                else:
+                    async with self._ingress.grant(self, pending.turn, prefix.payload):
+                        await self.connection.receive(pending, prefix.payload)
                 self._moved(prefix.id, pending, self.connection.name)
 
     def fail(self, error: TransportError) -> None:
@@ -171,23 +186,6 @@ class ReadChannel:
         if pending.position == pending.request.nbytes:
             self._pending.pop(identity, None)
             _end(pending, ReadResult(pending.position, pending.first_byte_ns, way))
-
-    # --- on the connection ---
-
-    async def _receive(self, pending: _Pending, nbytes: int) -> None:
-        end = pending.position + nbytes
-
-        def destination() -> memoryview:
-            if pending.into is None:
-                return self._scratch[: end - pending.position]
-            return pending.into[pending.position : end]
-
-        while pending.position < end:
-            nbytes = await self.connection.receive_some(destination)
-            pending.first_byte_ns = pending.first_byte_ns or wall_ns()
-            if pending.into is not None and pending.received is not None:
-                pending.received(pending.into[pending.position : pending.position + nbytes])
-            pending.position += nbytes
 
     # --- by the direct way ---
 
@@ -223,13 +221,7 @@ class ReadChannel:
             return
         pending.position += nbytes
         self._moved(identity, pending, self._way.name)
-        self._spawn(partial(self._tell_taken, identity))
-
-    async def _tell_taken(self, identity: int) -> None:
-        await self.connection.send([encode_prefix(Kind.TAKEN, id=identity)])
-
-    async def _cancel(self, identity: int) -> None:
-        await self.connection.send([encode_prefix(Kind.CANCEL, id=identity)])
+        self.connection.post(encode_prefix(Kind.TAKEN, id=identity))
 
 
 async def _stopped(task: asyncio.Task[None]) -> None:
@@ -299,8 +291,6 @@ class ReadServer:
         self._way = way
         self._on_sent = on_sent
         self._serving: dict[int, _Serving] = {}
-        self._refusing: set[int] = set()
-        """Reads whose refusal is not sent yet."""
 
     async def run(self) -> None:
         """Serves until the connection ends, with a TransportError."""
@@ -324,15 +314,14 @@ class ReadServer:
                 self._way.end.close()
 
     def _begin(self, identity: int, request: ReadRequest) -> None:
-        if identity in self._serving or identity in self._refusing:
+        if identity in self._serving:
             raise ProtocolViolation(f"read {identity} was asked for twice")
-        if len(self._serving) + len(self._refusing) >= MAX_READS:
+        if len(self._serving) + self._connection.posted >= MAX_READS:  # refusals are posted
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
         try:
             region = self._regions.find(request.region, request.offset, request.nbytes)
         except RegionUnknown as error:
-            self._refusing.add(identity)
-            self._spawn(partial(self._refuse, identity, error))
+            self._refuse(identity, error)
             return
         port, place = self._egress, None
         if request.direct and self._way is not None:
@@ -343,9 +332,8 @@ class ReadServer:
         serving = self._serving[identity] = _Serving(request, region, port, turn, place)
         serving.task = self._spawn(partial(self._serve, identity, serving))
 
-    async def _refuse(self, identity: int, error: RegionUnknown) -> None:
-        await self._connection.send([encode_fault(identity, error.code, str(error))])
-        self._refusing.discard(identity)
+    def _refuse(self, identity: int, error: RegionUnknown) -> None:
+        self._connection.post(encode_fault(identity, error.code, str(error)))
 
     def _taken(self, identity: int) -> None:
         serving = self._serving.get(identity)
@@ -362,7 +350,7 @@ class ReadServer:
             serving.task.cancel()
         await asyncio.wait([serving.task])
         if not serving.answered:
-            await self._connection.send([encode_fault(identity, CANCELLED, "")])
+            self._connection.post(encode_fault(identity, CANCELLED, ""))
 
     async def _serve(self, identity: int, serving: _Serving) -> None:
         try:
@@ -370,7 +358,7 @@ class ReadServer:
                 await self._serve_part(identity, serving)
         except RegionUnknown as error:
             serving.refused = serving.in_part = True
-            await self._refuse(identity, error)
+            self._refuse(identity, error)
         finally:
             del self._serving[identity]
         if not serving.refused:
@@ -402,5 +390,5 @@ class ReadServer:
 
     async def _grant(self, identity: int, serving: _Serving, place: Place, nbytes: int) -> None:
         serving.taken.clear()
-        await self._connection.send([encode_grant(identity, place, nbytes)])
+        self._connection.post(encode_grant(identity, place, nbytes))
         await serving.taken.wait()

@@ -370,6 +370,7 @@ class TcpTransport:
             self._tell_lost(peer, error)
 
         connection.on_closed = on_closed
+        self._spawn(_guard(connection, connection.send_posted))
 
     def _tell_lost(self, peer: PeerKey, error: TransportError) -> None:
         """Once, though a process that dies breaks several connections."""
@@ -392,7 +393,7 @@ class TcpTransport:
                     connection.forgive_silence(now)
                 connection.check_silence(now, self._silence_s)
                 if connection.wants_heartbeat(now, interval):
-                    self._spawn(_guard(connection, connection.beat))
+                    connection.beat()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)
