@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from services.planner.core.costs import (
     schedule_arrivals,
 )
 from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
+from services.planner.core.multicast.schedule import Move
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound, strategy
 from services.planner.core.outlook import (
     SAMPLES,
@@ -73,6 +75,29 @@ def test_no_prediction_is_below_the_physical_limit(task: Task, name: str) -> Non
     over = max(schedule_arrivals(schedule, task, {}).values())
     assert over >= least_seconds(task) * (1 - 1e-9)
     assert least_seconds(task) >= physical_limit(task) * (1 - 1e-9)
+
+
+@st.composite
+def equal_tasks(draw: st.DrawFn) -> Task:
+    nodes = draw(st.integers(2, 7))
+    fabric = uniform(nodes, 100.0, draw(st.sampled_from([0.0, 0.2, 3.0])))
+    sources = tuple(range(draw(st.integers(1, 2))))
+    assume(len(sources) < nodes)
+    return Task(fabric, (100,) * draw(st.integers(1, 4)), sources, draw(CHUNKS))
+
+
+@given(st.one_of(equal_tasks(), tasks()), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_no_order_of_any_moves_is_below_the_bound(task: Task, random: Random) -> None:
+    held = {block: list(task.sources) for block in range(task.blocks)}
+    lacking = [(node, block) for node in task.destinations for block in range(task.blocks)]
+    random.shuffle(lacking)
+    moves = []
+    for step, (dst, block) in enumerate(lacking, 1):
+        moves.append(Move(step, random.choice(held[block]), dst, block))
+        held[block].append(dst)
+    over = max(arrival_times(moves, task).values())
+    assert over >= least_seconds(task) * (1 - 1e-9)
 
 
 @given(tasks(), st.sampled_from(CANDIDATES), st.data())
