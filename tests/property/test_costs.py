@@ -205,6 +205,20 @@ def test_no_schedule_serves_more_meanwhile_than_the_bound_on_equal_links(
     assert outlook.mean_capacity <= bound + 1 / SAMPLES
 
 
+@given(equal_tasks())
+@settings(deadline=None)
+def test_floors_on_equal_links_are_no_higher_than_what_they_stand_for(task: Task) -> None:
+    """But for what `predict` misses by looking at so many moments only."""
+    for other in choose(task, FOUR).considered:
+        alone = units(task, other.unit)
+        schedule = strategy(other.strategy)(alone)
+        arrivals = schedule_arrivals(schedule, alone, {})
+        outlook = predict(schedule.held(0), alone.blocks, arrivals, FOUR)
+        assert outlook.all_complete_s is not None
+        score = outlook.all_complete_s * (1 - 0.5 * (outlook.mean_capacity or 0.0))
+        assert score >= other.score - 0.5 * outlook.all_complete_s / SAMPLES
+
+
 @given(tasks())
 @settings(deadline=None, max_examples=60)
 def test_nothing_that_was_considered_is_better_than_the_choice(task: Task) -> None:

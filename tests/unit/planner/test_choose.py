@@ -6,7 +6,7 @@ import pytest
 
 from services.planner.core import choose as choosing
 from services.planner.core.choose import CANDIDATES, RULED_OUT, choose, unit_sizes, units
-from services.planner.core.costs import equal_links_seconds
+from services.planner.core.costs import arrival_times, equal_links_seconds
 from services.planner.core.multicast.fabric import Fabric, Port, Task, step_task, uniform
 from services.planner.core.multicast.schedule import check, check_moves
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
@@ -118,6 +118,18 @@ def test_large_equal_clusters_are_judged_without_schedules(monkeypatch: pytest.M
     assert choice.outlook.first_complete_s == pytest.approx(choice.outlook.all_complete_s)
     assert choice.outlook.first_path_s == pytest.approx(0.081)
     check_moves(choice.schedule.held(0), choice.schedule.blocks, choice.schedule.moves, range(1024))
+
+
+@pytest.mark.parametrize(("nodes", "strategy"), [(2, "binomial"), (3, "head"), (4, "chain")])
+def test_what_is_judged_without_a_schedule_is_timed_as_that_is(nodes: int, strategy: str) -> None:
+    large = Task(uniform(nodes, 50e6, 0.01), (1 << 20,) * choosing.LARGE, (0,), 256 << 10)
+    choice = choose(large, FOUR)
+    assert choice.strategy == strategy
+    arrivals = arrival_times(choice.schedule.moves, large)
+    last = [arrivals[node, large.blocks - 1] for node in large.destinations]
+    assert choice.outlook.first_path_s == pytest.approx(min(arrivals.values()))
+    assert choice.outlook.first_complete_s == pytest.approx(min(last))
+    assert choice.outlook.all_complete_s == pytest.approx(max(last))
 
 
 def test_where_all_are_sources_nothing_moves() -> None:

@@ -172,6 +172,13 @@ def test_a_local_link_takes_nothing_from_the_ports() -> None:
     assert arrival_times(moves, local) == {(1, 0): 1.0, (2, 0): 10.0}
 
 
+def test_partners_change_on_local_links_too() -> None:
+    ports = (Port(10.0, 10.0, host="a"),) * 3
+    local = Task(Fabric(ports, 0.5, local_bytes_per_s=100.0), (100, 100), (0, 1))
+    assert arrival_times([Move(1, 0, 2, 0), Move(2, 0, 2, 1)], local) == {(2, 0): 1.5, (2, 1): 2.5}
+    assert arrival_times([Move(1, 0, 2, 0), Move(2, 1, 2, 1)], local) == {(2, 0): 1.5, (2, 1): 3.0}
+
+
 def test_loads_from_lower_tiers_and_the_set_up_count() -> None:
     schedule = Schedule(3, 2, (0,), (Move(1, 0, 2, 0), Move(2, 1, 2, 1)), own=(1,), setup_s=0.5)
     equal = task((100, 100), 100.0, 100.0, 100.0)
