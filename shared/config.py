@@ -92,7 +92,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     serving: str = "pools"
     """Who serves while blocks spread: pools, pools-only-targets, pipelines, zigzag or none."""
     step_overhead_s: Seconds = 0.001
-    """alpha of the cost model: fixed time of one block transfer."""
+    """alpha of the cost model, at most (nodes measure it): until the first bytes from a new source
+    come."""
 
 
 class RegistryConfig(_Section, frozen=True, kw_only=True):

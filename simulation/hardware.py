@@ -42,7 +42,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nic_efficiency: Share
     """Part of it that a large transfer reaches."""
     alpha_s: NotNegative
-    """Fixed time of one transfer."""
+    """The planner's; modelled links themselves have their latency only."""
     ssd_bytes_per_s: Positive
     """Reading weights from the disk into the accelerator, as reached."""
     host_bytes: Positive

@@ -49,7 +49,9 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
     links.add_argument("--link-mbit", type=_amount, help="rate of every node's port, each way")
     links.add_argument("--rates", type=_amounts, metavar="R,R,..", help="rate of each node's port")
     links.add_argument(
-        "--overhead-ms", type=_amount, help="fixed time of one transfer (the planner's default)"
+        "--overhead-ms",
+        type=_amount,
+        help="of a hop, and of a change of partners (the planner's default)",
     )
     links.add_argument(
         "--whole-blocks",

@@ -1,13 +1,15 @@
 """How long moves take: closed forms for equal links, and arrival times on any fabric.
 
-A block of s bytes takes tau = alpha + s / beta seconds from port to port: alpha (`overhead_s`) is
-the fixed time of a transfer, beta the rate of the slowest thing it crosses. Both are measured. A
-relay forwards a block while it receives it, delta = alpha + c / beta behind, for chunks of c bytes.
+A port carries blocks from or to one peer back to back, at beta bytes/s: nodes ask for blocks ahead
+of time, so that nothing passes between two of them. What costs alpha (`overhead_s`) is the way: the
+first bytes from a new peer come alpha after both ports are free for them, and every byte is with
+the next node alpha after it could have left. A relay forwards a block while it receives it, so that
+it is delta = alpha + c / beta behind, for chunks of c bytes. Alpha and beta are measured.
 """
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from services.planner.core.multicast.fabric import Fabric, Task
 from services.planner.core.multicast.schedule import Move, Schedule
@@ -20,66 +22,73 @@ EQUAL = 0.05
 """Rates and sizes that differ by less than this share are taken as the same."""
 
 
-@dataclass(frozen=True)
-class Link:
-    bytes_per_s: float
-    overhead_s: float
-
-
-def multicast_seconds(
-    nbytes: float, blocks: int, nodes: int, link: Link, sources: int = 1
-) -> float:
-    """Of the binomial pipeline: T(b) = (b + h)(alpha + M / (b beta)), h = ceil(log2(N/k)) - 1.
-
-    For b equal blocks in chunks of any size: see `equal_links_seconds`.
-    """
-    steps = lower_bound(nodes, blocks, sources)
-    return steps * (link.overhead_s + nbytes / blocks / link.bytes_per_s)
-
-
-def best_blocks(nbytes: float, nodes: int, link: Link, *, most: int, sources: int = 1) -> int:
-    """The number of blocks, 1..most, for which the multicast is over first.
-
-    T is convex in b with its least value at sqrt(h M / (alpha beta)): one of the integers beside.
-    """
-    if link.overhead_s <= 0:
-        return most
-    fill = max(lower_bound(nodes, 1, sources) - 1, 0)
-    ideal = math.sqrt(fill * nbytes / (link.overhead_s * link.bytes_per_s))
-    beside = {max(1, min(most, round_off(ideal))) for round_off in (math.floor, math.ceil)}
-    return min(beside, key=lambda b: (multicast_seconds(nbytes, b, nodes, link, sources), b))
-
-
 def equal_links_seconds(name: str, task: Task) -> float:
     """What the strategy takes on equal links with equal blocks (all as fast as the fastest port).
 
-    Chunks shorten hops, from tau to delta, and not what a port must carry. With g = ceil(D/k)
-    destinations in the largest group:
+    For b blocks of s bytes, M in all, and g = ceil(D/k) destinations in the largest group; a block
+    that comes from another node than the one before it takes tau = alpha + s / beta:
 
-    - chain: b tau + (g - 1) delta. The last node's port takes b blocks, g - 1 hops behind.
-    - binomial, taps (which are the same here): (b + h) tau, as with whole blocks, since the
-      source's port has a block to carry in each of the b + h steps: all b, and the last one h times
-      more. (Where the group is no power of two, twins are as busy in its stead.)
-    - head: b tau where g = 1; else a binomial pipeline from the head to the g - 1 others, delta
-      late: delta + (b + ceil(log2 g) - 1) tau.
+    - chain: alpha + M / beta + (g - 1) delta. The last node's port takes all blocks, one after the
+      other from one node, g - 1 hops behind.
+    - binomial, taps (which are the same here): (b + h) tau, h = ceil(log2(N/k)) - 1, however small
+      the chunks: the source's port has a block to carry in each of the b + h steps, all b and the
+      last one h times more, to another node than in the step before. (Where the group is no power
+      of two, twins are as busy in its stead; for 2 < b < h those of just over 2^h nodes change
+      partners less often, and it is up to (b - 2) alpha sooner.) A chain where g = 1.
+    - head: a binomial pipeline from the head to the g - 1 others, delta late: delta +
+      (b + ceil(log2 g) - 1) tau. A chain where g < 3.
 
     Any other strategy: 0.
     """
     if not task.destinations:
         return 0.0
-    fabric, sources = task.fabric, len(task.sources)
-    rate = max(max(port.out, port.into) for port in fabric.ports)
-    tau = fabric.overhead_s + min(task.block_bytes) / rate
-    delta = fabric.overhead_s + min(task.first_chunks) / rate
-    every = task.blocks * fabric.overhead_s + sum(task.block_bytes) / rate
+    alpha, sources = task.fabric.overhead_s, len(task.sources)
+    rate, copy = _fastest(task.fabric), copy_seconds(task)
+    tau = alpha + min(task.block_bytes) / rate
+    delta = alpha + min(task.first_chunks) / rate
     group = -(-len(task.destinations) // sources)
+
+    def pipeline(nodes: int) -> float:
+        late = lower_bound(nodes, 1, 1) - 1
+        return copy + ((task.blocks - 1) * alpha + late * tau if late else 0.0)
+
     if name in ("binomial", "taps"):
-        return every + (lower_bound(task.nodes, 1, sources) - 1) * tau
+        return pipeline(group + 1)
     if name == "chain":
-        return every + (group - 1) * delta
+        return copy + (group - 1) * delta
     if name == "head":
-        return every if group == 1 else every + (lower_bound(group, 1, 1) - 1) * tau + delta
+        return delta + pipeline(group) if group > 1 else copy
     return 0.0
+
+
+def best_blocks(task: Task, bytes_per_s: float, *, most: int) -> int:
+    """Into how many equal blocks, 1..most, to cut the model for a binomial pipeline to be over
+    first, on links of this rate.
+
+    (b + h)(alpha + M / (b beta)) is convex in b with its least value at sqrt(h M / (alpha beta)):
+    one of the integers beside.
+    """
+    alpha, copy = task.fabric.overhead_s, sum(task.block_bytes) / bytes_per_s
+    late = max(lower_bound(task.nodes, 1, len(task.sources)) - 1, 0)
+    if not alpha or not late:
+        return most
+    ideal = math.sqrt(late * copy / alpha)
+    beside = {max(1, min(most, round_off(ideal))) for round_off in (math.floor, math.ceil)}
+    return min(beside, key=lambda blocks: ((blocks + late) * (alpha + copy / blocks), blocks))
+
+
+def block_seconds(task: Task) -> float:
+    """Of the largest block between two of the fastest ports: no copy of it comes sooner."""
+    return task.fabric.overhead_s + max(task.block_bytes) / _fastest(task.fabric)
+
+
+def copy_seconds(task: Task) -> float:
+    """Of all blocks between two of the fastest ports: no copy of the model comes sooner."""
+    return task.fabric.overhead_s + sum(task.block_bytes) / _fastest(task.fabric)
+
+
+def _fastest(fabric: Fabric) -> float:
+    return max(max(port.out, port.into) for port in fabric.ports)
 
 
 def are_equal(values: Iterable[float]) -> bool:
@@ -110,11 +119,11 @@ def least_seconds(task: Task, *, fill: int = 0) -> float:
     with all their ports. `fill`: chunks that pass before the last destination has its first, if
     more than ceil(log2(N/k)) - 1.
 
-    The first: only who has a chunk can send it, so that the holders of anything at best double in
-    the time of a chunk, as those of a block do in a step, and the last destination's port, which
-    then has a copy to take in, starts h = ceil(log2(N/k)) - 1 chunks late: b c + h chunk times for
-    c chunks a block. With c = 1 the binomial pipeline meets it on equal links; with more, schedules
-    of whole blocks come near it (a chain of few nodes) or do not (b c + h c, binomial).
+    The first: only who has a chunk can send it, and to one node after the other, so that the
+    holders of anything at best double in delta, and the last destination's port, which has a copy
+    to take in, begins h = ceil(log2(N/k)) - 1 times delta late: alpha + M / beta + h delta. A chain
+    meets it where it has no more hops than that. A binomial pipeline of blocks of one chunk does
+    without alpha; with it, all its changes of partners come on top, (b - 1) alpha.
     """
     fabric, nbytes = task.fabric, sum(task.block_bytes)
     sites = _sites(fabric)
@@ -130,7 +139,7 @@ def least_seconds(task: Task, *, fill: int = 0) -> float:
         into = {site: sum(fabric.ports[n].into for n in nodes) for site, nodes in sites.items()}
         fastest = max(*out.values(), *into.values())
         bounds += [
-            (task.blocks + waits) * alpha + (nbytes + waits * min(task.first_chunks)) / fastest,
+            (1 + waits) * alpha + (nbytes + waits * min(task.first_chunks)) / fastest,
             _over(nbytes, sum(out[site] for site in fed)),
             *(_over(nbytes, into[site]) for site in sites.keys() - fed),
         ]
@@ -169,56 +178,61 @@ def arrival_times(
     """When each moved block is there; inf for one that crosses a port which may not send.
 
     Moves stand in order of their steps, which is the order of service everywhere. A move takes a
-    port at either end, and the trunks between racks, or the local link of a host instead. It starts
-    once all of these are free and its sender has the first chunk of its block (or, if it brings the
-    block up by itself, all of it, at `ready`), holds each for its bytes at that one's own rate, and
-    is over when the slowest is done: a fast sender serves a slow receiver and another one at once.
-    The last chunk can't come sooner than its way after it is with the sender. Nobody waits for a
-    step to end elsewhere. (Real ports serve a later step while an earlier one waits, and steps that
-    share a trunk side by side; that much a prediction may be too late.)
+    port at either end, and the trunks between racks, or the local link of a host instead. Its bytes
+    flow once all of these are free, alpha later at a port whose last move was with another node,
+    and alpha after its sender has the first chunk of its block (or, if it brings the block up by
+    itself, all of it, at `ready`). It holds each for its bytes at that one's own rate, and is over
+    when the slowest is done: a fast sender serves a slow receiver and another one at once. The last
+    chunk can't come sooner than its way after it is with the sender. Nobody waits for a step to end
+    elsewhere. (Real ports serve a later step while an earlier one waits, and steps that share a
+    trunk side by side; that much a prediction may be too late.)
     """
     fabric, alpha = task.fabric, task.fabric.overhead_s
     sizes, chunks = task.block_bytes, task.first_chunks
     free: dict[Hashable, float] = {}
+    partners: dict[Hashable, int | None] = {}
+    """Of each port, in its last move."""
     there: dict[tuple[int, int], float] = dict(ready or {})
     begun: dict[tuple[int, int], float] = dict(there)
     """When the first chunk is there."""
     moved: dict[tuple[int, int], float] = {}
-    routes: dict[tuple[int, int], list[tuple[Hashable, float, float]]] = {}
+    routes: dict[tuple[int, int], list[tuple[Hashable, int | None, float]]] = {}
     for _, src, dst, block in moves:
         route = routes.get((src, dst))
         if route is None:
-            route = routes[src, dst] = _route(fabric, src, dst, alpha)
+            route = routes[src, dst] = _route(fabric, src, dst)
         nbytes, chunk = sizes[block], chunks[block]
-        start = begun.get((src, block), 0.0)
-        for link, _, _ in route:
-            start = max(start, free.get(link, 0.0))
-        end, hop = start, 0.0
-        for link, seconds_per_byte, fixed in route:
-            over = start + fixed + nbytes * seconds_per_byte
+        flows = begun.get((src, block), 0.0) + alpha
+        for link, partner, _ in route:
+            at = free.get(link, 0.0)
+            if partners.get(link) != partner:
+                partners[link] = partner
+                at += alpha
+            flows = max(flows, at)
+        end, hop = flows, 0.0
+        for link, _, seconds_per_byte in route:
+            over = flows + nbytes * seconds_per_byte
             free[link] = over
             end = max(end, over)
-            hop = max(hop, fixed + chunk * seconds_per_byte)
-        begun[dst, block] = start + hop
-        end = max(end, there.get((src, block), 0.0) + hop)
+            hop = max(hop, chunk * seconds_per_byte)
+        begun[dst, block] = flows + hop
+        end = max(end, there.get((src, block), 0.0) + alpha + hop)
         there[dst, block] = moved[dst, block] = end
     return moved
 
 
-def _route(fabric: Fabric, src: int, dst: int, alpha: float) -> list[tuple[Hashable, float, float]]:
-    """What a move crosses: (link, seconds per byte, fixed seconds)."""
-    ends = ((src, fabric.ports[src].out), (dst, fabric.ports[dst].into))
+def _route(fabric: Fabric, src: int, dst: int) -> list[tuple[Hashable, int | None, float]]:
+    """What a move crosses: (link, the node at the other end if it is a port, seconds per byte)."""
     if fabric.is_local(src, dst):
         per_byte = 1 / fabric.local_bytes_per_s
-        return [(("local out", src), per_byte, alpha), (("local in", dst), per_byte, alpha)]
-    names = ("out", "in")
-    route: list[tuple[Hashable, float, float]] = [
-        ((name, node), _over(1.0, rate), alpha)
-        for name, (node, rate) in zip(names, ends, strict=True)
+        return [(("local out", src), dst, per_byte), (("local in", dst), src, per_byte)]
+    route: list[tuple[Hashable, int | None, float]] = [
+        (("out", src), dst, _over(1.0, fabric.ports[src].out)),
+        (("in", dst), src, _over(1.0, fabric.ports[dst].into)),
     ]
     for way, rack in zip(("up", "down"), fabric.crosses(src, dst) or (), strict=False):
         if rack in fabric.trunks:
-            route.append(((way, rack), _over(1.0, fabric.trunks[rack]), 0.0))
+            route.append(((way, rack), None, _over(1.0, fabric.trunks[rack])))
     return route
 
 

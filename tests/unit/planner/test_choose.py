@@ -6,7 +6,7 @@ import pytest
 
 from services.planner.core import choose as choosing
 from services.planner.core.choose import CANDIDATES, RULED_OUT, choose, unit_sizes, units
-from services.planner.core.costs import Link, multicast_seconds
+from services.planner.core.costs import arrival_times, equal_links_seconds
 from services.planner.core.multicast.fabric import Fabric, Port, Task, step_task, uniform
 from services.planner.core.multicast.schedule import check, check_moves
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
@@ -26,6 +26,19 @@ def test_on_equal_links_it_is_the_binomial_pipeline() -> None:
     check(choice.schedule)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "strategy"),
+    [(4, "chain"), (8, "chain"), (16, "chain"), (24, "chain"), (64, "head"), (160, "binomial")],
+)
+def test_where_relays_forward_chunks_it_is_a_chain_until_that_is_too_long(
+    nodes: int, strategy: str
+) -> None:
+    """64 MiB on links of 400 Mbit/s: chains take longer from 30 nodes on, and what serves meanwhile
+    decides between nearly equal ones."""
+    of = Task(uniform(nodes, 50e6, 0.001), (512 << 10,) * 128, (0,), 256 << 10)
+    assert choose(of, FOUR).strategy == strategy
+
+
 def test_racks_behind_slow_trunks_are_fed_one_after_the_other() -> None:
     fabric = Fabric(RACKS, 0.001, {"a": 50e6, "b": 50e6})
     choice = choose(Task(fabric, SIZES, (0,)), FOUR)
@@ -37,11 +50,10 @@ def test_racks_behind_slow_trunks_are_fed_one_after_the_other() -> None:
 
 
 def test_dear_transfers_are_made_larger() -> None:
-    task = Task(uniform(16, 50e6, 0.05), (1_000_000,) * 64, (0,))
+    task = Task(uniform(32, 50e6, 0.05), (1_000_000,) * 64, (0,))
     choice = choose(task, FOUR)
-    assert choice.unit == 8
-    link = Link(50e6, 0.05)
-    assert choice.outlook.all_complete_s == pytest.approx(multicast_seconds(64e6, 8, 16, link))
+    assert (choice.strategy, choice.unit) == ("binomial", 8)
+    assert choice.outlook.all_complete_s == pytest.approx(12 * (0.05 + 8e6 / 50e6))
     for other in choice.considered:
         assert other.score >= choice.considered[0].score
 
@@ -97,15 +109,27 @@ def test_large_equal_clusters_are_judged_without_schedules(monkeypatch: pytest.M
         return STRATEGIES[name]
 
     monkeypatch.setattr(choosing, "strategy", counting)
-    choice = choose(Task(uniform(1024, 50e6, 0.001), SIZES, (0,)), FOUR)
+    task = Task(uniform(1024, 50e6, 0.001), SIZES, (0,))
+    choice = choose(task, FOUR)
     assert made == ["binomial"]
     assert all(each.verdict == RULED_OUT for each in choice.considered[1:])
-    assert choice.outlook.all_complete_s == pytest.approx(
-        multicast_seconds(64e6, 16 // choice.unit, 1024, Link(50e6, 0.001))
-    )
-    assert choice.outlook.first_complete_s == choice.outlook.all_complete_s
-    assert choice.outlook.first_path_s == pytest.approx(0.081 / 16 * 16)
+    assert choice.unit == 1
+    assert choice.outlook.all_complete_s == equal_links_seconds("binomial", task)
+    assert choice.outlook.first_complete_s == pytest.approx(choice.outlook.all_complete_s)
+    assert choice.outlook.first_path_s == pytest.approx(0.081)
     check_moves(choice.schedule.held(0), choice.schedule.blocks, choice.schedule.moves, range(1024))
+
+
+@pytest.mark.parametrize(("nodes", "strategy"), [(2, "binomial"), (3, "head"), (4, "chain")])
+def test_what_is_judged_without_a_schedule_is_timed_as_that_is(nodes: int, strategy: str) -> None:
+    large = Task(uniform(nodes, 50e6, 0.01), (1 << 20,) * choosing.LARGE, (0,), 256 << 10)
+    choice = choose(large, FOUR)
+    assert choice.strategy == strategy
+    arrivals = arrival_times(choice.schedule.moves, large)
+    last = [arrivals[node, large.blocks - 1] for node in large.destinations]
+    assert choice.outlook.first_path_s == pytest.approx(min(arrivals.values()))
+    assert choice.outlook.first_complete_s == pytest.approx(min(last))
+    assert choice.outlook.all_complete_s == pytest.approx(max(last))
 
 
 def test_where_all_are_sources_nothing_moves() -> None:

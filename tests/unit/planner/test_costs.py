@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from services.planner.core.costs import (
-    Link,
     arrival_times,
     best_blocks,
+    block_seconds,
+    copy_seconds,
+    equal_links_seconds,
     is_uniform,
     least_seconds,
-    multicast_seconds,
     physical_limit,
     schedule_arrivals,
 )
@@ -19,8 +20,6 @@ from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
 from services.planner.core.multicast.groups import binomial
 from services.planner.core.multicast.schedule import Move, Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, strategy
-
-LINK = Link(bytes_per_s=50e6, overhead_s=0.001)
 
 
 def task(sizes: tuple[int, ...], *ports: float | Port, overhead_s: float = 0.0) -> Task:
@@ -31,23 +30,68 @@ def task(sizes: tuple[int, ...], *ports: float | Port, overhead_s: float = 0.0) 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"local"}))
 @pytest.mark.parametrize(("nodes", "blocks", "sources"), [(8, 16, 1), (11, 6, 2)])
+@pytest.mark.parametrize("overhead", [0.0, 0.001])
 def test_on_equal_links_arrivals_follow_the_steps(
-    name: str, nodes: int, blocks: int, sources: int
+    name: str, nodes: int, blocks: int, sources: int, overhead: float
 ) -> None:
-    equal = Task(uniform(nodes, 50e6, 0.001), (50_000,) * blocks, tuple(range(sources)))
+    """Alpha a step at most; without it, steps are times."""
+    equal = Task(uniform(nodes, 50e6, overhead), (50_000,) * blocks, tuple(range(sources)))
     schedule = strategy(name)(equal)
     there = arrival_times(schedule.moves, equal)
     assert len(there) == len(schedule.moves)
     for move in schedule.moves:
-        assert there[move.dst, move.block] <= move.step * 0.002 + 1e-9
-    assert max(there.values()) == pytest.approx(schedule.steps * 0.002)
+        assert there[move.dst, move.block] <= move.step * (0.001 + overhead) + 1e-9
+    if not overhead:
+        assert max(there.values()) == pytest.approx(schedule.steps * 0.001)
 
 
-def test_multicast_seconds_is_the_timed_schedule() -> None:
-    nbytes, blocks = 64_000_000, 16
-    equal = Task(uniform(12, 50e6, 0.001), (nbytes // blocks,) * blocks, (0,))
-    there = arrival_times(binomial(12, blocks, [0]).moves, equal)
-    assert multicast_seconds(nbytes, blocks, 12, LINK) == pytest.approx(max(there.values()))
+def test_blocks_between_the_same_two_nodes_cost_alpha_once() -> None:
+    moves = [Move(1, 0, 1, 0), Move(2, 0, 1, 1), Move(3, 0, 1, 2)]
+    there = arrival_times(moves, task((100, 100, 100), 100.0, 100.0, overhead_s=0.5))
+    assert there == {(1, 0): 1.5, (1, 1): 2.5, (1, 2): 3.5}
+
+
+def test_a_receiver_that_changes_its_source_waits_for_the_first_bytes() -> None:
+    """They flow only when its port is free, and come alpha later; once more when it changes
+    back."""
+    moves = [Move(1, 0, 2, 0), Move(2, 1, 2, 1), Move(3, 0, 2, 2)]
+    there = arrival_times(moves, task((100, 100, 100), 100.0, 100.0, 100.0, overhead_s=0.5))
+    assert there == {(2, 0): 1.5, (2, 1): 3.0, (2, 2): 4.5}
+
+
+def test_a_sender_that_changes_its_receiver_loses_alpha() -> None:
+    moves = [Move(1, 0, 1, 0), Move(2, 0, 2, 0), Move(3, 0, 2, 1)]
+    there = arrival_times(moves, task((100, 100), 100.0, 100.0, 100.0, overhead_s=0.5))
+    assert there == {(1, 0): 1.5, (2, 0): 3.0, (2, 1): 4.0}
+
+
+def test_a_change_costs_nothing_where_the_port_waits_for_the_block_anyhow() -> None:
+    """Node 2 has a block of node 0 by 1.5 s, and node 1's own only comes up at 9 s."""
+    moves = [Move(1, 0, 2, 0), Move(2, 1, 2, 1)]
+    ports = 100.0, 100.0, 100.0
+    there = arrival_times(moves, task((100, 100), *ports, overhead_s=0.5), {(1, 1): 9.0})
+    assert there == {(2, 0): 1.5, (2, 1): 10.5}
+
+
+def test_every_hop_costs_alpha_once() -> None:
+    """Also behind a link that is slower: a stream that waits for each block is not late anew."""
+    chain = [Move(block + hop, hop - 1, hop, block) for hop in range(1, 4) for block in range(5)]
+    by_chunks = replace(task((100,) * 5, *(100.0,) * 4, overhead_s=0.5), chunk_bytes=10)
+    assert max(arrival_times(chain, by_chunks).values()) == pytest.approx(5.5 + 2 * 0.6)
+    slow = task((100,) * 5, 10.0, 100.0, 100.0, 100.0, overhead_s=0.5)
+    slow_first = arrival_times(chain, replace(slow, chunk_bytes=10))
+    assert max(slow_first.values()) == pytest.approx(50.5 + 2 * 0.6)
+
+
+def test_chains_win_on_few_nodes_and_the_pipeline_on_many() -> None:
+    """64 MiB on links of 400 Mbit/s, in 128 blocks of two chunks."""
+
+    def sooner(nodes: int) -> str:
+        of = Task(uniform(nodes, 50e6, 0.001), (512 << 10,) * 128, (0,), 256 << 10)
+        return min(("binomial", "chain"), key=lambda name: equal_links_seconds(name, of))
+
+    assert {sooner(nodes) for nodes in range(3, 30)} == {"chain"}
+    assert {sooner(nodes) for nodes in range(30, 200)} == {"binomial"}
 
 
 def test_a_slow_node_delays_what_it_sends_and_receives_only() -> None:
@@ -107,7 +151,7 @@ def test_a_node_that_may_not_send_never_delivers() -> None:
 def test_unequal_blocks_take_their_own_time() -> None:
     moves = binomial(2, 3, [0]).moves
     there = arrival_times(moves, task((100, 300, 50), 100.0, 100.0, overhead_s=0.5))
-    assert there == {(1, 0): 1.5, (1, 1): 5.0, (1, 2): 6.0}
+    assert there == {(1, 0): 1.5, (1, 1): 4.5, (1, 2): 5.0}
 
 
 def test_moves_between_racks_share_their_trunks() -> None:
@@ -116,7 +160,7 @@ def test_moves_between_racks_share_their_trunks() -> None:
     free = Task(Fabric(racks, 0.0), (100,), (0, 1))
     assert arrival_times(moves, free) == {(2, 0): 1.0, (3, 0): 1.0}
     tight = Task(Fabric(racks, 0.5, {"b": 50.0}), (100,), (0, 1))
-    assert arrival_times(moves, tight) == {(2, 0): 2.0, (3, 0): 4.0}
+    assert arrival_times(moves, tight) == {(2, 0): 2.5, (3, 0): 4.5}
     both = Task(Fabric(racks, 0.0, {"a": 50.0, "b": 50.0}), (100, 100), (0, 3))
     assert arrival_times([Move(1, 0, 2, 0), Move(1, 3, 1, 1)], both) == {(2, 0): 2.0, (1, 1): 2.0}
 
@@ -126,6 +170,13 @@ def test_a_local_link_takes_nothing_from_the_ports() -> None:
     local = Task(Fabric(ports, 0.0, local_bytes_per_s=100.0), (100,), (0,))
     moves = [Move(1, 0, 1, 0), Move(2, 0, 2, 0)]
     assert arrival_times(moves, local) == {(1, 0): 1.0, (2, 0): 10.0}
+
+
+def test_partners_change_on_local_links_too() -> None:
+    ports = (Port(10.0, 10.0, host="a"),) * 3
+    local = Task(Fabric(ports, 0.5, local_bytes_per_s=100.0), (100, 100), (0, 1))
+    assert arrival_times([Move(1, 0, 2, 0), Move(2, 0, 2, 1)], local) == {(2, 0): 1.5, (2, 1): 2.5}
+    assert arrival_times([Move(1, 0, 2, 0), Move(2, 1, 2, 1)], local) == {(2, 0): 1.5, (2, 1): 3.0}
 
 
 def test_loads_from_lower_tiers_and_the_set_up_count() -> None:
@@ -139,14 +190,25 @@ def test_loads_from_lower_tiers_and_the_set_up_count() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 8, 9, 64])
 @pytest.mark.parametrize("overhead", [1e-5, 1e-3, 0.05])
 def test_best_number_of_blocks_is_the_best(nodes: int, overhead: float) -> None:
-    link = Link(50e6, overhead)
-    times = {b: multicast_seconds(64e6, b, nodes, link) for b in range(1, 400)}
-    found = best_blocks(64e6, nodes, link, most=399)
-    assert times[found] == pytest.approx(min(times.values()))
+    def cut(blocks: int) -> Task:
+        return Task(uniform(nodes, 50e6, overhead), (64_000_000 // blocks,) * blocks, (0,))
+
+    times = {b: equal_links_seconds("binomial", cut(b)) for b in range(1, 400)}
+    found = best_blocks(cut(1), 50e6, most=399)
+    assert times[found] == pytest.approx(min(times.values()), rel=1e-5)
 
 
-def test_without_overhead_finer_is_better() -> None:
-    assert best_blocks(64e6, 8, Link(50e6, 0.0), most=48) == 48
+@pytest.mark.parametrize(("nodes", "overhead"), [(8, 0.0), (2, 0.05)])
+def test_where_nobody_changes_partners_or_that_is_free_finer_is_better(
+    nodes: int, overhead: float
+) -> None:
+    of = Task(uniform(nodes, 50e6, overhead), (64_000_000,), (0,))
+    assert best_blocks(of, 50e6, most=48) == 48
+
+
+def test_nothing_comes_sooner_than_between_the_fastest_ports() -> None:
+    of = task((100, 300, 50), 100.0, 50.0, overhead_s=0.5)
+    assert (block_seconds(of), copy_seconds(of)) == (3.5, 5.0)
 
 
 def test_physical_limit_on_equal_links() -> None:

@@ -48,14 +48,14 @@ def predict(
 def test_one_target_takes_the_time_of_its_blocks_one_after_the_other() -> None:
     found = predict({A: EVERY, B: NONE})
     assert found.predicted == Timings(
-        first_byte_s=0.5, first_path_s=1.5, first_complete_s=6.0, all_complete_s=6.0
+        first_byte_s=0.5, first_path_s=1.5, first_complete_s=4.5, all_complete_s=4.5
     )
     assert found.physical_limit_s == pytest.approx(4.0)
 
 
 def test_a_source_in_host_memory_runs_no_stage() -> None:
     found = predict({A: EVERY, B: NONE}, runs=(B,))
-    assert found.predicted.first_path_s == found.predicted.all_complete_s == 6.0
+    assert found.predicted.first_path_s == found.predicted.all_complete_s == 4.5
 
 
 def test_the_slowest_link_counts() -> None:
@@ -102,12 +102,12 @@ def test_what_is_not_predicted_stays_so_when_counted_from_the_decision() -> None
 
 
 def test_relays_forward_the_chunks_that_the_model_record_says() -> None:
-    """Down a chain of three, c two hops behind a for its first chunk, and two overheads."""
+    """Down a chain of three, c a hop behind b, for its first chunk or its first block."""
     held = {A: EVERY, B: NONE, C: NONE}
     whole = predict(held, strategy="chain")
     chunked = predict(held, strategy="chain", chunk_bytes=10)
-    assert whole.predicted.all_complete_s == pytest.approx(4 * 1.5 + 1.5)
-    assert chunked.predicted.all_complete_s == pytest.approx(4 * 1.5 + 0.6)
+    assert whole.predicted.all_complete_s == pytest.approx(4.5 + 1.5)
+    assert chunked.predicted.all_complete_s == pytest.approx(4.5 + 0.6)
     assert whole.physical_limit_s == pytest.approx(5.0)
     assert chunked.physical_limit_s == pytest.approx(4.1)
 

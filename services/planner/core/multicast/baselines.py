@@ -12,6 +12,7 @@ def chain_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> li
 
     A chain whose edges take tau_1, tau_2, .. a block has its i-th node complete after
     tau_1 + .. + tau_i + (b - 1) max(tau_1..tau_i): fastest first is best for every one of them.
+    (Less (b - 1) alpha where blocks follow each other without it, which is the same for all.)
     The fastest node left joins the chain on which it would be complete first; an edge runs at the
     least of what its sender gets, sends, and its receiver takes. (The paper's line 10 forgets what
     the sender itself receives; and its rule, the chain of the highest rate whatever its length,

@@ -27,7 +27,7 @@ class Fabric:
     ports: tuple[Port, ...]
     """By node, 0..N-1."""
     overhead_s: float
-    """alpha: the fixed time of one block transfer, from port to port."""
+    """alpha: of every hop, and of every change of partner at a port (see `costs`)."""
     trunks: Mapping[str, float] = field(default_factory=dict)
     """Rack -> bytes/s each way between it and all others; a rack that is not here has no limit."""
     local_bytes_per_s: float = 0.0
