@@ -6,8 +6,10 @@ each receive: an owner that gives its buffer up is obeyed at once, in the middle
 """
 
 import asyncio
+import fcntl
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -25,11 +27,20 @@ from shared.errors import PeerLost, ProtocolViolation, TransportError, Transport
 
 _TCP_NOTSENT_LOWAT = 25
 """linux/tcp.h; the socket module has no name for it."""
+_SIOCOUTQNSD = 0x894B
+"""linux/sockios.h: bytes that the kernel has and did not send yet."""
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
 AT_ONCE = 256 * 1024
 """Bytes that are waited for together, if so many are to come: waking costs more than copying. At
 most half of what a receive buffer takes."""
+MANY = 64 * 1024
+"""So many are not there yet when the first of them are: more than one packet."""
+USED_S = 5.0
+"""A connection over which nothing but heartbeats went for so long is idle."""
+IDLE_SLOWER = 8
+"""Its heartbeats come so many times less often, and its silence may be so many times as long: a
+node has connections to many peers, and bytes on their way with few of them."""
 _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
 
@@ -69,7 +80,10 @@ class Connection:
         self.error: TransportError | None = None
         """Why it was closed."""
         self.on_closed: Callable[[TransportError], None] | None = None
+        self.busy: Callable[[], bool] = lambda: False
+        """Something is asked for over it, and not all answered."""
         self.sock = sock
+        self._used_at = self._in_use_since = asyncio.get_running_loop().time()
         self._max_payload = max_payload
         self._writing = asyncio.Lock()
         self._posted: list[bytes] = []
@@ -82,6 +96,7 @@ class Connection:
         self._sent_at = 0.0
         self._room = 0
         """Asked of the kernel for what is sent."""
+        self._unsent_limit = 0
         self._unyielded = 0
         self._watched = False
         """The loop calls us when bytes come."""
@@ -92,6 +107,8 @@ class Connection:
 
     async def receive(self, sink: Sink, nbytes: int) -> None:
         """So many bytes, as they come."""
+        if nbytes > MANY:
+            await self._wait_readable(nbytes)
         while nbytes:
             self.check()
             try:
@@ -124,6 +141,7 @@ class Connection:
             prefix = parse_prefix(data, max_payload=self._max_payload)
             if prefix.kind is not Kind.HEARTBEAT:
                 self._in_frame = True
+                self._use()
                 return prefix
 
     async def secure(self, context: ssl.SSLContext) -> None:
@@ -164,6 +182,10 @@ class Connection:
 
     def post(self, frame: bytes) -> None:
         """Has `send_posted` send a small frame, after those posted before."""
+        self._use()
+        self._post(frame)
+
+    def _post(self, frame: bytes) -> None:
         self._posted.append(frame)
         _wake(self._posting)
 
@@ -173,25 +195,27 @@ class Connection:
             self.check()
             if self._posted:
                 frames, self._posted = self._posted, []
-                await self.send([b"".join(frames)])
+                await self._send([b"".join(frames)])
             else:
                 self._posting = asyncio.get_running_loop().create_future()
                 await self._posting
 
-    async def send(self, buffers: Sequence[Buffer], *, ahead: int = 0) -> None:
-        """One frame, after those begun earlier; returns once the kernel has all of it, and with
-        `ahead` once it has sent all but so many bytes or fewer.
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """One frame, after those begun earlier; returns once the kernel has all of it.
 
         Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
         """
+        self._use()
+        await self._send(buffers)
+
+    async def _send(self, buffers: Sequence[Buffer]) -> None:
         async with self._writing:
             self.check()
             views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
             whole = len(views)
             first = views[0].nbytes
             begun = False
-            if ahead:
-                self._make_room(sum(view.nbytes for view in views))
+            self._make_room(sum(view.nbytes for view in views))
             try:
                 while views:
                     begun = isinstance(self.sock, ssl.SSLSocket)  # a record may lie half sent
@@ -202,12 +226,18 @@ class Connection:
                 if views and (begun or len(views) < whole or views[0].nbytes < first):
                     self.close(PeerLost(f"{self.address}: a send was cancelled half-way"))
                 raise
-            if ahead:
-                self.check()
-                self._limit_unsent(2 * ahead)  # which wakes us when half of that is left
-                await self._wait_writable()
-                self.check()
             self._sent_at = asyncio.get_running_loop().time()
+
+    async def sent_but(self, nbytes: int) -> None:
+        """Until no more than so many bytes wait in the kernel, or the connection has ended."""
+        while self.error is None and self._unsent() > nbytes:
+            self._limit_unsent(2 * nbytes)  # which wakes us when half of that is left
+            await self._wait_writable()
+
+    def _unsent(self) -> int:
+        buffer = bytearray(4)
+        fcntl.ioctl(self.sock, _SIOCOUTQNSD, buffer)
+        return int.from_bytes(buffer, sys.byteorder)
 
     def _make_room(self, nbytes: int) -> None:
         """For a frame that the kernel is to take at once, as far as its limits let it."""
@@ -217,8 +247,10 @@ class Connection:
         self._limit_unsent(2 * self._room)
 
     def _limit_unsent(self, nbytes: int) -> None:
-        """How much may wait in the kernel, where nothing can overtake it."""
-        self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
+        """How many bytes may wait in the kernel, where nothing can overtake them."""
+        if nbytes != self._unsent_limit:
+            self._unsent_limit = nbytes
+            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
 
     async def _send_some(self, views: Sequence[memoryview]) -> int:
         while True:
@@ -252,15 +284,29 @@ class Connection:
         if on_closed is not None:
             on_closed(error)
 
+    def _use(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._used_at > USED_S and not self.busy():
+            self._in_use_since = now
+        self._used_at = now
+
     def check_silence(self, now: float, limit_s: float) -> None:
-        """Closes the connection if we have been waiting for bytes for longer than `limit_s`.
+        """Closes the connection if we have been waiting for bytes for longer than `limit_s`, or
+        IDLE_SLOWER times that if it is idle.
 
         To be called several times in that time: any byte counts, however many are waited for.
         """
-        if self._silent_since is None or now - self._silent_since < limit_s / 2:
+        if self._silent_since is None:
+            return
+        silent_s = now - max(self._silent_since, self._in_use_since)
+        if silent_s < limit_s / 2:
             return
         self._wake_at(1)
-        if now - self._silent_since < limit_s:
+        if self.busy():
+            self._used_at = now
+        elif now - self._used_at > USED_S:
+            limit_s *= IDLE_SLOWER
+        if silent_s < limit_s:
             return
         if self._in_frame:
             self.close(TransportTimeout(f"{self.address}: stopped within a frame for {limit_s} s"))
@@ -272,13 +318,12 @@ class Connection:
         if self._silent_since is not None:
             self._silent_since = now
 
-    def wants_heartbeat(self, now: float, interval_s: float) -> bool:
-        return (
-            not self._writing.locked() and not self._posted and now - self._sent_at >= interval_s
-        )
-
-    def beat(self) -> None:
-        self.post(encode_prefix(Kind.HEARTBEAT))
+    def beat_after(self, now: float, interval_s: float) -> None:
+        """A heartbeat, if nothing was sent for that long."""
+        if now - self._used_at > 2 * USED_S and not self.busy():  # the peer may be late to notice
+            interval_s *= IDLE_SLOWER
+        if now - self._sent_at >= interval_s and not self._writing.locked() and not self._posted:
+            self._post(encode_prefix(Kind.HEARTBEAT))
 
     def _had_its_turn(self) -> bool:
         self._unyielded = (self._unyielded + 1) % _TURN
@@ -317,15 +362,16 @@ class Connection:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _wait_writable(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._writable = loop.create_future()
-        loop.add_writer(self.sock.fileno(), _wake, self._writable)
-        try:
-            await self._writable
-        finally:
-            self._writable = None
-            if self.error is None:
-                loop.remove_writer(self.sock.fileno())
+        """Several may wait at a time."""
+        if self._writable is None or self._writable.done():
+            loop = asyncio.get_running_loop()
+            self._writable = loop.create_future()
+            loop.add_writer(self.sock.fileno(), self._on_writable)
+        await asyncio.shield(self._writable)
+
+    def _on_writable(self) -> None:
+        asyncio.get_running_loop().remove_writer(self.sock.fileno())
+        _wake(self._writable)
 
 
 async def readable(sock: socket.socket) -> None:

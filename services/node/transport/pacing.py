@@ -11,7 +11,7 @@ flows (models) share the port evenly (start-time fair queueing, Goyal et al. 199
 
 import asyncio
 import heapq
-from collections.abc import Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,6 +75,8 @@ class Port:
         """When the last holder left and nobody waited."""
         self._timer: asyncio.TimerHandle | None = None
         self._seq = 0
+        self.unsent: Callable[[], Awaitable[None]] | None = None
+        """What the last holder left for the next one to wait for: nobody wanted the port."""
         self._moved, self._moving_s = 0.0, 0.0
         """Bytes granted lately and how long they took."""
 
@@ -96,6 +98,11 @@ class Port:
         """The turn of a transfer that begins now."""
         self._seq += 1
         return Turn(priority, self._seq, flow)
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for it."""
+        return bool(self._queues)
 
     @property
     def unlimited(self) -> bool:
@@ -139,8 +146,10 @@ class Port:
 
     def _release(self, lane: Hashable, nbytes: int) -> None:
         loop = asyncio.get_running_loop()
-        self._moved = self._moved * _MEMORY + nbytes
-        self._moving_s = self._moving_s * _MEMORY + loop.time() - self._lanes.pop(lane)
+        held_s = loop.time() - self._lanes.pop(lane)
+        if self.unsent is None:
+            self._moved = self._moved * _MEMORY + nbytes
+            self._moving_s = self._moving_s * _MEMORY + held_s
         # Later in this turn of the loop, so that the holder's next frame competes too.
         loop.call_soon(self._dispatch)
 

@@ -5,16 +5,16 @@ The bytes come on the connection, or by a direct way that its handshake found (s
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from services.node.transport.base import OnReceived, ReadResult
+from services.node.transport.base import Buffer, OnReceived, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import DirectReader, DirectSource, Place
-from services.node.transport.pacing import Port, Turn
+from services.node.transport.pacing import PATIENCE_S, Port, Turn
 from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
     CANCELLED,
@@ -104,6 +104,7 @@ class ReadChannel:
         self._spawn = spawn
         self._way = way
         self._pending: dict[int, _Pending] = {}
+        connection.busy = lambda: bool(self._pending)
         self._ids = itertools.count()
 
     async def read(
@@ -291,6 +292,7 @@ class ReadServer:
         self._way = way
         self._on_sent = on_sent
         self._serving: dict[int, _Serving] = {}
+        connection.busy = lambda: bool(self._serving)
 
     async def run(self) -> None:
         """Serves until the connection ends, with a TransportError."""
@@ -377,12 +379,26 @@ class ReadServer:
                 if serving.place is None:
                     prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
                     data = buffer[position : position + nbytes]
-                    await self._connection.send([prefix, data], ahead=port.ahead_bytes)
+                    await self._send(port, [prefix, data], region.ready > position + nbytes)
                 else:
                     place = Place(serving.place.key, serving.place.address + serving.sent)
                     await self._grant(identity, serving, place, nbytes)
                 serving.in_part = False
             serving.sent += nbytes
+
+    async def _send(self, port: Port, frame: Sequence[Buffer], more: bool) -> None:
+        """Sends a frame once that before it is nearly out, and waits until it is so itself, if
+        there is `more` or others want the port: who comes next is decided late, by who is there."""
+        if port.unsent is not None:
+            unsent, port.unsent = port.unsent, None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(unsent(), PATIENCE_S)
+        await self._connection.send(frame)
+        unsent = partial(self._connection.sent_but, port.ahead_bytes)
+        if more or port.wanted:
+            await unsent()
+        else:
+            port.unsent = unsent
 
     def _evict(self) -> None:
         why = f"{self._connection.address} does not take what it asked for, and it has to go"

@@ -392,8 +392,7 @@ class TcpTransport:
                 if now - before > 2 * interval:
                     connection.forgive_silence(now)
                 connection.check_silence(now, self._silence_s)
-                if connection.wants_heartbeat(now, interval):
-                    connection.beat()
+                connection.beat_after(now, interval)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)
