@@ -16,6 +16,7 @@ from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
 from services.cli.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
 from shared import subjects
+from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.clock import wall_ns
 from shared.config import BusConfig
@@ -115,22 +116,22 @@ class Nodes:
             self._start(name, "node", host, {**environment, **(settings or {})})
         await self._wait_for(count)
 
-    async def load(self, checkpoint: Path, blocks: int) -> ModelRecord:
-        """Imports the model on node 0 and brings it up there: the source of every run."""
+    async def load(self, checkpoint: Path, blocks: int, number: int = 0) -> ModelRecord:
+        """Imports the model on a node and brings it up there, to be a source and to serve."""
         imported = await self._bus.request(
-            subjects.node_import(_node(0)),
+            subjects.node_import(_node(number)),
             ImportModel(path=str(checkpoint), name=ModelName("bench"), blocks=blocks),
             ModelImported,
             timeout=IMPORT_S,
         )
         record = imported.record
-        watch = self._watching({(_node(0), block) for block in range(record.n_blocks)})
-        await self._apply(record, watch.event, 0, (), tuple(range(record.n_blocks)))
+        watch = self._watching({(_node(number), block) for block in range(record.n_blocks)})
+        await self._apply(record, watch.event, number, (), tuple(range(record.n_blocks)))
         await watch.wait(IMPORT_S)
         return record
 
     async def multicast(self, record: ModelRecord, moves: Iterable[Move], timeout_s: float) -> Run:
-        """From node 0 to the others that the moves name; afterwards they hold nothing again."""
+        """To the nodes that the moves name; afterwards they hold nothing again."""
         pulls: dict[int, list[Pull]] = {}
         for move in moves:
             pulls.setdefault(move.dst, []).append(Pull(move.step, move.block, _node(move.src)))
@@ -145,6 +146,17 @@ class Nodes:
         return Run(
             (watch.finished_ns - decided) / 1e9, (watch.first_byte_ns - decided) / 1e9, cpu_s
         )
+
+    @property
+    def bus(self) -> Bus:
+        return self._bus
+
+    def info(self, number: int) -> NodeInfo:
+        return self._infos[number]
+
+    def cpu_s(self, number: int) -> float:
+        """Of the node's process so far, user and system time."""
+        return _cpu_s(self._processes[_node(number)])
 
     # --- nodes ---
 

@@ -1,6 +1,8 @@
 """`lambdascale bench`: measurements on this machine. The code is in `benchmarks/`."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from services.cli.client import absolute, add_json_option, print_json, say
@@ -8,11 +10,17 @@ from services.planner.core.choose import AUTO
 from shared.errors import BadInput, ConfigError
 
 ALL = "all"
-DESCRIPTION = """\
+MULTICAST = """\
 How long a model takes from one node to all others, by strategy, against what the links allow and
 against torch.distributed over gloo. The nodes are real ones, each on a host of its own: network
 namespaces on this machine, joined by shaped links. Needs root and iproute2; changes nothing
 outside of the namespaces and leaves nothing behind.
+"""
+SERVING_SOURCE = """\
+What a node that serves requests loses of its tokens/s while its model is loaded from it onto
+another: at a link paced to half and at the whole link, against the same node left alone, and
+against a plain socket copy of the same bytes. Engines have one thread: give the machine two cores
+or more, and nothing else to do. Needs root and iproute2, as `multicast` does.
 """
 
 
@@ -22,13 +30,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
     _add_multicast(benches)
+    _add_serving_source(benches)
 
 
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
     parser = benches.add_parser(
         "multicast",
         help="time to copy a model to N nodes, by strategy, over shaped links",
-        description=DESCRIPTION,
+        description=MULTICAST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -64,19 +73,38 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run_multicast)
 
 
+def _add_serving_source(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "serving-source",
+        help="tokens/s that a source loses while it loads another node",
+        description=SERVING_SOURCE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--link-mbit", type=_amount, default=400.0, metavar="R",
+        help="10^6 bits/s of each link, each way (400)",
+    )  # fmt: skip
+    parser.add_argument("--mib", type=_count, default=64, help="size of the model (64)")
+    parser.add_argument("--blocks", type=_count, default=16, help="that it is cut into (16)")
+    parser.add_argument(
+        "--batch", type=_count, default=8, help="sequences that are decoded at once (8)"
+    )
+    parser.add_argument(
+        "--window", type=_amount, default=2.5, metavar="S",
+        help="least seconds that tokens are counted at a time (2.5)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=_count, default=10, help="of each (10)")
+    add_json_option(parser)
+    parser.set_defaults(run=run_serving_source)
+
+
 def run_multicast(args: argparse.Namespace) -> int:
-    try:
+    with _in_a_checkout():
         from benchmarks.multicast import (  # torch and matplotlib: a second or two
             bars,
             bench,
             figure,
         )
-    except ModuleNotFoundError as error:
-        if error.name != "benchmarks":
-            raise
-        raise ConfigError(
-            "the benchmarks are not in this installation: run ./lambdascale in a checkout"
-        ) from error
     if min(args.nodes) < 2:
         raise BadInput("--nodes: a multicast is between 2 nodes or more")
     settings = bench.Settings(
@@ -100,6 +128,40 @@ def run_multicast(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*bench.table(results), "", *verdict]))
     return 0
+
+
+def run_serving_source(args: argparse.Namespace) -> int:
+    with _in_a_checkout():
+        from benchmarks.serving_source import bench, results  # torch: a second or two
+    settings = results.Settings(
+        link_mbit=args.link_mbit,
+        nbytes=args.mib << 20,
+        blocks=args.blocks,
+        batch=args.batch,
+        window_s=args.window,
+        rounds=args.rounds,
+    )
+    found = bench.measure(settings, say)
+    verdict = str(results.bar(found))
+    if args.json:
+        print_json(results.document(found))
+        say(verdict)
+    else:
+        print("\n".join([*results.table(found), "", verdict]))
+    return 0
+
+
+@contextmanager
+def _in_a_checkout() -> Iterator[None]:
+    """ConfigError if what is imported meanwhile is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "benchmarks":
+            raise
+        raise ConfigError(
+            "the benchmarks are not in this installation: run ./lambdascale in a checkout"
+        ) from error
 
 
 def _strategies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,178 @@
+"""What was measured of a source that serves, what it is held to, and both in words."""
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from benchmarks.multicast.bars import Bar
+
+OURS, PLAIN = "lambdascale", "plain socket"
+HALF, WHOLE = "half", "whole"
+MOST_LOST = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    link_mbit: float
+    nbytes: int
+    blocks: int
+    batch: int
+    """Sequences that are decoded at once."""
+    window_s: float
+    """Least time that tokens are counted for."""
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A while in which tokens were counted."""
+
+    took_s: float
+    tokens_per_s: float
+    bytes_per_s: float
+    """That went from the source's host to the target's."""
+    node_cores: float
+    """CPU time of the source's process a second."""
+    machine_cores: float
+    """Of everything on the machine, others' work included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    before: Window
+    loading: Window
+    after: Window
+
+    @property
+    def loss(self) -> float:
+        """Of tokens/s while loading, against the mean of just before and just after; 0 to 1."""
+        alone = (self.before.tokens_per_s + self.after.tokens_per_s) / 2
+        return 1 - self.loading.tokens_per_s / alone
+
+
+@dataclass(slots=True)
+class Row:
+    """One way of loading at one rate."""
+
+    link: str
+    """How much of it the bytes may have: HALF, paced, or WHOLE, as fast as it goes."""
+    way: str
+    rate: float
+    """bytes/s that it is paced to, or, of the whole link, that there is to have."""
+    samples: list[Sample] = field(default_factory=list)
+    """By round."""
+
+    @property
+    def loss(self) -> float:
+        return median(sample.loss for sample in self.samples)
+
+    @property
+    def alone(self) -> float:
+        """tokens/s before."""
+        return median(sample.before.tokens_per_s for sample in self.samples)
+
+    @property
+    def loading(self) -> float:
+        """tokens/s meanwhile."""
+        return median(sample.loading.tokens_per_s for sample in self.samples)
+
+    @property
+    def again(self) -> float:
+        """tokens/s after."""
+        return median(sample.after.tokens_per_s for sample in self.samples)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return median(sample.loading.bytes_per_s for sample in self.samples)
+
+    @property
+    def node_cores(self) -> tuple[float, float]:
+        """Alone and meanwhile."""
+        samples = self.samples
+        return median(s.before.node_cores for s in samples), median(
+            s.loading.node_cores for s in samples
+        )
+
+    @property
+    def machine_cores(self) -> float:
+        return median(sample.loading.machine_cores for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    settings: Settings
+    nbytes: int
+    """Of the model that was served and moved."""
+    rows: tuple[Row, ...]
+
+
+def bar(results: Results) -> Bar:
+    """Of the loading that is paced to half the link."""
+    (row,) = (row for row in results.rows if (row.link, row.way) == (HALF, OURS))
+    what = f"tokens/s lost while loading at half the link: {row.loss:.1%}"
+    return Bar(f"{what}, less than {MOST_LOST:.0%}", row.loss < MOST_LOST)
+
+
+def machine() -> str:
+    """Its processor and how many cores of it this process may use."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    name = names[0] if names else platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def document(results: Results) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "rows": [
+            {
+                "link": row.link,
+                "way": row.way,
+                "rate_bytes_per_s": round(row.rate),
+                "load_bytes_per_s": round(row.bytes_per_s),
+                "tokens_per_s": round(row.alone, 1),
+                "loading_tokens_per_s": round(row.loading, 1),
+                "again_tokens_per_s": round(row.again, 1),
+                "loss": round(row.loss, 4),
+                "losses": [round(sample.loss, 4) for sample in row.samples],
+                "node_cores": [round(cores, 3) for cores in row.node_cores],
+                "machine_cores": round(row.machine_cores, 3),
+                "rounds": len(row.samples),
+            }
+            for row in results.rows
+        ],
+        "link_mbit": results.settings.link_mbit,
+        "bytes": results.nbytes,
+        "batch": results.settings.batch,
+        "machine": machine(),
+    }
+
+
+def table(results: Results) -> Iterator[str]:
+    """For people."""
+    settings = results.settings
+    yield (
+        f"{results.nbytes / (1 << 20):.1f} MiB, {settings.batch} sequences at once on one engine "
+        f"thread; links of {settings.link_mbit:g} Mbit/s; medians of {settings.rounds}"
+    )
+    yield machine()
+    yield (
+        f"{'of the link':<11}  {'way':<12}  {'tokens/s':>8} {'loading':>8} {'again':>8}  "
+        f"{'lost':>6}  {'spread':>15}  {'MB/s':>6} {'of rate':>7}  {'node cores':>12}  machine"
+    )
+    for row in results.rows:
+        losses = [sample.loss for sample in row.samples]
+        spread = f"{min(losses):.1%} .. {max(losses):.1%}"
+        alone, loading = row.node_cores
+        yield (
+            f"{row.link:<11}  {row.way:<12}  {row.alone:>8.1f} {row.loading:>8.1f} "
+            f"{row.again:>8.1f}  {row.loss:>6.1%}  {spread:>15}  "
+            f"{row.bytes_per_s / 1e6:>6.1f} {row.bytes_per_s / row.rate:>7.3f}  "
+            f"{f'{alone:.2f} -> {loading:.2f}':>12}  {row.machine_cores:>7.2f}"
+        )
