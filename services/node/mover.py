@@ -7,6 +7,7 @@ revision, or another source, goes on from there.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -307,11 +308,14 @@ class Mover:
             run.start * manifest.chunk_bytes,
             sum(manifest.chunk_range(pulling.block, run[-1])),
         )
-        loop = asyncio.get_running_loop()
+        loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
         def show(chunk: int) -> None:
-            # Not the last one: with that the read is over, and maybe the block.
-            if chunk != run[-1]:
+            if chunk == run[-1]:
+                return  # with that the read is over, and maybe the block
+            if threading.get_ident() == thread:
+                self._show(model, pulling, chunk)
+            else:
                 loop.call_soon_threadsafe(self._show, model, pulling, chunk)
 
         deadline = now() + REGION_GRACE_S

@@ -25,6 +25,8 @@ MAX_GRANT = 4 << 20
 """Larger frames cost less processor time, which only a link of GB/s can feel."""
 _MEMORY = 0.8
 """Weight of the past in the measured rate of an unpaced port, per grant."""
+TICK_S = 0.001
+"""uvloop's timers count whole ms, rounded: one that is due sooner fires at once, again and again."""
 LATENESS_S = 0.02
 """Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
 QUIET_S = 0.001
@@ -150,8 +152,11 @@ class Port:
         if self.unsent is None:
             self._moved = self._moved * _MEMORY + nbytes
             self._moving_s = self._moving_s * _MEMORY + held_s
-        # Later in this turn of the loop, so that the holder's next frame competes too.
-        loop.call_soon(self._dispatch)
+        if self._queues:
+            # Later in this turn of the loop, so that the holder's next frame competes too.
+            loop.call_soon(self._dispatch)
+        else:
+            self._rest(loop.time())
 
     def _dispatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,9 +170,13 @@ class Port:
         while (chosen := self._next()) is not None:
             ready_at = self._ready_at(now)
             if ready_at > now:
-                self._timer = loop.call_at(ready_at, self._timer_fired)
+                self._timer = loop.call_at(max(ready_at, now + TICK_S), self._timer_fired)
                 return
             self._grant(*chosen, now)
+        self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        """If nobody has it or wants it."""
         if not self._queues and not self._lanes and self._quiet_since is None:
             self._quiet_since = now
             self._served.clear()
