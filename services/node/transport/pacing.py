@@ -26,7 +26,8 @@ MAX_GRANT = 4 << 20
 _MEMORY = 0.8
 """Weight of the past in the measured rate of an unpaced port, per grant."""
 TICK_S = 0.001
-"""uvloop's timers count whole ms, rounded: one that is due sooner fires at once, again and again."""
+"""uvloop's timers count whole ms, rounded: one due in less than half of one fires at once, over and
+over. So much too soon is soon enough; the rate stays, since what was granted counts."""
 LATENESS_S = 0.02
 """Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
 QUIET_S = 0.001
@@ -130,7 +131,7 @@ class Port:
             self._served[turn.flow] = max(self._served.get(turn.flow, 0), self._now_served)
         if not self._queues and not self._lanes and self._timer is None:
             self._free_at = max(self._free_at, now - LATENESS_S)
-            if self._ready_at(now) <= now:
+            if self._ready_at(now) <= now + TICK_S / 2:
                 self._hold(lane, turn.flow, nbytes, now)
                 return
         ticket = _Ticket(turn, nbytes, loop.create_future())
@@ -169,8 +170,8 @@ class Port:
         self._free_at = max(self._free_at, now - LATENESS_S)
         while (chosen := self._next()) is not None:
             ready_at = self._ready_at(now)
-            if ready_at > now:
-                self._timer = loop.call_at(max(ready_at, now + TICK_S), self._timer_fired)
+            if ready_at > now + TICK_S / 2:
+                self._timer = loop.call_at(ready_at, self._timer_fired)
                 return
             self._grant(*chosen, now)
         self._rest(now)

@@ -82,7 +82,6 @@ class _Pending:
         return self.into[self.position : self.position + nbytes]
 
     def came(self, nbytes: int) -> None:
-        self.first_byte_ns = self.first_byte_ns or wall_ns()
         if self.into is not None and self.received is not None:
             self.received(self.into[self.position : self.position + nbytes])
         self.position += nbytes
@@ -159,6 +158,7 @@ class ReadChannel:
                 self._granted(prefix.id, pending, *parse_grant(body))
             else:
                 self._check_length(pending, prefix.payload)
+                pending.first_byte_ns = pending.first_byte_ns or wall_ns()
                 if self._ingress.unlimited:
                     await self.connection.receive(pending, prefix.payload)
                 else:

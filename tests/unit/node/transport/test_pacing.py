@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,23 @@ def test_the_rate_is_exact_though_timers_are_late(rate: int, late_s: float) -> N
         return log[-1][0]
 
     assert run(main(), late_s=late_s) == pytest.approx(1.0, rel=0.01)
+
+
+def test_it_sleeps_until_a_grant_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the real loop, whose timers are due at whole ms only."""
+    fired = 0
+    timer_fired = Port._timer_fired
+
+    def counting(port: Port) -> None:
+        nonlocal fired
+        fired += 1
+        timer_fired(port)
+
+    monkeypatch.setattr(Port, "_timer_fired", counting)
+    grants = 40
+    rate = int(MIN_GRANT / 0.00537)  # what is left of a ms is less than half of one
+    uvloop.run(transfer(Port(rate), "a", grants * MIN_GRANT, 1, Log()))
+    assert fired <= 2 * grants
 
 
 def test_one_transfer_alone_has_the_whole_rate() -> None:

@@ -1,0 +1,89 @@
+"""What a connection does with the time that it is told."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from services.node.transport import connection as module
+from services.node.transport.connection import IDLE_SLOWER, USED_S, Connection
+from services.node.transport.wire import Kind, encode_prefix
+from shared.clock import now
+from shared.errors import PeerLost, TransportError
+
+LIMIT_S = 3.0
+CANCEL = encode_prefix(Kind.CANCEL, id=1)
+
+
+@pytest.fixture
+async def connection() -> AsyncIterator[Connection]:
+    """To a peer that says nothing, from which it waits for a frame."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    ours.setblocking(False)
+    made = Connection(ours, "the peer", max_payload=0)
+    waiting = asyncio.ensure_future(made.receive_prefix())
+    await asyncio.sleep(0)
+    yield made
+    made.close(PeerLost("the test is over"))
+    with suppress(TransportError):
+        await waiting
+    theirs.close()
+
+
+async def test_one_in_use_is_closed_after_a_silence(connection: Connection) -> None:
+    connection.check_silence(now() + LIMIT_S - 0.5, LIMIT_S)
+    assert connection.error is None
+    connection.check_silence(now() + LIMIT_S, LIMIT_S)
+    assert isinstance(connection.error, PeerLost)
+
+
+async def test_an_idle_one_may_be_silent_for_longer(connection: Connection) -> None:
+    assert USED_S > LIMIT_S
+    connection.check_silence(now() + USED_S + 1, LIMIT_S)
+    connection.check_silence(now() + IDLE_SLOWER * LIMIT_S - 0.5, LIMIT_S)
+    assert connection.error is None
+    connection.check_silence(now() + IDLE_SLOWER * LIMIT_S, LIMIT_S)
+    assert isinstance(connection.error, PeerLost)
+
+
+async def test_one_with_an_answer_to_come_is_in_use(connection: Connection) -> None:
+    connection.busy = lambda: True
+    connection.check_silence(now() + USED_S + 1, LIMIT_S)
+    assert isinstance(connection.error, PeerLost)
+
+
+async def test_silence_before_it_was_used_again_does_not_count(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "USED_S", 0.01)
+    await asyncio.sleep(0.02)
+    connection.post(CANCEL)
+    used = now()
+    connection.busy = lambda: True
+    connection.check_silence(used + LIMIT_S - 0.01, LIMIT_S)
+    assert connection.error is None
+    connection.check_silence(used + LIMIT_S, LIMIT_S)
+    assert isinstance(connection.error, PeerLost)
+
+
+@pytest.mark.parametrize(
+    ("after_s", "busy", "beats"),
+    [
+        (LIMIT_S - 0.5, False, False),
+        (LIMIT_S, False, True),
+        (2 * USED_S + 1, False, False),
+        (2 * USED_S + 1, True, True),
+        (IDLE_SLOWER * LIMIT_S, False, True),
+    ],
+)
+async def test_heartbeats_come_less_often_over_an_idle_one(
+    connection: Connection, after_s: float, *, busy: bool, beats: bool
+) -> None:
+    await connection.send([CANCEL])
+    connection.busy = lambda: busy
+    connection.beat_after(now() + after_s, LIMIT_S)
+    assert connection.posted == beats
