@@ -288,6 +288,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S and not self.busy():
             self._in_use_since = now
+            self._post(encode_prefix(Kind.HEARTBEAT))  # the peer waits for it from now on
         self._used_at = now
 
     def check_silence(self, now: float, limit_s: float) -> None:
