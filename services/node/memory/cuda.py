@@ -10,8 +10,6 @@ import struct
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 _LIBRARY = "libcuda.so.1"
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
@@ -84,7 +82,8 @@ class _IpcHandle(ctypes.Structure):
 class CudaDriver:
     """By ctypes, which holds no GIL in a call."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, ordinal: int) -> None:
+        """`ordinal`: the device's, among those that this process sees."""
         try:
             self._library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
@@ -92,7 +91,7 @@ class CudaDriver:
         number, context = ctypes.c_int(), ctypes.c_void_p()
         self._stream, self._done = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
-        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index or 0))
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(ordinal))
         self._device = number
         # The context that torch uses, too.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)

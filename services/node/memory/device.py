@@ -94,7 +94,7 @@ class DeviceArena:
         host: Memory,
         device: torch.device,
         make_link: Callable[[torch.device], Link] = CudaLink,
-        make_driver: Callable[[torch.device], Driver] = CudaDriver,
+        make_driver: Callable[[int], Driver] = CudaDriver,
     ) -> None:
         self.landing: Landing | None = None
         """Once entered: for ways that bring bytes right to the device; None: none can."""
@@ -207,7 +207,7 @@ class DeviceArena:
                 self._host,
                 self._bytes.data_ptr(),
                 self._there,
-                lambda: self._make_driver(self._device),
+                lambda: self._make_driver(self._device.index or 0),
             )
         except CudaError as error:
             self._log.info("nothing comes to the device but by the host", why=str(error))

@@ -39,7 +39,7 @@ def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> list[SlowLink]:
         assert device.type == "cuda"
         made.append(SlowLink())
         return DeviceArena(
-            memory, torch.device("cpu"), made[-1], lambda device: HostDriver(machine)
+            memory, torch.device("cpu"), made[-1], lambda ordinal: HostDriver(machine)
         )
 
     monkeypatch.setattr(parts, "torch_device", torch.device)

@@ -120,7 +120,7 @@ async def test_what_was_written_over_is_not_on_the_device() -> None:
 async def test_bytes_come_right_to_the_device_where_the_way_down_is_locked(may_lock: bool) -> None:
     arena, driver = Arena(1 << 16), HostDriver(Machine())
     link = SlowLink(may_lock=may_lock)
-    with DeviceArena(arena.memory, CPU, link, lambda device: driver) as on_device:
+    with DeviceArena(arena.memory, CPU, link, lambda ordinal: driver) as on_device:
         if not may_lock:
             assert on_device.landing is None
             assert on_device.staging == "pinned host buffers"

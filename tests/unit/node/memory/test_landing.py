@@ -40,7 +40,7 @@ class Gpu:
 def gpu(machine: Machine) -> Iterator[Gpu]:
     arena, driver = Arena(1 << 17), HostDriver(machine)
     cpu = torch.device("cpu")
-    with DeviceArena(arena.memory, cpu, SlowLink(), lambda device: driver) as on_device:
+    with DeviceArena(arena.memory, cpu, SlowLink(), lambda ordinal: driver) as on_device:
         assert on_device.landing is not None
         yield Gpu(arena, on_device, driver, on_device.landing)
         driver.may_copy.set()

@@ -30,7 +30,7 @@ class Node:
     def __init__(self, machine: Machine) -> None:
         self.arena, self.driver = Arena(ROOM), HostDriver(machine)
         self.device = DeviceArena(
-            self.arena.memory, torch.device("cpu"), SlowLink(), lambda device: self.driver
+            self.arena.memory, torch.device("cpu"), SlowLink(), lambda ordinal: self.driver
         )
         self.closed = asyncio.Event()
 
