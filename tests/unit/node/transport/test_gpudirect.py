@@ -69,8 +69,9 @@ def verbs(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         max_qp_init_rd_atom=16, max_qp_rd_atom=16
     )
     context.return_value.query_gid.return_value = "::1"
-    modules = {
-        "": MagicMock(__spec__=MagicMock()),
+    # `import pyverbs.enums as` takes it from the package.
+    modules: dict[str, object] = {
+        "": MagicMock(__spec__=MagicMock(), enums=enums),
         ".enums": enums,
         ".addr": MagicMock(),
         ".cq": MagicMock(),
@@ -81,7 +82,6 @@ def verbs(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         ".qp": MagicMock(),
         ".wr": MagicMock(),
     }
-    modules[""].enums = enums  # `import pyverbs.enums as` takes it from here
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"pyverbs{name}", module)
     before = sys.modules.pop(f"{transport.__name__}.verbs", None)
