@@ -31,7 +31,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> list[SlowLink]:
+def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[list[SlowLink]]:
     """Nodes on `cuda` compute from an arena behind such a link, which is added here."""
     made: list[SlowLink] = []
 
@@ -47,7 +47,8 @@ def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> list[SlowLink]:
     monkeypatch.setattr(
         parts, "TorchEngine", lambda _, *rest, **more: TorchEngine("cpu", *rest, **more)
     )
-    return made
+    yield made
+    assert not any(link.locked for link in made)
 
 
 async def test_a_model_comes_to_the_device_and_goes(
