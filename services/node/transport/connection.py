@@ -297,10 +297,15 @@ class Connection:
 
     def _use(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._used_at > USED_S and not self.busy():
+        if now - self._used_at > USED_S:
             self._in_use_since = now
             self._post(encode_prefix(Kind.HEARTBEAT))  # the peer waits for it from now on
         self._used_at = now
+
+    def _is_idle(self, now: float, after_s: float) -> bool:
+        if self.busy():
+            self._used_at = now
+        return now - self._used_at > after_s
 
     def check_silence(self, now: float, limit_s: float) -> None:
         """Closes the connection if we have been waiting for bytes for longer than `limit_s`, or
@@ -308,15 +313,14 @@ class Connection:
 
         To be called several times in that time: any byte counts, however many are waited for.
         """
+        idle = self._is_idle(now, USED_S)
         if self._silent_since is None:
             return
         silent_s = now - max(self._silent_since, self._in_use_since)
         if silent_s < limit_s / 2:
             return
         self._wake_at(1)
-        if self.busy():
-            self._used_at = now
-        elif now - self._used_at > USED_S:
+        if idle:
             limit_s *= IDLE_SLOWER
         if silent_s < limit_s:
             return
@@ -332,7 +336,7 @@ class Connection:
 
     def beat_after(self, now: float, interval_s: float) -> None:
         """A heartbeat, if nothing was sent for that long."""
-        if now - self._used_at > 2 * USED_S and not self.busy():  # the peer may be late to notice
+        if self._is_idle(now, 2 * USED_S):  # the peer may be late to notice
             interval_s *= IDLE_SLOWER
         if now - self._sent_at >= interval_s and not self._writing.locked() and not self._posted:
             self._post(encode_prefix(Kind.HEARTBEAT))
