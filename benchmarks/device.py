@@ -1,5 +1,6 @@
 """How fast blocks go from the host's arena to the device's, beside one plain copy of the same
-bytes from page-locked memory in the same run. Bar: 0.9 of it.
+bytes from page-locked memory in the same run. Bar: 0.9 of it. And how fast parts of 4 MiB that come
+from a device are there and on the host, where they are checked.
 
     python -m benchmarks.device [--mib 1024] [--block-mib 128] [--runs 7]
 
@@ -21,6 +22,8 @@ from shared.errors import CapacityExceeded
 
 MIB = 1 << 20
 BAR = 0.9
+PART = 4 * MIB
+"""Bytes that a reader takes at a time."""
 DEVICE = torch.device("cuda:0")
 
 
@@ -61,6 +64,25 @@ async def ours(nbytes: int, block: int, runs: int, link: Callable[[torch.device]
     return rate(nbytes, times)
 
 
+async def down(nbytes: int, runs: int) -> float:
+    """Bytes/s, median: part after part, as a reader takes them from a peer's device; the peer's
+    memory is this device's own."""
+    arena = Arena(nbytes)
+    memory = arena.allocate(nbytes).memory
+    source = torch.ones(nbytes, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    times = []
+    with DeviceArena(arena.memory, DEVICE) as on_device:
+        assert on_device.landing is not None
+        for _ in range(runs + 1):
+            started = time.perf_counter()
+            for start in range(0, nbytes, PART):
+                part = memory[start : start + PART]
+                await on_device.landing.pull(source.data_ptr() + start, part)
+            times.append(time.perf_counter() - started)
+    return rate(nbytes, times)
+
+
 def rate(nbytes: int, times: list[float]) -> float:
     """The first run, which makes the device's context, does not count."""
     return nbytes / statistics.median(times[1:])
@@ -79,10 +101,12 @@ def main() -> int:
     base = plain(nbytes, arguments.runs)
     arena = asyncio.run(ours(nbytes, block, arguments.runs, CudaLink))
     buffers = asyncio.run(ours(nbytes, block, arguments.runs, BufferedLink))
+    landed = asyncio.run(down(nbytes, arguments.runs))
     print(f"{torch.cuda.get_device_name(DEVICE)}, {arguments.mib} MiB, {arguments.runs} runs")
     print(f"plain pinned copy     {base / 1e9:7.2f} GB/s")
     print(f"pinned host arena     {arena / 1e9:7.2f} GB/s   {arena / base:.2f} of plain")
     print(f"pinned host buffers   {buffers / 1e9:7.2f} GB/s   {buffers / base:.2f} of plain")
+    print(f"device, and down      {landed / 1e9:7.2f} GB/s   {landed / base:.2f} of plain")
     return 0 if arena >= BAR * base else 1
 
 

@@ -137,6 +137,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Name of the RDMA device to move weights by, for example `mlx5_0`; empty: none."""
     rdma_gid_index: Size = 0
     """Of the device's address: for RoCE that of its IPv4 address, see `ibv_devinfo -v`."""
+    device_direct: bool = True
+    """Blocks may come from peers right to the GPU's memory, by GPUDirect RDMA and CUDA IPC; false:
+    always by the host's."""
     tls_certificate: str = ""
     """PEM file: what the node shows to others; with `tls_key` and `tls_authority`, all that nodes
     send each other over TCP is encrypted. All nodes have it or none. Empty: no TLS."""

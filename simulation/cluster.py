@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.gateway.service import GatewayService
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.mover import Arrival, Failure
 from services.node.service import NodeService
@@ -151,7 +152,12 @@ class NodeParts:
     def store(self) -> ModelledStore:
         return self._store
 
-    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> ModelledWorker:
+    def device(self, memory: Memory) -> None:
+        """The modelled worker has its own."""
+
+    def worker(
+        self, device: DeviceArena | None, *, send: SendTo, emit: EmitTo, ran: Ran
+    ) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
@@ -168,6 +174,7 @@ class NodeParts:
     def data_plane(
         self,
         memory: Memory,
+        device: DeviceArena | None,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,

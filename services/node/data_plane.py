@@ -48,9 +48,11 @@ class DataPlane:
         on_sent: OnSent,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
+        overwrites: Callable[[memoryview], None] = lambda buffer: None,
     ) -> None:
-        """`ways` to move bytes by besides TCP, best first. The callbacks are called on the data
-        loop and must not block."""
+        """`ways` to move bytes by besides TCP, best first. `overwrites` is told of each part of the
+        arena before anything is written there. The callbacks are called on the data loop and must
+        not block."""
         self._make = partial(
             TcpTransport,
             host,
@@ -65,6 +67,7 @@ class DataPlane:
         )
         self._on_arrived = on_arrived
         self._on_failed = on_failed
+        self._overwrites = overwrites
         self._on_peer_lost = on_peer_lost
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started = _milestone()
@@ -182,7 +185,12 @@ class DataPlane:
             self._transport = transport
             self._group = group
             self._outboxes = Outboxes(transport, self._spawn, self._on_peer_lost)
-            self._mover = Mover(transport, on_arrived=self._on_arrived, on_failed=self._on_failed)
+            self._mover = Mover(
+                transport,
+                on_arrived=self._on_arrived,
+                on_failed=self._on_failed,
+                overwrites=self._overwrites,
+            )
             self.address = transport.address
             self._started.set_result(None)
             await self._stop.wait()

@@ -151,10 +151,13 @@ class Mover:
         *,
         on_arrived: Callable[[Arrival], None],
         on_failed: Callable[[Failure], None],
+        overwrites: Callable[[memoryview], None] = lambda buffer: None,
         read_bytes: int = READ_BYTES,
     ) -> None:
-        """`read_bytes`: see READ_BYTES; a read is of one chunk at least."""
+        """`overwrites` is told of each buffer before anything is written there. `read_bytes`: see
+        READ_BYTES; a read is of one chunk at least."""
         self._transport = transport
+        self._overwrites = overwrites
         self._read_bytes = read_bytes
         self._on_arrived = on_arrived
         self._on_failed = on_failed
@@ -198,6 +201,10 @@ class Mover:
         taken = model.blocks[block]
         if taken.writers:
             await asyncio.wait(set(taken.writers))
+        for chunk, done in enumerate(taken.verified):
+            if not done:
+                offset, nbytes = model.manifest.chunk_range(block, chunk)
+                self._overwrites(taken.buffer[offset : offset + nbytes])
         return frozenset(chunk for chunk, done in enumerate(taken.verified) if done)
 
     def apply(
@@ -318,15 +325,17 @@ class Mover:
             else:
                 loop.call_soon_threadsafe(self._show, model, pulling, chunk)
 
+        into = block.buffer[offset:end]
         deadline = now() + REGION_GRACE_S
         while True:
+            self._overwrites(into)
             check = _Check(manifest, pulling.block, run, show)
             try:
                 result = await self._transport.read(
                     pulling.address,
                     block.region,
                     offset,
-                    block.buffer[offset:end],
+                    into,
                     priority=pulling.step,
                     received=check.update,
                 )

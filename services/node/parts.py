@@ -13,6 +13,7 @@ from services.node.data_plane import DataPlane
 from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
+from services.node.memory.landing import Landing
 from services.node.memory.views import Memory
 from services.node.model.reading import Outcome, Wanted
 from services.node.model.store import Imported, Store
@@ -20,6 +21,7 @@ from services.node.mover import Arrival, Failure
 from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
 from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.cuda_ipc import CudaIpcDirect
 from services.node.transport.direct import Direct
 from services.node.transport.rdma import RdmaDirect
 from services.node.transport.reads import OnSent
@@ -98,12 +100,17 @@ class Parts(Protocol):
 
     def store(self) -> AnyStore: ...
 
-    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> AnyWorker:
-        """`memory`: the arena, in which all blocks land."""
+    def device(self, memory: Memory) -> DeviceArena | None:
+        """For an engine that does not compute in host memory. `memory`: the arena."""
+
+    def worker(
+        self, device: DeviceArena | None, *, send: SendTo, emit: EmitTo, ran: Ran
+    ) -> AnyWorker: ...
 
     def data_plane(
         self,
         memory: Memory,
+        device: DeviceArena | None,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
@@ -123,9 +130,12 @@ class RealParts:
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store")
 
-    def worker(self, memory: Memory, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
+    def device(self, memory: Memory) -> DeviceArena | None:
+        device = torch_device(self._config.device)
+        return None if device.type == "cpu" else DeviceArena(memory, device)
+
+    def worker(self, device: DeviceArena | None, *, send: SendTo, emit: EmitTo, ran: Ran) -> Worker:
         config = self._config
-        device = torch_device(config.device)
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -134,7 +144,7 @@ class RealParts:
                 config.threads,
                 step_floor_s=config.step_floor_s,
             ),
-            device=None if device.type == "cpu" else DeviceArena(memory, device),
+            device=device,
             slots=config.slots,
             step_tokens=config.step_tokens,
             send=send,
@@ -145,6 +155,7 @@ class RealParts:
     def data_plane(
         self,
         memory: Memory,
+        device: DeviceArena | None,
         *,
         on_message: OnMessage,
         on_peer_lost: OnPeerLost,
@@ -158,7 +169,7 @@ class RealParts:
             config.host,
             config.port,
             config.link_bytes_per_s,
-            self._ways(memory),
+            self._ways(memory, device.landing if device and config.device_direct else None),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             on_message=on_message,
             on_peer_lost=on_peer_lost,
@@ -166,13 +177,28 @@ class RealParts:
             on_sent=on_sent,
             on_arrived=on_arrived,
             on_failed=on_failed,
+            overwrites=device.overwrites if device else lambda buffer: None,
         )
 
-    def _ways(self, memory: Memory) -> list[Direct]:
+    def _ways(self, memory: Memory, landing: Landing | None) -> list[Direct]:
+        """Best first. `landing`: of the device."""
         config = self._config
-        shm = ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
+        here: list[Direct] = []
+        if landing is not None and (exported := landing.exported()):
+            here.append(
+                CudaIpcDirect(
+                    memory,
+                    landing,
+                    exported,
+                    machine=config.machine,
+                    bytes_per_s=config.local_bytes_per_s,
+                )
+            )
+        here.append(
+            ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
+        )
         if not config.rdma_device:
-            return [shm]
+            return here
         if config.tls_certificate:
             raise ConfigError(
                 "RDMA is not encrypted: set node.rdma_device or node.tls_certificate, not both"
@@ -181,6 +207,7 @@ class RealParts:
             [memory],
             config.rdma_device,
             config.rdma_gid_index,
+            landing=landing,
             bytes_per_s=config.link_bytes_per_s,
         )
-        return [shm, rdma]
+        return [*here, rdma]

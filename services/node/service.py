@@ -13,6 +13,7 @@ from services.node.hosting import Hosting
 from services.node.lease import Lease
 from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.parts import Parts, RealParts
 from services.node.reports import Reports
@@ -95,7 +96,11 @@ class NodeService(Service):
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         self.resources.callback(arena.close)
         self.log.info("arena taken", nbytes=arena.nbytes, seconds=round(now() - started, 3))
-        await self._start_threads(arena.memory)
+        device = self._parts.device(arena.memory)
+        if device is not None:
+            await asyncio.to_thread(device.__enter__)
+            self.resources.push(device)
+        await self._start_threads(arena.memory, device)
         self._lease = Lease(
             await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log
         )
@@ -112,15 +117,16 @@ class NodeService(Service):
         self.resources.push_async_callback(self._hosting.close)
         await self._connect_to_bus()
 
-    async def _start_threads(self, memory: Memory) -> None:
+    async def _start_threads(self, memory: Memory, device: DeviceArena | None) -> None:
         self._worker = self._parts.worker(
-            memory,
+            device,
             send=self._send,
             emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
             ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
         )
         self._data = self._parts.data_plane(
             memory,
+            device,
             on_message=self._worker.on_message,
             on_peer_lost=self._on_peer_lost,
             on_connected=lambda address, way: self._call(self._ways.__setitem__, address, way),

@@ -9,7 +9,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 from services.node.engine.base import Engine, Weights
 from services.node.memory.device import DeviceArena
@@ -41,7 +40,8 @@ class Worker:
         emit: EmitTo,
         ran: Ran,
     ) -> None:
-        """`device`: where the engine computes, if that is not in host memory."""
+        """`device`: where the engine computes, if that is not in host memory; others open it before
+        the worker is started, and close it after it has ended."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
@@ -77,8 +77,7 @@ class Worker:
         self._thread.start()
 
     async def ready(self) -> None:
-        """Until the engine is made and its device's memory taken; Conflict if they could not be
-        (`wait` raises why)."""
+        """Until the engine is made; Conflict if it could not be (`wait` raises why)."""
         await self._ask(lambda steps: None)
 
     async def wait(self) -> None:
@@ -107,11 +106,18 @@ class Worker:
         the engine ran others."""
         weights: Weights = buffer
         if self._device is not None:
-            parent = telemetry.here() or self._traces.get(model_id, "")
-            attributes: dict[str, telemetry.Attribute] = {"block": block, "nbytes": len(buffer)}
-            with telemetry.span("upload", parent=parent, attributes=attributes):
-                weights = await self._device.upload(buffer)
+            weights = await self._on_device(self._device, model_id, block, buffer)
         await self._ask(lambda steps: steps.attach(model_id, block, weights))
+
+    async def _on_device(
+        self, device: DeviceArena, model_id: ModelId, block: int, buffer: memoryview
+    ) -> Weights:
+        if (landed := device.landed(buffer)) is not None:
+            return landed
+        parent = telemetry.here() or self._traces.get(model_id, "")
+        attributes: dict[str, telemetry.Attribute] = {"block": block, "nbytes": len(buffer)}
+        with telemetry.span("upload", parent=parent, attributes=attributes):
+            return await device.upload(buffer)
 
     async def close_model(self, model_id: ModelId) -> None:
         """Once it returns, nothing touches the model's buffers."""
@@ -189,8 +195,7 @@ class Worker:
         failure: Exception | None = None
         try:
             engine = self._make_engine()
-            with self._device or nullcontext():
-                self._serve(engine)
+            self._serve(engine)
         except Exception as error:  # the thread's boundary: `wait` raises it on the control loop
             self._log.exception("engine thread failed")
             failure = error

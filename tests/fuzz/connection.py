@@ -37,11 +37,14 @@ GUARD = 64
 class Instant:
     """Both ends of a direct way, whose memory is REGION."""
 
-    def __init__(self) -> None:
+    name = "instant"
+
+    def __init__(self, *, shares: bool = True) -> None:
         self.closed = False
+        self._shares = shares
 
     def place(self, buffer: memoryview) -> Place | None:
-        return Place(0, 0) if len(buffer) % 2 else None
+        return Place(0, 0) if self._shares else None
 
     def reaches(self, into: memoryview) -> bool:
         return len(into) % 2 == 0
@@ -125,7 +128,7 @@ async def _done(tasks: "set[asyncio.Task[None]]") -> "set[asyncio.Task[None]]":
 
 
 async def serving(said: "atheris.FuzzedDataProvider") -> None:
-    peer, way = Peer(), Instant()
+    peer, way = Peer(), Instant(shares=said.ConsumeBool())
     regions = Regions()
     regions.register("w", memoryview(REGION), READY, "")
     server = ReadServer(

@@ -39,7 +39,7 @@ async def test_a_node_on_a_gpu_says_what_one_on_a_cpu_says(tmp_path: Path) -> No
     async with nodes(tmp_path, checkpoint, "a") as up:
         await up.promoted("a")
         await up.start("b", device="cuda:0")
-        assert up.info("b").staging == "pinned host arena"
+        assert up.info("b").staging == "CUDA IPC, else pinned host arena"
         await up.apply("b", dict.fromkeys(ALL, "a"), event="ev-2")
         await up.until_arrived("b", ALL)
         tokens = await up.generate("a", request="on a")

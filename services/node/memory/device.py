@@ -9,6 +9,8 @@ A block goes to the device from where disk or network put it, in one copy by the
 engine at the rate of its bus. By way of page-locked buffers a core would first have to copy every
 byte, and host memory would be passed over three times and not once. That is done only where the
 arena cannot be locked.
+
+Where the arena is locked, peers' bytes may also come to the device first: see `landing`.
 """
 
 import asyncio
@@ -20,6 +22,9 @@ from typing import Protocol, Self
 
 import torch
 
+from services.node.memory.cuda import CudaDriver, CudaError, Driver
+from services.node.memory.landing import Landing
+from services.node.memory.ranges import Ranges
 from services.node.memory.views import Memory, address, find
 from shared import telemetry
 from shared.errors import BadInput, CapacityExceeded, Conflict
@@ -89,10 +94,16 @@ class DeviceArena:
         host: Memory,
         device: torch.device,
         make_link: Callable[[torch.device], Link] = CudaLink,
+        make_driver: Callable[[int], Driver] = CudaDriver,
     ) -> None:
+        self.landing: Landing | None = None
+        """Once entered: for ways that bring bytes right to the device; None: none can."""
         self._host = host
         self._device = device
         self._make_link = make_link
+        self._make_driver = make_driver
+        self._there = Ranges()
+        """The same in both arenas."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         """Whatever is asked of the link, in order."""
         self._buffers: list[torch.Tensor] = []
@@ -114,7 +125,20 @@ class DeviceArena:
     @property
     def staging(self) -> str:
         """How blocks get here, in words."""
-        return "pinned host buffers" if self._buffers else "pinned host arena"
+        by_host = "pinned host buffers" if self._buffers else "pinned host arena"
+        direct = self.landing.ways if self.landing else []
+        return ", ".join([*direct, f"else {by_host}"]) if direct else by_host
+
+    def overwrites(self, buffer: memoryview) -> None:
+        """To be called before anything is written to a part of the host's arena."""
+        start = self._offset(buffer)
+        self._there.discard(start, start + len(buffer))
+
+    def landed(self, block: memoryview) -> torch.Tensor | None:
+        """Its bytes on the device, if they are all there without an upload, or since one."""
+        start = self._offset(block)
+        stop = start + len(block)
+        return self._bytes[start:stop] if self._there.cover(start, stop) else None
 
     async def upload(self, block: memoryview) -> torch.Tensor:
         """Its bytes on the device, once they are all there; it lies in the host's arena.
@@ -122,17 +146,21 @@ class DeviceArena:
         Blocks go up in the order of the calls. A copy that was begun goes on if this is cancelled:
         see `settle`. Conflict: the arena was left.
         """
-        place = find([self._host], block)
-        if place is None:
-            raise BadInput(f"a block of {len(block)} bytes that does not lie in the node's arena")
-        _, offset = place
+        offset = self._offset(block)
         target = self._bytes[offset : offset + len(block)]
         await self._run(self._copy, torch.frombuffer(block, dtype=torch.uint8), target)
+        self._there.add(offset, offset + len(block))
         return target
 
     async def settle(self) -> None:
         """Once it returns, nothing reads what `upload` was called for before."""
         await self._run(lambda: None)
+
+    def _offset(self, block: memoryview) -> int:
+        place = find([self._host], block)
+        if place is None:
+            raise BadInput(f"a block of {len(block)} bytes that does not lie in the node's arena")
+        return place[1]
 
     async def _run(self, work: Callable[..., None], *args: object) -> None:
         try:
@@ -163,6 +191,8 @@ class DeviceArena:
                 why=str(error),
             )
             self._buffers = [self._link.buffer(min(BUFFER, nbytes)) for _ in range(2)]
+        else:
+            self._open_landing()
         self._log.info(
             "device arena taken",
             nbytes=nbytes,
@@ -171,7 +201,20 @@ class DeviceArena:
             lock_s=round(time.monotonic() - allocated, 3),
         )
 
+    def _open_landing(self) -> None:
+        try:
+            self.landing = Landing(
+                self._host,
+                self._bytes.data_ptr(),
+                self._there,
+                lambda: self._make_driver(self._device.index or 0),
+            )
+        except CudaError as error:
+            self._log.info("nothing comes to the device but by the host", why=str(error))
+
     def _close(self) -> None:
+        if self.landing is not None:
+            self.landing.close()
         if not self._buffers:
             self._link.unlock(self._host.view)
 

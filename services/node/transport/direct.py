@@ -1,8 +1,9 @@
 """One-sided reads: the reader takes bytes right out of its peer's memory.
 
 Every connection for reads stands on TCP, which carries the asking, the errors and the heartbeats.
-What carries the bytes is agreed in its handshake, the best of what both ends have: `shm` (they
-share a machine), `rdma` (they share a fabric), else the connection itself. With a direct way the
+What carries the bytes is agreed in its handshake, the best of what both ends have: `cuda-ipc`
+(their devices share a machine), `shm` (they do), `rdma` (they share a fabric), else the connection
+itself. With a direct way the
 source answers a read by telling, as the bytes come, where they lie (GRANT), and the reader takes
 them from there: a relay's peers wait for a message, not in a polling loop, and the source decides
 when it is whose turn, as it does on TCP.
@@ -20,19 +21,22 @@ class Place:
     """Where bytes lie at the source: all that the reader needs to take them."""
 
     key: int
-    """rdma: the remote key; shm: which of the source's memories. 32 bits."""
+    """rdma: the remote key; shm, cuda-ipc: which of the source's memories. 32 bits."""
     address: int
-    """rdma: the virtual address; shm: the offset. 64 bits."""
+    """rdma: the virtual address; shm, cuda-ipc: the offset. 64 bits."""
 
 
 class DirectReader(Protocol):
     """The dialler's end of one connection."""
 
+    name: str
+    """What carries the bytes: the way's name, or that of a lesser one which it does without."""
+
     def reaches(self, into: memoryview) -> bool:
         """Whether bytes can be taken right into this buffer: it lies in one of our memories."""
 
     async def take(self, place: Place, into: memoryview) -> None:
-        """Fills `into`. Several may run at a time.
+        """Fills `into`, and perhaps the same part of the device's arena. Several may run at a time.
 
         Once it has ended, in whatever way (cancellation included), nothing writes to `into` any
         more; that takes a bounded time. PeerLost: the way is broken, for all takes; TransportError:
@@ -47,7 +51,9 @@ class DirectSource(Protocol):
     """The listener's end of one connection."""
 
     def place(self, buffer: memoryview) -> Place | None:
-        """Where the peer finds these bytes; None if they lie in none of our memories."""
+        """Where the peer finds these bytes; None if they lie in none of our memories.
+
+        Asked of a whole read before its bytes are there, and of each part when they are."""
 
     def close(self) -> None:
         """The peer can take nothing through this connection any more."""

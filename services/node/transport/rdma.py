@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from services.node.memory.landing import Landing
 from services.node.memory.views import Memory
 from services.node.transport.direct import Place
 from services.node.transport.rdma_endpoint import decode, encode
@@ -31,13 +32,21 @@ class RdmaDirect:
     name = "rdma"
 
     def __init__(
-        self, memories: Sequence[Memory], device: str, gid_index: int, *, bytes_per_s: int = 0
+        self,
+        memories: Sequence[Memory],
+        device: str,
+        gid_index: int,
+        *,
+        landing: Landing | None = None,
+        bytes_per_s: int = 0,
     ) -> None:
-        """`gid_index` chooses among the device's addresses (RoCE v2 over IPv4: often 1 or 3)."""
+        """`gid_index` chooses among the device's addresses (RoCE v2 over IPv4: often 1 or 3).
+        `landing`: where what is read comes to first, if the adapter reaches it (GPUDirect)."""
         self.bytes_per_s = bytes_per_s
         self._memories = memories
         self._name = device
         self._gid_index = gid_index
+        self._landing = landing
         self._ends: set[_Closable] = set()
 
     async def __aenter__(self) -> Self:
@@ -50,7 +59,7 @@ class RdmaDirect:
                 "on the system's version of Python"
             ) from error
         self._verbs = verbs
-        self._device = verbs.Device(self._name, self._gid_index, self._memories)
+        self._device = verbs.Device(self._name, self._gid_index, self._memories, self._landing)
         return self
 
     async def __aexit__(
@@ -159,6 +168,7 @@ class RdmaReader(_Closable):
         depth: int,
     ) -> None:
         super().__init__(ends)
+        self.name = RdmaDirect.name
         self._device = device
         self._end = end
         self._peer = peer
@@ -174,11 +184,11 @@ class RdmaReader(_Closable):
         self._loop.add_reader(end.descriptor, self._on_completed)
 
     def reaches(self, into: memoryview) -> bool:
-        return not self._broken and self._device.locate(into) is not None
+        return not self._broken and self._device.target(into) is not None
 
     async def take(self, place: Place, into: memoryview) -> None:
-        found = self._device.locate(into)
-        if found is None:
+        target = self._device.target(into)
+        if target is None:
             raise BadInput(
                 f"{into.nbytes} bytes of memory that RDMA does not know: check `reaches`"
             )
@@ -186,8 +196,7 @@ class RdmaReader(_Closable):
             raise PeerLost(self._broken)
         if place.address + into.nbytes > _ADDRESSES:
             raise TransportError(f"{self._peer}: no memory lies at {place.address:#x}")
-        region, address = found
-        take = _Take(place, address, region.lkey, into.nbytes)
+        take = _Take(place, target.address, target.lkey, into.nbytes)
         self._waiting.append(take)
         try:
             self._begin_reads()
@@ -200,6 +209,8 @@ class RdmaReader(_Closable):
             raise
         if take.error is not None:
             raise take.error
+        if target.landing is not None:
+            await target.landing.land(into)
 
     def _close(self) -> None:
         self._break(f"{self._peer}: this end was closed")

@@ -254,8 +254,8 @@ class _Serving:
     region: Region
     port: Port
     turn: Turn
-    place: Place | None
-    """Where the read begins in memory that the peer takes it from; None: it goes as DATA."""
+    source: DirectSource | None
+    """Says where the peer takes the bytes from; None: they go as DATA."""
     task: asyncio.Task[None] | None = None
     sent: int = 0
     began: float = 0.0
@@ -325,13 +325,13 @@ class ReadServer:
         except RegionUnknown as error:
             self._refuse(identity, error)
             return
-        port, place = self._egress, None
+        port, source = self._egress, None
         if request.direct and self._way is not None:
             asked = region.buffer[request.offset : request.offset + request.nbytes]
-            place = self._way.end.place(asked)
-            port = self._way.port if place else self._egress
+            if self._way.end.place(asked) is not None:
+                port, source = self._way.port, self._way.end
         turn = port.arrive(request.priority, region.flow)
-        serving = self._serving[identity] = _Serving(request, region, port, turn, place)
+        serving = self._serving[identity] = _Serving(request, region, port, turn, source)
         serving.task = self._spawn(partial(self._serve, identity, serving))
 
     def _refuse(self, identity: int, error: RegionUnknown) -> None:
@@ -339,7 +339,7 @@ class ReadServer:
 
     def _taken(self, identity: int) -> None:
         serving = self._serving.get(identity)
-        if serving is None or not serving.in_part or serving.place is None:
+        if serving is None or not serving.in_part or serving.source is None:
             raise ProtocolViolation(f"TAKEN for read {identity}, of which nothing is granted")
         serving.taken.set()
 
@@ -371,17 +371,18 @@ class ReadServer:
         position, end = request.offset + serving.sent, request.offset + request.nbytes
         ready = min(await region.beyond(position), end)
         nbytes = min(port.grant_bytes, ready - position)
-        lane = serving if serving.place else self
+        lane = serving if serving.source else self
         async with port.grant(lane, serving.turn, nbytes):
             serving.began = serving.began or asyncio.get_running_loop().time()
             with region.use(self._evict) as buffer:
                 serving.in_part = True
-                if serving.place is None:
+                data = buffer[position : position + nbytes]
+                if serving.source is None:
                     prefix = encode_prefix(Kind.DATA, id=identity, payload=nbytes)
-                    data = buffer[position : position + nbytes]
                     await self._send(port, [prefix, data], region.ready > position + nbytes)
                 else:
-                    place = Place(serving.place.key, serving.place.address + serving.sent)
+                    place = serving.source.place(data)
+                    assert place is not None  # it lies where the whole does
                     await self._grant(identity, serving, place, nbytes)
                 serving.in_part = False
             serving.sent += nbytes

@@ -35,6 +35,7 @@ INLINE = 64 << 10
 """Less than this is copied on the spot: handing it to a thread takes longer."""
 COPIERS = 2
 MAX_MEMORIES = 16
+MAX_BESIDE = 128
 PAUSE_S = 0.05
 """After the descriptors could not be handed out."""
 _CREDENTIALS = struct.Struct("3i")
@@ -52,6 +53,8 @@ class ShmDirect:
         self._memories = memories
         self._here = "/".join((machine, *_kernel_identity())).encode()
         self._socket = f"\0lambdascale-{secrets.token_hex(8)}"
+        self._beside = b""
+        """What whoever dials is told beside the descriptors; at most MAX_BESIDE."""
         self._pause: asyncio.TimerHandle | None = None
         self._log = telemetry.logger("shm")
 
@@ -91,7 +94,8 @@ class ShmDirect:
             with peer:
                 if _user(peer) in (0, os.getuid()):
                     descriptors = [memory.descriptor for memory in self._memories]
-                    socket.send_fds(peer, [bytes([len(descriptors)])], descriptors)
+                    told = bytes([len(descriptors)]) + self._beside
+                    socket.send_fds(peer, [told], descriptors)
         except (BlockingIOError, ConnectionError):
             return  # the dialler is gone already
         except OSError as error:  # no descriptors left, for example
@@ -125,20 +129,24 @@ class ShmOffer:
         self._copiers = copiers
 
     async def complete(self, answer: bytes) -> "ShmReader":
+        _, theirs = await self._dial(answer)
+        return ShmReader(theirs, self._memories, self._copiers)
+
+    async def _dial(self, answer: bytes) -> tuple[bytes, list[Bytes]]:
+        """What the peer says beside, and its memories, mapped."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
                 await loop.sock_connect(sock, answer)
                 await readable(sock)
-                count, descriptors, _, _ = socket.recv_fds(sock, 1, MAX_MEMORIES)
+                told, descriptors, _, _ = socket.recv_fds(sock, 1 + MAX_BESIDE, MAX_MEMORIES)
             except (OSError, ValueError) as error:
                 raise PeerLost(f"no shared memory: {error}") from error
         try:
-            if count != bytes([len(descriptors)]):
+            if told[:1] != bytes([len(descriptors)]):
                 raise TransportError("the peer does not share its memory with this user")
-            theirs = [_map(descriptor) for descriptor in descriptors]
-            return ShmReader(theirs, self._memories, self._copiers)
+            return told[1:], [_map(descriptor) for descriptor in descriptors]
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -151,6 +159,7 @@ class ShmReader:
     def __init__(
         self, theirs: Sequence[Bytes], memories: Sequence[Memory], copiers: ThreadPoolExecutor
     ) -> None:
+        self.name = ShmDirect.name
         self._theirs = theirs
         self._memories = memories
         self._copiers = copiers
@@ -161,14 +170,7 @@ class ShmReader:
 
     async def take(self, place: Place, into: memoryview) -> None:
         self._check()
-        if place.key >= len(self._theirs):
-            raise ProtocolViolation(f"memory {place.key} of a peer that shares {len(self._theirs)}")
-        source = self._theirs[place.key][place.address : place.address + len(into)]
-        if len(source) != len(into):
-            raise ProtocolViolation(
-                f"{len(into)} bytes at {place.address}: the peer's memory has "
-                f"{len(self._theirs[place.key])}"
-            )
+        source = self._source(place, len(into))
         target = np.frombuffer(into, np.uint8)
         if len(into) <= INLINE:
             np.copyto(target, source)
@@ -178,6 +180,17 @@ class ShmReader:
             # numpy does not hold the GIL while it copies.
             await to_its_end(partial(np.copyto, target[piece], source[piece]), self._copiers)
             self._check()
+
+    def _source(self, place: Place, nbytes: int) -> Bytes:
+        if place.key >= len(self._theirs):
+            raise ProtocolViolation(f"memory {place.key} of a peer that shares {len(self._theirs)}")
+        source = self._theirs[place.key][place.address : place.address + nbytes]
+        if len(source) != nbytes:
+            raise ProtocolViolation(
+                f"{nbytes} bytes at {place.address}: the peer's memory has "
+                f"{len(self._theirs[place.key])}"
+            )
+        return source
 
     def _check(self) -> None:
         if self._closed:

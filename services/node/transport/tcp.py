@@ -247,7 +247,7 @@ class TcpTransport:
                     "no direct way", peer=connection.address, way=name, error=str(error)
                 )
             else:
-                return Way(name, reader, self._ports[name].into)
+                return Way(reader.name, reader, self._ports[name].into)
         return None
 
     async def _dial_messages(self, address: str) -> Connection:

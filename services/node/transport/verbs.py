@@ -14,9 +14,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from services.node.memory.cuda import DmaBuf
+from services.node.memory.landing import Landing
 from services.node.memory.views import Memory, address, find
 from services.node.transport.rdma_endpoint import Endpoint
 from shared import telemetry
@@ -42,7 +45,7 @@ import pyverbs.enums as ibv  # noqa: E402
 from pyverbs.addr import GID, AHAttr, GlobalRoute  # noqa: E402
 from pyverbs.cq import CQ, CompChannel  # noqa: E402
 from pyverbs.device import Context  # noqa: E402
-from pyverbs.mr import MR  # noqa: E402
+from pyverbs.mr import MR, DmaBufMR  # noqa: E402
 from pyverbs.pd import PD  # noqa: E402
 from pyverbs.pyverbs_error import PyverbsError, PyverbsRDMAError  # noqa: E402
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # noqa: E402
@@ -90,11 +93,43 @@ class Registration:
         self.rkey: int = self._mr.rkey
 
 
+class DeviceRegistration:
+    """Of a GPU's memory, for READs to write to; it keeps the memory from going away."""
+
+    def __init__(self, pd: PD, memory: DmaBuf, nbytes: int) -> None:
+        """TransportError: the adapter, its driver or pyverbs cannot."""
+        with _transport_errors("no GPUDirect RDMA"):
+            self._mr = DmaBufMR(
+                pd, nbytes, ibv.IBV_ACCESS_LOCAL_WRITE, memory.descriptor, memory.offset
+            )
+        self.address = memory.offset
+        """Where it begins for the adapter: pyverbs has addresses be offsets in the dma-buf."""
+        self.lkey: int = self._mr.lkey
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    lkey: int
+    address: int
+    """For the adapter."""
+    landing: Landing | None
+    """That brings the bytes to the buffer; None: it is the buffer that they are written to."""
+
+
 class Device:
     """An RDMA device, opened, and the memories that it may read and write."""
 
-    def __init__(self, name: str, gid_index: int, memories: Sequence[Memory]) -> None:
-        """ConfigError: no such device, it is down, it has no such address, or no such memory."""
+    def __init__(
+        self,
+        name: str,
+        gid_index: int,
+        memories: Sequence[Memory],
+        landing: Landing | None = None,
+    ) -> None:
+        """`landing`: of the first memory. ConfigError: no such device, it is down, it has no such
+        address, or no such memory."""
+        self._on_device: tuple[DeviceRegistration, Landing] | None = None
+        """Where READs into the first memory go to; None: to itself."""
         try:
             self.context = Context(name=name)
         except PyverbsError as error:
@@ -114,6 +149,8 @@ class Device:
             self.unused_cq = CQ(self.context, 1)
             self._memories = memories
             self._regions = [Registration(self.pd, memory) for memory in memories]
+            if landing is not None:
+                self._open_landing(landing)
         except BaseException:
             self.close()
             raise
@@ -126,9 +163,34 @@ class Device:
         region = self._regions[found[0]]
         return region, region.address + found[1]
 
+    def target(self, buffer: memoryview) -> Target | None:
+        """Where a READ that is to fill the buffer writes to."""
+        found = self.locate(buffer)
+        if found is None:
+            return None
+        region, address = found
+        if self._on_device is None or region is not self._regions[0]:
+            return Target(region.lkey, address, None)
+        device, landing = self._on_device
+        return Target(device.lkey, device.address + address - region.address, landing)
+
     def close(self) -> None:
         """Closes all that was made with it, too."""
         self.context.close()
+
+    def _open_landing(self, landing: Landing) -> None:
+        memory = landing.dma_buf()
+        if memory is None:
+            return
+        try:
+            registration = DeviceRegistration(self.pd, memory, landing.nbytes)
+        except TransportError as error:
+            _log.warning("RDMA goes to the device by the host's arena", why=str(error))
+        else:
+            self._on_device = registration, landing
+            landing.ways.append("GPUDirect RDMA")
+        finally:
+            os.close(memory.descriptor)
 
     def _find_gid(self, name: str) -> bytes:
         try:

@@ -14,11 +14,15 @@ import pytest
 import pytest_asyncio
 
 from services.node.memory.arena import Arena
+from services.node.memory.landing import Landing
+from services.node.memory.ranges import Ranges
+from services.node.memory.views import address
 from services.node.transport.direct import DirectReader, Place
 from services.node.transport.rdma import RdmaDirect
 from services.node.transport.rdma_endpoint import decode, encode
 from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
 from tests.rdma.guest.peer import DEVICE, GID_INDEX, NBYTES, pattern
+from tests.support.device_memory import HostDriver, Machine
 
 MIB = 1 << 20
 DATA = pattern()
@@ -349,3 +353,20 @@ async def test_a_device_that_is_not_there(device: str, gid_index: int, message: 
     with pytest.raises(ConfigError, match=message):
         async with RdmaDirect([], device, gid_index):
             pass
+
+
+async def test_a_gpu_that_the_adapter_does_not_reach(peer: Peer, arena: Arena) -> None:
+    """What its double says is a dma-buf is none; real ones, Soft-RoCE does not take."""
+    landing = Landing(
+        arena.memory, address(arena.memory.view), Ranges(), lambda: HostDriver(Machine())
+    )
+    into = arena.memory.view[:NBYTES]
+    into[:] = bytes(NBYTES)
+    try:
+        async with RdmaDirect([arena.memory], DEVICE, GID_INDEX, landing=landing) as rdma:
+            assert landing.ways == []
+            await take(await connect(rdma, peer), peer.place, into)
+    finally:
+        landing.close()
+    assert bytes(into) == DATA
+    assert not landing.holds(into)

@@ -48,3 +48,21 @@ async def test_the_place_of_an_ended_pull_goes_to_the_next_block(
     else:
         target.mover.mark_held(MODEL, 0)
     await target.until(lambda: [a.block for a in target.arrivals] == [1])
+
+
+async def test_who_keeps_a_copy_is_told_before_bytes_are_written(nodes: Nodes) -> None:
+    source, target = await nodes.start("s"), await nodes.start("t")
+    source.hold([0, 1])
+    target.hold([])
+    written: list[tuple[int, bytes]] = []
+    """Of what is about to be written over: how much, and what was there."""
+    target.mover._overwrites = lambda part: written.append((len(part), bytes(part)))
+    target.pull([source], (1, 0, source))
+    await target.until(lambda: [a.block for a in target.arrivals] == [0])
+    assert sum(nbytes for nbytes, _ in written) == len(CONTENT[0])
+    assert not any(b"".join(before for _, before in written))
+    written.clear()
+    await target.mover.take_over(MODEL, 1)
+    assert sum(nbytes for nbytes, _ in written) == len(CONTENT[1])
+    await target.mover.take_over(MODEL, 0)  # it is verified, and stays
+    assert sum(nbytes for nbytes, _ in written) == len(CONTENT[1])

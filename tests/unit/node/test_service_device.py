@@ -1,6 +1,7 @@
 """A whole node whose engine computes from an arena of its own; here that is host memory, too."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,40 @@ from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
+from shared.errors import CapacityExceeded
 from shared.ids import NodeId
 from shared.messages.pool import Tier
+from tests.support.device_memory import HostDriver, Machine
 from tests.support.links import SlowLink
 from tests.unit.node.cluster import ALL, nodes
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> list[SlowLink]:
+def machine() -> Iterator[Machine]:
+    machine = Machine(shares=False)
+    yield machine
+    assert machine.opened == []
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[list[SlowLink]]:
     """Nodes on `cuda` compute from an arena behind such a link, which is added here."""
     made: list[SlowLink] = []
 
     def on_cpu(memory: Memory, device: torch.device) -> DeviceArena:
         assert device.type == "cuda"
         made.append(SlowLink())
-        return DeviceArena(memory, torch.device("cpu"), made[-1])
+        return DeviceArena(
+            memory, torch.device("cpu"), made[-1], lambda ordinal: HostDriver(machine)
+        )
 
     monkeypatch.setattr(parts, "torch_device", torch.device)
     monkeypatch.setattr(parts, "DeviceArena", on_cpu)
     monkeypatch.setattr(
         parts, "TorchEngine", lambda _, *rest, **more: TorchEngine("cpu", *rest, **more)
     )
-    return made
+    yield made
+    assert not any(link.locked for link in made)
 
 
 async def test_a_model_comes_to_the_device_and_goes(
@@ -62,9 +75,14 @@ async def test_a_model_comes_to_the_device_and_goes(
             await up.until_holds("b", {Tier.HOST: ALL})
             await up.apply("b", {}, event="ev-3")
             assert await up.generate("b", request="awake") == tokens
-            assert len(link.copies.done) == 2 * len(ALL)
+            assert len(link.copies.done) == len(ALL)  # what it had on the device is still there
             await up.release("b")
             await up.nothing_leaked("b")
+
+            await up.apply("b", dict.fromkeys(ALL, "a"), event="ev-4")
+            await up.until_arrived("b", ALL, "ev-4")
+            assert len(link.copies.done) == 2 * len(ALL)  # but not after it was given away
+            assert await up.generate("b", request="again") == tokens
     finally:
         telemetry.shutdown()
     spans = read_spans(tmp_path / "node-b.jsonl")
@@ -76,6 +94,84 @@ async def test_a_model_comes_to_the_device_and_goes(
     )
     phases = sorted(span["name"] for span in spans if span["parent_id"] == applied)
     assert phases == ["open_model", "register_regions"] + ["upload"] * len(ALL)
+
+
+async def test_blocks_go_from_device_to_device(
+    tmp_path: Path, checkpoint: Path, links: list[SlowLink], machine: Machine
+) -> None:
+    """They are up when they have come, whoever sends them; a relay sends them on."""
+    machine.shares = True
+    async with nodes(tmp_path, checkpoint, "a", settings={"machine": "here"}) as up:
+        for name in "bcd":
+            await up.start(name, device="cuda", machine="here")
+        assert up.info("b").staging == "CUDA IPC, else pinned host arena"
+        await up.promoted("a")
+        await up.apply("b", dict.fromkeys(ALL, "a"), event="ev-b")
+        assert {a.transport for a in await up.until_arrived("b", ALL)} == {"shm"}
+        await up.apply("d", dict.fromkeys(ALL, "c"), event="ev-cd")
+        await up.apply("c", dict.fromkeys(ALL, "b"), event="ev-cd")
+        for name in "cd":
+            assert {a.transport for a in await up.until_arrived(name, ALL)} == {"cuda-ipc"}
+        tokens = await up.generate("a", request="on a")
+        for name in "bcd":
+            assert await up.generate(name, request=f"on {name}") == tokens
+        b, c, d = (link.copies.done for link in links)
+        assert (b, c, d) == (list(up.record.block_bytes), [], [])
+
+
+async def test_direct_ways_to_the_device_can_be_left_out(
+    tmp_path: Path, checkpoint: Path, links: list[SlowLink], machine: Machine
+) -> None:
+    machine.shares = True
+    settings = {"machine": "here", "device": "cuda", "device_direct": False}
+    async with nodes(tmp_path, checkpoint, "a", "b", settings=settings) as up:
+        assert up.info("b").staging == "pinned host arena"
+        await up.promoted("a")
+        await up.apply("b", dict.fromkeys(ALL, "a"), event="ev-b")
+        assert {a.transport for a in await up.until_arrived("b", ALL)} == {"shm"}
+
+
+async def test_wrong_bytes_of_a_device_go_no_further(
+    tmp_path: Path,
+    checkpoint: Path,
+    links: list[SlowLink],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.shares = True
+    monkeypatch.setattr(HostDriver, "to_device", _spoilt)
+    async with nodes(tmp_path, checkpoint, "a", settings={"machine": "here"}) as up:
+        for name in "bc":
+            await up.start(name, device="cuda", machine="here")
+        await up.promoted("a")
+        await up.apply("b", dict.fromkeys(ALL, "a"), event="ev-b")
+        await up.until_arrived("b", ALL)
+        await up.apply("c", {0: "b"}, event="ev-c")
+        (failed,) = await up.until_failed("c")
+        assert failed.code == "digest"
+        await up.apply("c", {0: "a"}, event="ev-c", revision=1)
+        await up.until_arrived("c", [0])
+        # What came to the device is not taken for what came to the host after it.
+        assert links[1].copies.done == [up.record.block_bytes[0]]
+
+
+def _spoilt(driver: HostDriver, target: int, source: int, nbytes: int) -> None:
+    """A copy of something else."""
+    driver._begin("device", target, source + 1, nbytes)
+
+
+async def test_a_device_without_room_ends_the_node(
+    tmp_path: Path, checkpoint: Path, links: list[SlowLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", no_room)
+            with pytest.raises(CapacityExceeded, match=r"out of memory.*node\.arena_bytes"):
+                await up.start("b", device="cuda")
+        await up.start("b", device="cuda")
 
 
 def read_spans(path: Path) -> list[dict[str, Any]]:

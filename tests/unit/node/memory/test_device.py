@@ -1,3 +1,4 @@
+import asyncio
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from services.node.memory import device
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from shared.errors import BadInput, CapacityExceeded, Conflict
+from tests.support.device_memory import HostDriver, Machine
 from tests.support.links import SlowLink
 
 CPU = torch.device("cpu")
@@ -81,3 +83,59 @@ async def test_a_block_from_elsewhere_is_refused() -> None:
         await on_device.upload(memoryview(bytearray(10)))
     with pytest.raises(Conflict, match="given back"):
         await on_device.upload(filled(arena, 10, 1))
+
+
+async def test_an_arena_is_given_back_when_nothing_is_copied() -> None:
+    arena, link = Arena(1 << 16), SlowLink()
+    on_device = DeviceArena(arena.memory, CPU, link)
+    on_device.__enter__()
+    link.copies.shut()
+    upload = asyncio.create_task(on_device.upload(filled(arena, 10, 1)))
+    assert await asyncio.to_thread(link.copies.waited.wait, 10)
+    leaving = asyncio.create_task(asyncio.to_thread(on_device.__exit__))
+    await asyncio.sleep(0)
+    assert link.locked
+    link.copies.open()
+    await leaving
+    await upload
+    assert not link.locked
+
+
+async def test_what_was_written_over_is_not_on_the_device() -> None:
+    arena = Arena(1 << 16)
+    block, other = filled(arena, 1000, 1), filled(arena, 1000, 2)
+    with DeviceArena(arena.memory, CPU, SlowLink()) as on_device:
+        assert on_device.landed(block) is None
+        await on_device.upload(block)
+        landed = on_device.landed(block)
+        assert landed is not None
+        assert landed.numpy().tobytes() == bytes(block)
+        assert on_device.landed(other) is None
+        on_device.overwrites(block[999:])
+        assert on_device.landed(block) is None
+        assert on_device.landed(block[:999]) is not None
+
+
+@pytest.mark.parametrize("may_lock", [True, False])
+async def test_bytes_come_right_to_the_device_where_the_way_down_is_locked(may_lock: bool) -> None:
+    arena, driver = Arena(1 << 16), HostDriver(Machine())
+    link = SlowLink(may_lock=may_lock)
+    with DeviceArena(arena.memory, CPU, link, lambda ordinal: driver) as on_device:
+        if not may_lock:
+            assert on_device.landing is None
+            assert on_device.staging == "pinned host buffers"
+            return
+        assert on_device.landing is not None
+        assert on_device.staging == "pinned host arena"
+        on_device.landing.ways += ["CUDA IPC", "GPUDirect RDMA"]
+        assert on_device.staging == "CUDA IPC, GPUDirect RDMA, else pinned host arena"
+
+
+def test_a_device_without_a_driver_is_fed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.node.memory.cuda._LIBRARY", "libnone.so.1")
+    with (
+        capture_logs() as logs,
+        DeviceArena(Arena(1 << 16).memory, CPU, SlowLink()) as on_device,
+    ):
+        assert on_device.landing is None
+    assert any("libnone" in line.get("why", "") for line in logs)

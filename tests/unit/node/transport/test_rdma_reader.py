@@ -27,8 +27,27 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Registration:
-    lkey: int = 9
+class Target:
+    lkey: int
+    address: int
+    landing: "Landing | None"
+
+
+class Landing:
+    """Of a device, whose way down is as long as the test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        """Bytes of each part."""
+        self.may_end = asyncio.Event()
+        self.error: TransportError | None = None
+
+    async def land(self, into: memoryview) -> None:
+        self.asked.append(len(into))
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        into[:] = b"l" * len(into)
 
 
 class Adapter:
@@ -37,13 +56,14 @@ class Adapter:
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
         self.max_message = READ_BYTES
+        self.landing: Landing | None = None
         self.reads: list[Read] = []
         """All that were begun."""
         self.closed = False
         self._ended: list[tuple[int, str]] = []
 
-    def locate(self, buffer: memoryview) -> tuple[Registration, int]:
-        return Registration(), LOCAL
+    def target(self, buffer: memoryview) -> Target:
+        return Target(9, LOCAL, self.landing)
 
     def read(self, name: int, local: int, lkey: int, nbytes: int, remote: int, rkey: int) -> None:
         assert (lkey, rkey) == (9, PLACE.key)
@@ -80,8 +100,11 @@ def connect(adapter: Adapter) -> RdmaReader:
     return RdmaReader(set(), end, end, "peer", DEPTH)
 
 
-async def begin(reader: RdmaReader, nbytes: int) -> asyncio.Future[None]:
-    take = asyncio.ensure_future(reader.take(PLACE, memoryview(bytearray(nbytes))))
+async def begin(
+    reader: RdmaReader, nbytes: int, into: bytearray | None = None
+) -> asyncio.Future[None]:
+    room = memoryview(bytearray(nbytes) if into is None else into)
+    take = asyncio.ensure_future(reader.take(PLACE, room))
     await settle()
     return take
 
@@ -168,3 +191,38 @@ async def test_reads_that_never_end_cost_the_connection(
     assert adapter.closed
     with pytest.raises(PeerLost, match="did not end"):
         await other
+
+
+async def test_what_came_to_a_device_is_taken_when_it_has_landed(adapter: Adapter) -> None:
+    landing = adapter.landing = Landing()
+    into = bytearray(2 * READ_BYTES)
+    take = await begin(connect(adapter), len(into), into)
+    await adapter.end(adapter.reads[0])
+    assert landing.asked == []
+    await adapter.end(adapter.reads[1])
+    assert landing.asked == [len(into)]
+    assert not take.done()
+    landing.may_end.set()
+    await take
+    assert into == b"l" * len(into)
+
+
+async def test_a_device_that_fails_fails_its_take_only(adapter: Adapter) -> None:
+    landing = adapter.landing = Landing()
+    landing.error = TransportError("device memory: gone")
+    landing.may_end.set()
+    reader = connect(adapter)
+    failed = await begin(reader, 1)
+    await adapter.end(adapter.reads[0])
+    with pytest.raises(TransportError, match="gone"):
+        await failed
+    assert not adapter.closed
+
+
+async def test_reads_that_fail_do_not_land(adapter: Adapter) -> None:
+    landing = adapter.landing = Landing()
+    take = await begin(connect(adapter), 1)
+    await adapter.end(adapter.reads[0], "broken")
+    with pytest.raises(PeerLost):
+        await take
+    assert landing.asked == []
