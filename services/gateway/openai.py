@@ -271,7 +271,7 @@ def _check_bias(bias: Mapping[str, float]) -> None:
         invalid("logit_bias", f"at most {MAX_BIASED} tokens")
     for token, value in bias.items():
         if not (token.isascii() and token.isdecimal() and int(token[:11]) <= MAX_TOKEN_ID):
-            invalid("logit_bias", f"the keys are token ids, which {token!r} is not")
+            invalid("logit_bias", f"the keys are token ids, which {token[:20]!r} is not")
         if not -100 <= value <= 100:
             invalid("logit_bias", f"must be -100 to 100, which that of token {token} is not")
 
