@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.openai import ApiError, ChatRequest, CompletionRequest, parse, rules_of
+from services.gateway.openai import ApiError, Body, ChatRequest, CompletionRequest, parse, rules_of
 
 ASK = {"model": "m", "prompt": "say hello"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 FORMAT = {"response_format": {"type": "json_object"}}
 
 
-def refused(body: dict[str, Any], kind: type[CompletionRequest] | type[ChatRequest]) -> ApiError:
+def refused(body: dict[str, Any], kind: type[Body]) -> ApiError:
     with pytest.raises(ApiError) as caught:
         rules_of(parse(msgspec.json.encode(body), kind), vocab_size=100)
     return caught.value

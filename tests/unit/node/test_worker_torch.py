@@ -139,3 +139,24 @@ async def test_log_probabilities_come_with_tokens_from_every_path() -> None:
             assert [one for one, _ in token.logprobs.top] == best.indices.tolist()
             values = [value for _, value in token.logprobs.top]
             assert values == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("path", [WHOLE, THREE], ids=["whole", "stages"])
+async def test_rules_that_cannot_be_followed_end_their_own_request_only(
+    path: tuple[Stage, ...],
+) -> None:
+    model = make_model()
+    async with cluster(
+        "a", "b", "c", slots=12, step_tokens=64, manifest=model.manifest, buffers=model.buffers,
+        make_engine=torch_engine,
+    ) as nodes:  # fmt: skip
+        without_tokenizer = LogitRules(grammar="start: /a/")
+        messages = [
+            submit("plain", path, prompt=PROMPTS[1]),
+            submit("ruled", path, prompt=PROMPTS[1], rules=without_tokenizer),
+            submit("after", path, prompt=PROMPTS[1]),
+        ]
+        plain, refused, after = [await nodes.submit(message) for message in messages]
+        await asyncio.gather(*(one.end() for one in (plain, refused, after)))
+        assert refused.code == "not_found"
+        assert plain.ids == after.ids == model.expected_tokens(list(PROMPTS[1]), 8)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from services.cli.demo_tokenizer import EOS as END
-from services.cli.demo_tokenizer import train_tokenizer
+from services.cli.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer
 from services.node.engine.base import Context, Draw, Row, RowsRefused
-from services.node.engine.processors import Processor, Processors
+from services.node.engine.processors import Logits, Processor, Processors
 from services.node.engine.sampling import sample
 from shared import grammar
 from shared.errors import BadInput, NotFound
@@ -23,7 +23,7 @@ from shared.messages.serving import LogitRules, Sampling
 
 VOCAB = 320
 TOKENIZER = train_tokenizer(VOCAB)
-EOS = TOKENIZER.token_to_id(END)
+EOS = SPECIAL_TOKENS.index(END)
 VOCABULARY = Vocabulary(TOKENIZER.to_str().encode(), VOCAB, EOS)
 SCHEMA = {
     "type": "object",
@@ -44,8 +44,8 @@ def context(
     return Context((*prompt, *drawn), len(prompt), stop_ids, rules)
 
 
-def applied(rules: LogitRules, prompt: list[int], drawn: list[int], logits: torch.Tensor) -> object:
-    values = logits.double().numpy().copy()
+def applied(rules: LogitRules, prompt: list[int], drawn: list[int], logits: torch.Tensor) -> Logits:
+    values: Logits = logits.double().numpy().copy()
     Processor(context(rules, prompt, drawn), VOCABULARY).apply(values)
     return values
 
@@ -62,7 +62,7 @@ def test_repetition_penalty_is_that_of_transformers(
     ours = applied(LogitRules(repetition_penalty=penalty), prompt, drawn, logits)
     oracle = RepetitionPenaltyLogitsProcessor(penalty)
     theirs = oracle(torch.tensor([prompt + drawn]), logits[None].clone())[0]
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-12)
 
 
 @given(TOKENS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 2**32))
@@ -74,7 +74,7 @@ def test_frequency_and_presence_count_what_was_generated(
     rules = LogitRules(frequency_penalty=frequency, presence_penalty=presence)
     count = torch.bincount(torch.tensor(drawn), minlength=VOCAB).double()
     expected = logits - count * frequency - (count > 0).double() * presence
-    np.testing.assert_allclose(applied(rules, prompt, drawn, logits), expected, atol=1e-12)
+    np.testing.assert_allclose(applied(rules, prompt, drawn, logits), expected.numpy(), atol=1e-12)
 
 
 def test_the_order_is_penalties_then_bias_then_what_may_not_be_drawn() -> None:
@@ -174,7 +174,7 @@ def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
         found.made([plain, drawing("early", regex)])
     assert (early.value.sequences, type(early.value.why)) == (("early",), NotFound)
     found.use_tokenizer(TOKENIZER.to_str().encode())
-    wrong = drawing("wrong", regex, [TOKENIZER.token_to_id("b")])
+    wrong = drawing("wrong", regex, TOKENIZER.encode("b").ids[-1:])
     with pytest.raises(RowsRefused) as misfit:
         found.made([plain, wrong])
     assert (misfit.value.sequences, type(misfit.value.why)) == (("wrong",), BadInput)
