@@ -139,6 +139,9 @@ class ModelledEngine:
                 raise AssertionError(f"block {block} of model {model_id} was not verified")
         model.held.add(block)
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Nothing: tokens are no text."""
+
     def held(self, model_id: ModelId) -> frozenset[int]:
         model = self._models.get(model_id)
         return frozenset(model.held) if model else frozenset()

@@ -93,6 +93,9 @@ class ModelledWorker:
         self._open[model_id] = manifest
         self._host.on_open(model_id)
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Nothing: simulated tokens are no text."""
+
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
         key = model_id, block
         last = self._attached.get(key)

@@ -4,24 +4,34 @@ An event differs from the one before in its text only, so all else is encoded on
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import msgspec
 
 from services.gateway.generation import Choice, Delta, Generation
-from services.gateway.openai import ApiError, ChatRequest, CompletionRequest
+from services.gateway.openai import ApiError, ChatRequest, CompletionRequest, logprobs_of
+from services.gateway.text import TextCodec
+from shared.messages.serving import Logprobs
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
 """An SSE comment: clients ignore it, proxies see that the connection lives."""
+LEAST_LOGPROB = -9999.0
+"""The API's way to say: impossible."""
 _encode = msgspec.json.encode
 
 
 class Answers:
     def __init__(
-        self, body: CompletionRequest | ChatRequest, generation: Generation, answer_id: str
+        self,
+        body: CompletionRequest | ChatRequest,
+        generation: Generation,
+        answer_id: str,
+        codec: TextCodec,
     ) -> None:
         self._body = body
+        self._codec = codec
         self._generation = generation
         self._chat = isinstance(body, ChatRequest)
         kind = "chat.completion" if self._chat else "text_completion"
@@ -41,6 +51,10 @@ class Answers:
         ]
         self._after = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}'
         self._begun: set[int] = set()
+        self._by_token = bool(body.return_token_ids) or logprobs_of(body) is not None
+        """Every token has an event of its own, with text or not."""
+        self._offsets = [0] * len(generation.choices)
+        """Characters of the tokens that each choice's log probabilities were given for."""
 
     # --- whole ---------------------------------------------------------------
 
@@ -58,22 +72,69 @@ class Answers:
         return {
             "index": choice.index,
             **body,
-            "logprobs": None,
+            "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs),
             "finish_reason": choice.finish,
             **({"token_ids": choice.tokens} if self._body.return_token_ids else {}),
         }
+
+    # --- log probabilities ---------------------------------------------------
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Logprobs]
+    ) -> dict[str, object] | None:
+        """Of these tokens, the next ones of the choice; None if they were not asked for."""
+        if logprobs_of(self._body) is None:
+            return None
+        pairs = list(zip(tokens, logprobs, strict=True))
+        if self._chat:
+            content = [
+                {
+                    **self._named(token, found.drawn),
+                    "top_logprobs": [self._named(*one) for one in found.top],
+                }
+                for token, found in pairs
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._text(token) for token in tokens]
+        ends = list(accumulate(map(len, texts), initial=self._offsets[choice.index]))
+        self._offsets[choice.index] = ends[-1]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(found.drawn) for found in logprobs],
+            "top_logprobs": [
+                {
+                    self._text(one): _finite(value)
+                    for one, value in (*found.top, (token, found.drawn))
+                }
+                for token, found in pairs
+            ],
+            "text_offset": ends[:-1],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, object]:
+        data = self._codec.token_bytes(token)
+        text = data.decode(errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _text(self, token: int) -> str:
+        """As the API writes tokens that are no whole characters."""
+        data = self._codec.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     # --- streamed ------------------------------------------------------------
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         parts: list[bytes] = []
         tail = self._tail()
-        for choice, text, token in deltas:
+        for choice, text, token, logprobs in deltas:
             if self._chat and choice.index not in self._begun:
                 self._begun.add(choice.index)
                 parts += (self._event(choice, {"role": "assistant", "content": ""}, None), tail)
-            if self._body.return_token_ids:
-                parts += (self._event_with_id(choice, text, token), tail)
+            if self._by_token:
+                parts += (self._event_of_token(choice, text, token, logprobs), tail)
             elif text:
                 parts += (self._before[choice.index], _encode(text), self._after, tail)
             if choice.finish:
@@ -85,10 +146,15 @@ class Answers:
         event = {"index": choice.index, **body, "logprobs": None, "finish_reason": finish}
         return self._head + _encode(event)
 
-    def _event_with_id(self, choice: Choice, text: str, token: int) -> bytes:
+    def _event_of_token(
+        self, choice: Choice, text: str, token: int, logprobs: Logprobs | None
+    ) -> bytes:
         body: dict[str, object] = {"delta": {"content": text}} if self._chat else {"text": text}
-        event = {"index": choice.index, **body, "logprobs": None, "finish_reason": None}
-        return self._head + _encode({**event, "token_ids": [token]})
+        found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
+        event = {"index": choice.index, **body, "logprobs": found, "finish_reason": None}
+        if self._body.return_token_ids:
+            event["token_ids"] = [token]
+        return self._head + _encode(event)
 
     def _tail(self) -> bytes:
         if self._body.usage_in_chunks:
@@ -105,3 +171,7 @@ class Answers:
     def failed(error: ApiError) -> bytes:
         """The end of a stream that had begun before it failed."""
         return b"data: " + error.body + b"\n\n" + DONE
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -18,6 +18,7 @@ from services.gateway.openai import (
     CompletionRequest,
     invalid,
     of_error,
+    rules_of,
     sampling_of,
     stops_of,
 )
@@ -27,6 +28,7 @@ from shared.clock import now, wall_ns
 from shared.errors import BadInput, LambdaScaleError
 from shared.ids import RequestId, new_id
 from shared.messages.pool import ModelRecord
+from shared.messages.serving import Logprobs
 
 COMPLETION_TOKENS = 16
 """The API's default of `max_tokens` for completions; chats may fill the context."""
@@ -36,28 +38,46 @@ _CONTEXT = 4
 
 class Choice:
     def __init__(
-        self, index: int, request: Request, decode: DecodeStream, stops: StopStrings
+        self,
+        index: int,
+        request: Request,
+        decode: DecodeStream,
+        stops: StopStrings,
+        *,
+        echo: str = "",
+        min_tokens: int = 0,
     ) -> None:
+        """`echo` goes before what is generated. Stop strings are not looked for in the text of the
+        first `min_tokens` tokens."""
         self.index = index
         self.request = request
         self.finish: str | None = None
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        """One a token, if they were asked for."""
         self.first_at = 0.0
         self._decode = decode
         self._stops = stops
+        self._echo = echo
+        self._min_tokens = min_tokens
 
-    def push(self, token: int, finish: str) -> str:
+    def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
         """The text that became certain; sets `finish` with the last one."""
         self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         text = "" if finish == "stop" else self._decode.step(token)
         if finish:
             text += self._decode.flush()
-        text, met = self._stops.push(text)
+        met = False
+        if len(self.tokens) > self._min_tokens:
+            text, met = self._stops.push(text)
         if met:
             self.finish = "stop"
         elif finish:
             self.finish = finish
             text += self._stops.flush()
+        text, self._echo = self._echo + text, ""
         return text
 
 
@@ -67,6 +87,7 @@ class Delta(NamedTuple):
     choice: Choice
     text: str
     token: int
+    logprobs: Logprobs | None
 
 
 class Generation:
@@ -154,7 +175,8 @@ class Generation:
                     raise of_error(piece.error)
                 choice = self._by_id[piece.request]
                 if choice.finish is None:
-                    deltas.append(Delta(choice, self._push(choice, piece), piece.token))
+                    text = self._push(choice, piece)
+                    deltas.append(Delta(choice, text, piece.token, piece.logprobs))
             if deltas:
                 yield deltas
 
@@ -172,7 +194,7 @@ class Generation:
         }
 
     def _push(self, choice: Choice, piece: Emit) -> str:
-        text = choice.push(piece.token, piece.finish)
+        text = choice.push(piece.token, piece.finish, piece.logprobs)
         name, count = self.record.name, len(choice.tokens)
         if count == 1:
             choice.first_at = now()
@@ -232,9 +254,14 @@ def choices_of(
         raise ApiError(400, str(error), param="n") from error
     stop_ids = tuple(body.stop_token_ids or ()) + (() if body.ignore_eos else lingo.eos)
     stops = stops_of(body)
+    rules = rules_of(body, lingo.vocab_size)
+    if rules and rules.grammar and not lingo.eos:
+        invalid("model", "names no token that ends a text, which structured output needs")
     choices = []
     for number, prompt in enumerate(prompts):
         limit = _limit(body, len(prompt), record.context_length)
+        if (body.min_tokens or 0) > limit:
+            invalid("min_tokens", f"must be at most the tokens that can be generated, {limit}")
         for i in range(n):
             index = number * n + i
             seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -245,12 +272,29 @@ def choices_of(
                 max_tokens=limit,
                 stop_ids=stop_ids,
                 sampling=sampling_of(body, admission.derive_seed(seed, i)),
+                rules=rules,
                 waiting_since=now(),
             )
             context = () if isinstance(body, ChatRequest) else prompt[-_CONTEXT:]
-            decode = DecodeStream(lingo.codec, context)
-            choices.append(Choice(index, request, decode, StopStrings(stops)))
+            choices.append(
+                Choice(
+                    index,
+                    request,
+                    DecodeStream(lingo.codec, context),
+                    StopStrings(stops),
+                    echo=_echo(body, number, lingo),
+                    min_tokens=body.min_tokens or 0,
+                )
+            )
     return choices
+
+
+def _echo(body: CompletionRequest | ChatRequest, number: int, lingo: Lingo) -> str:
+    """The prompt with this number as text, if it is to be said again."""
+    if isinstance(body, ChatRequest) or not body.echo:
+        return ""
+    prompt = body.prompts()[number]
+    return prompt if isinstance(prompt, str) else lingo.codec.decode(prompt)
 
 
 def _limit(body: CompletionRequest | ChatRequest, prompt: int, context: int) -> int:

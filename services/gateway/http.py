@@ -132,13 +132,13 @@ class Api:
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, trace
         )
-        answers = Answers(body, generation, request[_ID])
+        answers = Answers(body, generation, request[_ID], lingo.codec)
         async with generation:
             if body.streams:
                 return await _stream(request, generation, answers)
             texts: list[list[str]] = [[] for _ in choices]
             async for deltas in generation.deltas(None):
-                for choice, text, _ in deltas:
+                for choice, text, *_ in deltas:
                     texts[choice.index].append(text)
             return web.Response(body=answers.whole(texts), content_type="application/json")
 

@@ -5,19 +5,24 @@ change the answer, but that the engine cannot honour, are refused: a client is n
 something else than it asked for.
 """
 
-import math
 import re
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
+from shared import grammar
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
-from shared.messages.serving import Sampling
+from shared.messages.serving import LogitRules, Sampling
 
 MAX_STOPS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_CHARS = 1024
 MAX_TOP_K = 1 << 30
+MAX_LOGPROBS = 20
+MAX_BIASED = 1024
+MAX_REPETITION_PENALTY = 100
+ANY_OBJECT = {"type": "object"}
 
 
 class ApiError(Exception):
@@ -64,8 +69,27 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, kw_only=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+    """The answer keeps to the schema either way."""
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's; exactly one field is given."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In llguidance's Lark syntax."""
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -84,13 +108,19 @@ class _Common(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     return_token_ids: bool | None = None
     """Adds `token_ids` to every choice: what was generated, before it was text."""
-    # Known, and refused unless they change nothing.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
+    """By token id."""
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Known, and refused.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @property
     def streams(self) -> bool:
@@ -199,10 +229,9 @@ def _missing(message: str) -> str | None:
 
 
 def _check_common(body: _Common) -> None:
-    if body.n is not None and body.n < 1:
-        invalid("n", "must be at least 1")
-    if body.max_tokens is not None and body.max_tokens < 1:
-        invalid("max_tokens", "must be at least 1")
+    _check_range(body, "n", 1)
+    _check_range(body, "max_tokens", 1)
+    _check_range(body, "min_tokens", 0)
     if len(stops_of(body)) > MAX_STOPS:
         invalid("stop", f"at most {MAX_STOPS} strings")
     for stop in stops_of(body):
@@ -211,32 +240,47 @@ def _check_common(body: _Common) -> None:
     ids = body.stop_token_ids or ()
     if len(ids) > MAX_STOPS or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
         invalid("stop_token_ids", f"at most {MAX_STOPS} ids between 0 and {MAX_TOKEN_ID}")
-    if body.min_tokens and not body.ignore_eos:
-        invalid("min_tokens", "is supported only together with ignore_eos")
-    sampling_of(body, 0)
-    for name, neutral in _NEUTRAL:
-        value = getattr(body, name)
-        if value is not None and value != neutral:
-            invalid(name, "is not supported; leave it out")
-    if body.logit_bias:
-        invalid("logit_bias", "is not supported; leave it out")
-    if body.response_format is not None and body.response_format.type != "text":
-        invalid("response_format", "only type 'text' is supported")
+    _check_range(body, "temperature", 0, 100)
+    if body.top_p is not None and not 0 < body.top_p <= 1:
+        invalid("top_p", "must be above 0 and at most 1")
+    if body.top_k is not None and not -1 <= body.top_k <= MAX_TOP_K:
+        invalid("top_k", f"must be between 0 (no limit) and {MAX_TOP_K}, or -1 (no limit)")
+    _check_range(body, "min_p", 0, 1)
+    _check_range(body, "presence_penalty", -2, 2)
+    _check_range(body, "frequency_penalty", -2, 2)
+    penalty = body.repetition_penalty
+    if penalty is not None and not 0 < penalty <= MAX_REPETITION_PENALTY:
+        message = f"must be above 0 and at most {MAX_REPETITION_PENALTY}"
+        invalid("repetition_penalty", f"{message} (1: no penalty)")
+    _check_bias(body.logit_bias or {})
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(body, name) is not None:
+            use = name.removeprefix("guided_")
+            invalid(name, f'is not supported; use structured_outputs: {{"{use}": ...}}')
 
 
-_NEUTRAL = (
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("repetition_penalty", 1.0),
-    ("min_p", 0.0),
-)
+def _check_range(body: _Common, field: str, least: float, most: float | None = None) -> None:
+    value = getattr(body, field)
+    if value is None or (value >= least and (most is None or value <= most)):
+        return
+    invalid(field, f"must be at least {least}" if most is None else f"must be {least} to {most}")
+
+
+def _check_bias(bias: Mapping[str, float]) -> None:
+    if len(bias) > MAX_BIASED:
+        invalid("logit_bias", f"at most {MAX_BIASED} tokens")
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdecimal() and int(token[:11]) <= MAX_TOKEN_ID):
+            invalid("logit_bias", f"the keys are token ids, which {token[:20]!r} is not")
+        if not -100 <= value <= 100:
+            invalid("logit_bias", f"must be -100 to 100, which that of token {token} is not")
 
 
 def _check_completion(body: CompletionRequest) -> None:
-    if body.logprobs is not None:
-        invalid("logprobs", "log probabilities are not supported; leave it out")
-    if body.echo:
-        invalid("echo", "is not supported; leave it out")
+    _check_range(body, "logprobs", 0, MAX_LOGPROBS)
+    if body.echo and body.logprobs is not None:
+        message = "log probabilities of the prompt are not computed; leave echo or logprobs out"
+        invalid("echo", message)
     if body.suffix:
         invalid("suffix", "is not supported; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -246,10 +290,10 @@ def _check_completion(body: CompletionRequest) -> None:
 def _check_chat(body: ChatRequest) -> None:
     if not body.messages:
         invalid("messages", "must not be empty")
-    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
-        invalid("max_completion_tokens", "must be at least 1")
-    if body.logprobs or body.top_logprobs:
-        invalid("logprobs", "log probabilities are not supported; leave it out")
+    _check_range(body, "max_completion_tokens", 1)
+    _check_range(body, "top_logprobs", 0, MAX_LOGPROBS)
+    if body.top_logprobs and not body.logprobs:
+        invalid("top_logprobs", "needs logprobs: true")
     if body.tools or body.functions:
         invalid("tools", "tool calls are not supported; leave it out")
 
@@ -260,14 +304,92 @@ def stops_of(body: _Common) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
 
 
+def logprobs_of(body: _Common) -> int | None:
+    """How many alternatives are wanted with each token; None: no log probabilities at all."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    if isinstance(body, ChatRequest) and body.logprobs:
+        return body.top_logprobs or 0
+    return None
+
+
 def sampling_of(body: _Common, seed: int) -> Sampling:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    top_k = 0 if body.top_k in (None, -1) else body.top_k or 0
-    if not (math.isfinite(temperature) and 0 <= temperature <= 100):
-        invalid("temperature", "must be between 0 and 100")
-    if not 0 < top_p <= 1:
-        invalid("top_p", "must be above 0 and at most 1")
-    if not 0 <= top_k <= MAX_TOP_K:
-        invalid("top_k", f"must be between 0 (no limit) and {MAX_TOP_K}, or -1 (no limit)")
-    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        logprobs=logprobs_of(body),
+    )
+
+
+def rules_of(body: _Common, vocab_size: int) -> LogitRules | None:
+    """None if the model's logits are taken as they are."""
+    biased = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    if biased and max(biased) >= vocab_size:
+        message = f"token id {max(biased)} is not one of the model's, 0 to {vocab_size - 1}"
+        invalid("logit_bias", message)
+    rules = LogitRules(
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=tuple(sorted(biased.items())),
+        min_tokens=body.min_tokens or 0,
+        grammar=_grammar_of(body),
+    )
+    return None if rules == LogitRules() else rules
+
+
+def _grammar_of(body: _Common) -> str:
+    """What the text is held to; empty: nothing."""
+    asked, wanted = body.response_format, body.structured_outputs
+    if asked is None or asked.type == "text":
+        asked = None
+    if asked is None and wanted is None:
+        return ""
+    param = "structured_outputs" if asked is None else "response_format"
+    if asked and wanted:
+        invalid(param, "leave out either this or structured_outputs")
+    if body.ignore_eos:
+        invalid("ignore_eos", f"can't be used with {param}: its text has an end")
+    if body.min_tokens:
+        invalid("min_tokens", f"can't be used with {param}: its text may have to end before")
+    try:
+        made = _of_format(asked) if asked else _of_structure(wanted or StructuredOutputs())
+        grammar.check(made)
+    except BadInput as error:
+        invalid(param, str(error))
+    return made
+
+
+def _of_format(asked: ResponseFormat) -> str:
+    if asked.type == "json_object":
+        return grammar.from_schema(ANY_OBJECT)
+    if asked.json_schema is None:
+        invalid("response_format.json_schema", "is needed for type 'json_schema'")
+    return grammar.from_schema(asked.json_schema.schema)
+
+
+def _of_structure(wanted: StructuredOutputs) -> str:
+    given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value}
+    if len(given) != 1:
+        invalid("structured_outputs", f"give one of {', '.join(wanted.__struct_fields__)}")
+    if wanted.json:
+        return grammar.from_schema(_schema(wanted.json))
+    if wanted.regex:
+        return grammar.from_regex(wanted.regex)
+    if wanted.choice:
+        if not all(wanted.choice):
+            invalid("structured_outputs.choice", "texts must not be empty")
+        return grammar.from_choice(wanted.choice)
+    return grammar.from_lark(wanted.grammar) if wanted.grammar else grammar.from_schema(ANY_OBJECT)
+
+
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        invalid("structured_outputs.json", f"is no JSON object: {error}")

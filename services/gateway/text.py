@@ -1,6 +1,7 @@
 """Text to tokens, and tokens back to text while they are generated."""
 
 import asyncio
+import re
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer
@@ -12,6 +13,20 @@ _INLINE_CHARS = 1 << 14
 _UTF8_LONGEST = 4
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64
+_WORD_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as (GPT-2; Radford et al. 2019): the
+    printable ones stand for themselves, the others for the bytes that are left, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(0x100) if byte not in plain]
+    named = {chr(byte): byte for byte in plain}
+    return named | {chr(0x100 + place): byte for place, byte in enumerate(rest)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class TextCodec:
@@ -25,6 +40,8 @@ class TextCodec:
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self._bos = self.token_id(bos) if bos else None
         self._add_bos = add_bos
 
@@ -56,6 +73,19 @@ class TextCodec:
             return self._tokenizer.encode(text, add_special_tokens=special).ids
         except Exception as error:  # lone surrogates and whatever else the tokenizer refuses
             raise BadInput(f"the text cannot be tokenized: {error}") from error
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a single token stands for; maybe a part of a character. Empty for ids without."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if self._byte_level:
+            return bytes(_BYTES.get(char, 0x3F) for char in piece)
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        return piece.replace(_WORD_SPACE, " ").encode()
 
     def decode(self, ids: list[int]) -> str:
         """Without special tokens."""

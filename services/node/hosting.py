@@ -22,6 +22,7 @@ from shared.messages.scaling import ApplyPlan
 
 ENGINE = "engine"
 """User of a span."""
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,7 @@ class Hosting:
     ) -> None:
         """`changed`: what is held is not what it was."""
         self._node = node
+        self._log = telemetry.logger("hosting", node=node)
         self._arena = arena
         self._library = library
         self._data = data
@@ -143,8 +145,17 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
+            self._spawn(self._bring_tokenizer(hosted), f"tokenizer of {hosted.model}")
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self._attach(hosted, block)
+
+    async def _bring_tokenizer(self, hosted: Hosted) -> None:
+        """For requests with grammars."""
+        try:
+            data = await self._library.file(hosted.model, TOKENIZER)
+            self._worker.use_tokenizer(hosted.model, data)
+        except LambdaScaleError as error:
+            self._log.warning("no structured output", model=hosted.model, error=str(error))
 
     async def _attach(self, hosted: Hosted, block: int) -> None:
         hosted.residency = hosted.residency.hold(block)

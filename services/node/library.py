@@ -1,7 +1,7 @@
 """The models that this node knows: their manifests, and packed copies on its disk."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ class Library:
         self._known: set[ModelId] = set()
         """Published or stored, and not removed since."""
         self._manifests: dict[ModelId, Manifest] = {}
+        self._files: dict[ModelId, Mapping[str, str]] = {}
+        """Names of their checkpoints' small files in the asset store."""
         self._disk: dict[ModelId, frozenset[int]] = {}
         """Blocks not known to be damaged."""
         self._listed: tuple[Holding, ...] | None = None
@@ -59,6 +61,7 @@ class Library:
     async def learn(self, record: ModelRecord) -> None:
         """Fetches a published model's manifest ahead of any plan. CorruptCheckpoint, BusError."""
         self._known.add(record.model_id)
+        self._files[record.model_id] = record.files
         if record.model_id in self._manifests:
             return
         objects = await self._bus.objects()
@@ -69,15 +72,27 @@ class Library:
     async def manifest(self, model: ModelId) -> Manifest:
         """Asks the registry if it is not known: the model's announcement may have been missed."""
         if model not in self._manifests:
-            models = await self._bus.request(
-                subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
-            )
-            for record in models.records:
-                if record.model_id == model:
-                    await self.learn(record)
+            await self._ask_for(model)
         if model not in self._manifests:
             raise NotFound(f"model {model} is not published")
         return self._manifests[model]
+
+    async def file(self, model: ModelId, name: str) -> bytes:
+        """A small file of a published model's checkpoint. NotFound, BusError."""
+        if model not in self._files:
+            await self._ask_for(model)
+        if name not in self._files.get(model, {}):
+            raise NotFound(f"model {model} is not published with a {name}")
+        objects = await self._bus.objects()
+        return await objects.get(self._files[model][name])
+
+    async def _ask_for(self, model: ModelId) -> None:
+        models = await self._bus.request(
+            subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
+        )
+        for record in models.records:
+            if record.model_id == model:
+                await self.learn(record)
 
     # --- the disk ---
 
@@ -116,6 +131,7 @@ class Library:
         """The model was removed from the pool; whether its files are still to be deleted."""
         self._known.discard(model)
         self._manifests.pop(model, None)
+        self._files.pop(model, None)
         stored = self._disk.pop(model, None) is not None
         self._listed = None
         self._changed()

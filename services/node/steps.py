@@ -13,7 +13,7 @@ import torch
 from services.node import activations
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release
-from services.node.engine.base import Engine, PartResult, StagePart, Sweep, Weights
+from services.node.engine.base import Engine, PartResult, RowsRefused, StagePart, Sweep, Weights
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -114,6 +114,11 @@ class Steps:
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self._engine.attach(model_id, block, weights)
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Ignored if the model was closed meanwhile."""
+        if model_id in self._models:
+            self._engine.use_tokenizer(model_id, tokenizer_json)
+
     def close_model(self, model_id: ModelId) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
         self._do(self._batcher.model_closed(model_id, why))
@@ -188,7 +193,7 @@ class Steps:
             part = part.without(set(part.keys) - {row.sequence for row in result.rows})
             if part.rows:
                 run.work += part.positions * (part.stop - part.start)
-                self._do(self._batcher.ran(part, result.sampled, result.hidden))
+                self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
         if not run.parts:
             self._run = None
             self._tell(run, now)
@@ -222,6 +227,8 @@ class Steps:
                 return
             except CapacityExceeded as error:
                 part, commands = self._batcher.no_room(part, _failure(error))
+            except RowsRefused as error:
+                part, commands = self._batcher.refused(part, error.sequences, _failure(error.why))
             except LambdaScaleError as error:
                 part, commands = (
                     part.without(part.keys),
@@ -285,10 +292,11 @@ class Steps:
 def check_tokens(submit: Submit, manifest: Manifest) -> None:
     """BadInput for token ids that the model does not have: they would fail the whole batch."""
     vocab_size = manifest.config["vocab_size"]
-    if submit.tokens and max(submit.tokens) >= vocab_size:
+    biased = [token for token, _ in submit.rules.logit_bias] if submit.rules else []
+    if min(biased, default=0) < 0 or max((*submit.tokens, *biased), default=0) >= vocab_size:
         raise BadInput(
-            f"request {submit.request} has token id {max(submit.tokens)}, "
-            f"model {submit.model_id} has {vocab_size}"
+            f"request {submit.request} has token id {max((*submit.tokens, *biased))}, "
+            f"model {submit.model_id} has ids from 0 to {vocab_size - 1}"
         )
 
 

@@ -101,6 +101,10 @@ class Worker:
         trace = self._traces[model_id] = telemetry.here()
         self._post(lambda steps: self._warm_up(steps.warm_up(model_id), trace))
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Requests with grammars can be served from now on."""
+        self._post(lambda steps: steps.use_tokenizer(model_id, tokenizer_json))
+
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
         """Once it returns, the block can be run. One that was brought to a device went there while
         the engine ran others."""

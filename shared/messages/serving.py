@@ -11,7 +11,7 @@ from shared.messages.base import Message
 from shared.messages.instances import Stage
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How token `i` is drawn: a counter-based generator keyed by (seed, i), no other state."""
 
     temperature: float = 0.0
@@ -19,7 +19,33 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one are left out."""
     seed: int = 0
+    logprobs: int | None = None
+    """Log probabilities come back with each token, and of so many of the most probable ones."""
+
+
+class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is done to logits before a token is drawn, in the order of the fields.
+
+    It depends on the tokens so far, where `Sampling` does not.
+    """
+
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that are in the prompt or were generated, and multiplies
+    negative ones (CTRL; Keskar et al. 2019, section 4.1)."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that a token was generated."""
+    presence_penalty: float = 0.0
+    """Subtracted once from tokens that were generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    min_tokens: int = 0
+    """Stop ids are not drawn before so many tokens were."""
+    grammar: str = ""
+    """What is generated fits it, and may end where the grammar may; as `shared.grammar` writes
+    it."""
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
@@ -40,6 +66,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     stop_ids: tuple[int, ...]
     """Generating one of these ends the request; it is sent, as the last token."""
     sampling: Sampling
+    rules: LogitRules | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -47,6 +74,15 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
 
     request: RequestId
     attempt: int
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one position, as the model gives them: before any
+    rule, temperature or cut."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log probability) of the most probable ones, from the first on."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +93,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     token: int
     finish: str = ""
     """`stop` or `length` on the last token."""
+    logprobs: Logprobs | None = None
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, array_like=True):

@@ -2,12 +2,16 @@
 
 import asyncio
 import hashlib
+import json
+import re
 from collections.abc import AsyncIterator
 
+import jsonschema
 import openai
 import pytest
 import pytest_asyncio
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion_chunk import Choice
 
 from services.cli.demo_model import make_checkpoint
 from shared import subjects
@@ -52,6 +56,10 @@ async def greedy(client: openai.AsyncOpenAI, tokens: int) -> str:
         model=MODEL, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=NO_END
     )
     return answer.choices[0].text
+
+
+def _logprobs(choices: list[Choice]) -> list[ChatCompletionTokenLogprob]:
+    return [one for c in choices if c.logprobs for one in c.logprobs.content or []]
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
@@ -195,3 +203,123 @@ async def test_a_client_that_leaves_cancels_its_request(
     await subscription.close()
     assert after == before + 4
     assert before < LONG  # all tests before it took fewer, so that this one can't have ended
+
+
+async def test_log_probabilities_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=3, n=2, extra_body=NO_END
+    )
+    for choice in answer.choices:
+        found = choice.logprobs
+        assert found
+        assert found.tokens
+        assert found.token_logprobs
+        assert found.top_logprobs
+        assert "".join(found.tokens) == choice.text
+        for token, value, top in zip(
+            found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+        ):
+            assert value == top[token] == max(top.values()) <= 0
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        max_completion_tokens=8,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        extra_body=NO_END,
+    )
+    said = [one async for chunk in stream for one in _logprobs(chunk.choices)]
+    assert len(said) == 8
+    assert all(len(one.top_logprobs) == 2 for one in said)
+    assert all(one.logprob == one.top_logprobs[0].logprob <= 0 for one in said)
+
+
+async def test_penalties_and_bias_change_what_is_said(client: openai.AsyncOpenAI) -> None:
+    async def say(**change: object) -> list[int]:
+        body = {"return_token_ids": True, "ignore_eos": True, **change}
+        answer = await client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0, extra_body=body
+        )
+        return answer.choices[0].token_ids  # type: ignore[attr-defined, no-any-return]
+
+    plain = await say()
+    assert len(set(await say(frequency_penalty=2.0, presence_penalty=2.0))) > len(set(plain))
+    assert await say(repetition_penalty=1.5) != plain
+    assert plain[0] not in await say(logit_bias={str(plain[0]): -100})
+    assert await say(logit_bias={"77": 100}) == [77] * 40
+
+
+async def test_json_keeps_to_its_schema(client: openai.AsyncOpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "size": {"type": "integer", "minimum": 0, "maximum": 999},
+            "kind": {"enum": ["town", "village"]},
+        },
+        "required": ["city", "size", "kind"],
+        "additionalProperties": False,
+    }
+
+    async def ask(seed: int) -> str:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            seed=seed,
+            temperature=1.0,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "place", "strict": True, "schema": schema},
+            },
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    texts = await asyncio.gather(*(ask(seed) for seed in (1, 1, 2, 3)))
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+    assert texts[0] == texts[1] != texts[2]
+
+
+async def test_text_keeps_to_a_regex_and_a_choice(client: openai.AsyncOpenAI) -> None:
+    async def ask(**structure: object) -> str:
+        answer = await client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=40,
+            seed=1,
+            extra_body={"structured_outputs": structure},
+        )
+        return answer.choices[0].text
+
+    assert re.fullmatch(r"[a-z]{3,6} \d\d", await ask(regex=r"[a-z]{3,6} \d\d"))
+    assert await ask(choice=["left", "right"]) in ("left", "right")
+    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+        await ask(regex="(")
+
+
+async def test_min_tokens_keeps_the_end_away(client: openai.AsyncOpenAI) -> None:
+    async def ask(stops: list[int], least: int) -> tuple[list[int], str]:
+        body = {"min_tokens": least, "stop_token_ids": stops, "return_token_ids": True, **NO_END}
+        answer = await client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0, extra_body=body
+        )
+        (choice,) = answer.choices
+        return choice.token_ids, choice.finish_reason  # type: ignore[attr-defined]
+
+    ids, _ = await ask([], 0)
+    assert await ask(ids[:1], 0) == (ids[:1], "stop")
+    later, _ = await ask(ids[:1], 6)
+    assert len(later) > 6
+    assert ids[0] not in later[:6]
+
+
+async def test_echo(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, echo=True, extra_body=NO_END
+    )
+    assert answer.choices[0].text == PROMPT + await greedy(client, 12)
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        await client.completions.create(model=MODEL, prompt=PROMPT, echo=True, logprobs=1)

@@ -192,6 +192,9 @@ class HashEngine:
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self.attached[model_id].add(block)
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Nothing: tokens are no text."""
+
     def held(self, model_id: ModelId) -> frozenset[int]:
         return frozenset(self.attached[model_id])
 

@@ -13,7 +13,7 @@ from services.node.worker import Worker
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.layout import Manifest
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from shared.messages.serving import AttemptFailed, LogitRules, Sampling, Submit, Token, Tokens
 from tests.support.hash_engine import HashEngine, hash_manifest
 
 MODEL = ModelId("m")
@@ -43,6 +43,8 @@ def submit(
     temperature: float = 0.0,
     stop_ids: tuple[int, ...] = (),
     gateway: GatewayId = GATEWAY,
+    logprobs: int | None = None,
+    rules: LogitRules | None = None,
 ) -> Submit:
     return Submit(
         request=RequestId(name),
@@ -55,7 +57,8 @@ def submit(
         prompt_tokens=len(prompt),
         max_tokens=max_tokens,
         stop_ids=stop_ids,
-        sampling=Sampling(seed=seed, temperature=temperature),
+        sampling=Sampling(seed=seed, temperature=temperature, logprobs=logprobs),
+        rules=rules,
     )
 
 

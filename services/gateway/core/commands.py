@@ -5,7 +5,7 @@ import msgspec
 from shared.errors import LambdaScaleError
 from shared.ids import InstanceId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance
-from shared.messages.serving import Cancel, Submit
+from shared.messages.serving import Cancel, Logprobs, Submit
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -29,6 +29,7 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
     """`stop` or `length`: the request is done. Empty: it goes on."""
     first: bool
     """The first token of its attempt."""
+    logprobs: Logprobs | None = None
 
 
 class End(msgspec.Struct, frozen=True):

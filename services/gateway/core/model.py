@@ -113,7 +113,7 @@ class Model:
         route.tokens += request.remaining - request.charge
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
-        self._out.append(Emit(request.id, token.token, finish, first))
+        self._out.append(Emit(request.id, token.token, finish, first, token.logprobs))
         if finish:
             if not token.finish:
                 self._withdraw(route, request)
@@ -256,6 +256,7 @@ class Model:
             max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
             sampling=request.sampling,
+            rules=request.rules,
         )
         self._out.append(Send(instance.leader, submit))
 

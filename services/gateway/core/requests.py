@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import IllegalTransition
 from shared.ids import InstanceId, ModelId, RequestId
-from shared.messages.serving import Sampling
+from shared.messages.serving import LogitRules, Sampling
 
 
 class State(enum.Enum):
@@ -51,6 +51,7 @@ class Request:
     sampling: Sampling
     waiting_since: float
     """When it began to wait for a token: its arrival, or its last resumption after progress."""
+    rules: LogitRules | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED

@@ -13,7 +13,7 @@ which comes back through `ran`, `failed` or `no_room`. Events may come in betwee
 that end meanwhile are ignored.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.node.core.following import Follower
 from services.node.core.leading import Leader
@@ -34,7 +34,7 @@ from services.node.core.rows import Row, SequenceKey
 from services.node.core.sequences import Lane
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId, NodeId
-from shared.messages.serving import Cancel, Submit
+from shared.messages.serving import Cancel, Logprobs, Submit
 
 
 class Batcher:
@@ -112,12 +112,19 @@ class Batcher:
         self._follower.take(parts)
         return tuple(parts)
 
-    def ran(self, part: Part, sampled: Sequence[int | None], hidden: Hidden) -> list[Command]:
+    def ran(
+        self,
+        part: Part,
+        sampled: Sequence[int | None],
+        hidden: Hidden,
+        logprobs: Mapping[SequenceKey, Logprobs] | None = None,
+    ) -> list[Command]:
         """The part's result: `sampled` a row; `hidden` where it did not end in the head."""
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
         self.tokens_out += sum(token is not None for token in sampled)
-        message = Sampled(part.batch, tuple(zip(part.keys, sampled, strict=True)))
+        tokens = tuple(zip(part.keys, sampled, strict=True))
+        message = Sampled(part.batch, tokens, dict(logprobs or {}))
         if part.stage == 0:
             return self._leader.sampled(message, self._tick())
         return [Send(part.path.leader, message)]
@@ -126,11 +133,17 @@ class Batcher:
         """None of the part's rows could be run."""
         return self._fail(part, part.keys, why)
 
+    def refused(
+        self, part: Part, keys: Collection[SequenceKey], why: Failure
+    ) -> tuple[Part, list[Command]]:
+        """The engine can't serve these sequences of the part: they end, the rest may be run."""
+        return part.without(keys), self._fail(part, keys, why)
+
     def no_room(self, part: Part, why: Failure) -> tuple[Part, list[Command]]:
         """The engine can't take all the new sequences: the last one ends, the rest may be run."""
         fresh = [row.sequence for row in part.rows if row.position == 0]
         gone = fresh[-1:] or part.keys
-        return part.without(gone), self._fail(part, gone, why)
+        return self.refused(part, gone, why)
 
     # --- state --------------------------------------------------------------
 

@@ -119,7 +119,8 @@ class Leader:
                 continue
             index, finish = sequence.append(token)
             submit = sequence.submit
-            out = Token(submit.request, submit.attempt, index, token, finish.value)
+            logprobs = message.logprobs.get(key)
+            out = Token(submit.request, submit.attempt, index, token, finish.value, logprobs)
             commands.append(Emit(submit.gateway, out))
             if finish is not Finish.NOT_YET:
                 over.append(sequence)

@@ -16,7 +16,7 @@ import msgspec
 from services.node.core.rows import Row, SequenceKey
 from shared.ids import GatewayId, ModelId
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Token
+from shared.messages.serving import AttemptFailed, Logprobs, Token
 
 Hidden = Any
 """Hidden states of a batch, [sum(count), hidden_size]; whatever form the shell gives them."""
@@ -60,6 +60,8 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
     batch: int
     tokens: tuple[tuple[SequenceKey, int | None], ...]
     """A row each; None where no token was to be drawn."""
+    logprobs: dict[SequenceKey, Logprobs] = {}
+    """Of the tokens whose draws asked for them."""
 
 
 class Free(StageMessage, frozen=True, tag="free"):

@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass
 
-from shared.messages.serving import Sampling
+from shared.messages.serving import LogitRules, Sampling
 
 SequenceKey = str
 """Names a sequence on every stage of its path: `<request>#<attempt>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a request's rules need to know: its tokens up to a draw, and the rules themselves."""
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    """How many of `tokens` are the prompt."""
+    stop_ids: tuple[int, ...]
+    rules: LogitRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +25,10 @@ class Draw:
 
     index: int
     sampling: Sampling
+    context: Context | None = None
+    """With the draw that ends a prefill, if the request has rules. The stage with the head keeps
+    it as long as the sequence's KV and adds what it draws itself: so a decode step carries none of
+    it, and a request that is resumed elsewhere, or prefilled again, begins from the same state."""
 
 
 @dataclass(frozen=True, slots=True)

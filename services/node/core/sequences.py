@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from services.node.core.microbatches import Finish, Part, Path
-from services.node.core.rows import Draw, Row, SequenceKey
+from services.node.core.rows import Context, Draw, Row, SequenceKey
 from shared.ids import RequestId
 from shared.messages.serving import Submit
 
@@ -87,9 +87,16 @@ class Sequence:
         start, stop = self.position, self.position + count
         draw = None
         if stop == len(self.tokens):
-            draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling)
+            context = None if self.decodes else self._context()
+            draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)
         self.flight, self.in_flight = batch, count
         return Row(self.key, start, count, self.limit, tuple(self.tokens[start:stop]), draw)
+
+    def _context(self) -> Context | None:
+        submit = self.submit
+        if submit.rules is None:
+            return None
+        return Context(tuple(self.tokens), submit.prompt_tokens, submit.stop_ids, submit.rules)
 
     def land(self, tick: int) -> bool:
         """Its micro-batch is back. Whether a token is due with it."""

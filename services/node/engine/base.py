@@ -1,16 +1,29 @@
 """What the node asks of an engine: run any run of blocks of a model over a batch of sequences."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from services.node.core.rows import Draw, Row, SequenceKey
+from services.node.core.rows import Context, Draw, Row, SequenceKey
+from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
+from shared.messages.serving import Logprobs
 
-__all__ = ["Draw", "Engine", "PartResult", "Row", "SequenceKey", "StagePart", "Sweep", "Weights"]
+__all__ = [
+    "Context",
+    "Draw",
+    "Engine",
+    "PartResult",
+    "Row",
+    "RowsRefused",
+    "SequenceKey",
+    "StagePart",
+    "Sweep",
+    "Weights",
+]
 
 Weights = memoryview | torch.Tensor
 """A block's bytes where the engine computes: in host memory, or uint8 on its device."""
@@ -35,6 +48,19 @@ class PartResult:
     """[sum(count), hidden_size] of these rows; None where the part ended with the head."""
     sampled: tuple[int | None, ...]
     """One a row; None for rows without a draw, or where the head was not run."""
+    logprobs: Mapping[SequenceKey, Logprobs] = field(default_factory=dict)
+    """Of the tokens whose draws asked for them."""
+
+
+class RowsRefused(LambdaScaleError):
+    """A part cannot be run because of these rows; without them it may be."""
+
+    code = "rows_refused"
+
+    def __init__(self, sequences: Collection[SequenceKey], why: LambdaScaleError) -> None:
+        super().__init__(str(why))
+        self.sequences = sequences
+        self.why = why
 
 
 class Sweep(Protocol):
@@ -58,7 +84,8 @@ class Sweep(Protocol):
     def join(self, part: StagePart) -> int:
         """The part's number in this sweep. NotFound if a block is not held or a sequence not known;
         CapacityExceeded if the KV budget can't take a new sequence; BadInput or Conflict if rows or
-        hidden states do not fit. An error changes nothing, for this part or others."""
+        hidden states do not fit; RowsRefused if some rows' rules can't be followed here. An error
+        changes nothing, for this part or others."""
 
     def advance(self) -> dict[int, PartResult]:
         """Runs the next block that is needed, or several where nobody gets on or off between them;
@@ -78,6 +105,9 @@ class Engine(Protocol):
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         """The block's bytes are all there and verified: its tensors become views of them."""
+
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """What an open model's grammars are followed with; until then they are refused."""
 
     def held(self, model_id: ModelId) -> frozenset[int]:
         """Blocks that can be run now."""

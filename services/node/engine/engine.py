@@ -7,6 +7,7 @@ import torch
 from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.kv import KvCache
 from services.node.engine.llama import Llama
+from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import BlockTensors, check_manifest
@@ -48,7 +49,7 @@ class TorchEngine:
         self._kv.open_model(
             model_id, config.n_layers, config.n_kv_heads, config.head_dim, attention.dtype
         )
-        self._models[model_id] = Model(manifest, llama)
+        self._models[model_id] = Model(manifest, llama, Processors(manifest.config))
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
@@ -69,6 +70,9 @@ class TorchEngine:
         units = range(spec.first_unit, spec.last_unit + 1)
         model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)
 
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        self._model(model_id).processors.use_tokenizer(tokenizer_json)
+
     def held(self, model_id: ModelId) -> frozenset[int]:
         model = self._models.get(model_id)
         return frozenset(model.blocks) if model else frozenset()
@@ -81,6 +85,8 @@ class TorchEngine:
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         self._kv.free(sequences)
+        for model in self._models.values():
+            model.processors.free(sequences)
 
     @property
     def kv_used(self) -> int:

@@ -1,31 +1,49 @@
 """Drawing tokens. A draw depends on (logits, sampling, index) alone: no state, no batch, no place.
 
+A request's rules (services.node.engine.processors) change its logits first, then come temperature,
+min-p, top-k and top-p, each over what the one before left: the order of vLLM. Log probabilities
+are those of the model, before all this.
+
 The one random number of a draw comes from Philox4x64 (a counter-based generator; Salmon et al.,
 SC 2011) with the request's seed as key and the token's index as counter. So a request that is
 resumed elsewhere goes on as if it had stayed.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from services.node.engine.base import Draw
-from shared.messages.serving import Sampling
+from services.node.engine.processors import Logits, Processor
+from shared.messages.serving import Logprobs, Sampling
 
 Weights = npt.NDArray[np.float64]
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id for each row of `logits` [n, vocab]."""
+class Drawn(NamedTuple):
+    token: int | None
+    """None: its rules leave none."""
+    logprobs: Logprobs | None = None
+
+
+def sample(
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    processors: Sequence[Processor | None] | None = None,
+) -> list[Drawn]:
+    """One token for each row of `logits` [n, vocab]; the processors are told of theirs."""
     # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for row, draw in enumerate(draws):
-        if draw.sampling.temperature > 0:
-            values = logits[row].to(torch.float64).cpu().numpy()
-            tokens[row] = _drawn(values, draw.sampling, draw.index)
-    return tokens
+    drawn = [Drawn(token) for token in logits.argmax(-1).tolist()]
+    of = processors or [None] * len(draws)
+    rest = [row for row, draw in enumerate(draws) if of[row] or not _is_plain(draw.sampling)]
+    if rest:
+        values = logits[rest].to(torch.float64).cpu().numpy()
+        for row, own in zip(rest, values, strict=True):
+            drawn[row] = _sampled(own, draws[row], of[row])
+    return drawn
 
 
 def uniform(seed: int, index: int) -> float:
@@ -34,21 +52,62 @@ def uniform(seed: int, index: int) -> float:
     return float(int(generator.random_raw()) >> 11) * 2.0**-53
 
 
-def _drawn(logits: Weights, sampling: Sampling, index: int) -> int:
-    """Temperature, then top-k, then top-p over what is left; then the inverse of the CDF."""
-    ids, weights = _weights(logits, sampling)
+def _is_plain(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 and sampling.logprobs is None
+
+
+def _sampled(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:
+    """`logits` [vocab] are changed if there is a processor."""
+    wanted = draw.sampling.logprobs
+    logprobs = None if wanted is None else _log_softmax(logits)
+    if processor is not None:
+        processor.apply(logits)
+    token = int(logits.argmax())
+    if logits[token] == -np.inf or (processor is not None and processor.broken):
+        return Drawn(None)
+    if draw.sampling.temperature > 0:
+        token = _drawn(logits, draw.sampling, draw.index)
+    if processor is not None:
+        processor.accept(token)
+    if logprobs is None or wanted is None:
+        return Drawn(token)
+    return Drawn(token, Logprobs(float(logprobs[token]), _largest(logprobs, wanted)))
+
+
+def _log_softmax(logits: Logits) -> Logits:
+    shifted: Logits = logits - logits.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    return shifted
+
+
+def _largest(logprobs: Logits, count: int) -> tuple[tuple[int, float], ...]:
+    if count == 0:
+        return ()
+    ids = _top_k(logprobs, min(count, len(logprobs)))
+    ids = ids[np.argsort(-logprobs[ids], kind="stable")]
+    return tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+
+
+def _drawn(logits: Logits, sampling: Sampling, index: int) -> int:
+    """The inverse of the CDF of what is left."""
+    ids, weights = allowed(logits, sampling)
     cumulative = np.cumsum(weights)
-    at = np.searchsorted(cumulative, uniform(sampling.seed, index) * cumulative[-1], side="right")
-    return int(ids[min(int(at), len(ids) - 1)])
+    total = cumulative[-1]
+    at = np.searchsorted(cumulative, uniform(sampling.seed, index) * total, side="right")
+    last = np.searchsorted(cumulative, total)  # with any weight
+    return int(ids[min(int(at), int(last))])
 
 
-def _weights(logits: Weights, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Weights]:
+def allowed(logits: Logits, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Weights]:
     """(token ids, their weights, not normalised) of the tokens that may be drawn."""
     ids: npt.NDArray[np.intp] = np.arange(len(logits))
     if 0 < sampling.top_k < len(logits):
         ids = _top_k(logits, sampling.top_k)
     scaled = logits[ids] / sampling.temperature
     weights = np.exp(scaled - scaled.max())
+    if sampling.min_p > 0:
+        kept = np.flatnonzero(weights >= sampling.min_p)  # the most probable one weighs 1
+        ids, weights = ids[kept], weights[kept]
     if sampling.top_p < 1:
         kept = _nucleus(weights, sampling.top_p)
         ids, weights = ids[kept], weights[kept]

@@ -4,7 +4,8 @@ A row's result depends neither on its place nor on the other rows (attention.py 
 does not matter who else rides.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,8 @@ from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
 from services.node.engine.kv import KvCache, Reservation, Sequence
 from services.node.engine.llama import LayerStep, Llama
-from services.node.engine.sampling import sample
+from services.node.engine.processors import Processors
+from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import EmbeddingUnit, HeadUnit, LayerUnit, Unit
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
@@ -24,6 +26,7 @@ from shared.layout import Manifest
 class Model:
     manifest: Manifest
     llama: Llama
+    processors: Processors
     blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
@@ -47,12 +50,19 @@ class _Rider:
     """With the head."""
     hidden: torch.Tensor
     """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
-    sampled: tuple[int | None, ...] = ()
+    drawn: tuple[Drawn, ...] = ()
+    """One a row, once the head was run."""
 
     @property
     def result(self) -> PartResult:
         hidden = None if self.ends else self.hidden
-        return PartResult(tuple(self.rows), hidden, self.sampled or (None,) * len(self.rows))
+        sampled = tuple(drawn.token for drawn in self.drawn) or (None,) * len(self.rows)
+        logprobs = {
+            row.sequence: drawn.logprobs
+            for row, drawn in zip(self.rows, self.drawn, strict=False)
+            if drawn.logprobs
+        }
+        return PartResult(tuple(self.rows), hidden, sampled, logprobs)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
@@ -103,9 +113,11 @@ class TorchSweep:
         self._check(part, model)
         with torch.inference_mode():
             hidden = _embedded(part, model) if part.start == 0 else _checked_hidden(part, model)
-        sequences = self._admit(part, model)
-        self._joined += 1
         ends = part.stop == model.manifest.n_blocks
+        processors = model.processors.made(part.rows) if ends else {}
+        sequences = self._admit(part, model)
+        model.processors.keep(processors)
+        self._joined += 1
         self._waiting.append(
             _Rider(self._joined, part.start, part.stop, list(part.rows), sequences, ends, hidden)
         )
@@ -143,7 +155,7 @@ class TorchSweep:
                 self._step.run(unit, self._hidden, kv[layer])
                 layer += 1
             elif isinstance(unit, HeadUnit):
-                self._sample(model.llama, unit)
+                self._sample(model, unit)
 
     def _pack(self, llama: Llama) -> LayerStep:
         """Always into new memory: those who got off keep theirs."""
@@ -163,12 +175,12 @@ class TorchSweep:
         ]
         return LayerStep(llama, spans, n_padded)
 
-    def _sample(self, llama: Llama, unit: HeadUnit) -> None:
+    def _sample(self, model: Model, unit: HeadUnit) -> None:
         """All aboard get off after the head: it is the last unit."""
         rows = [row for rider in self._aboard for row in rider.rows]
-        sampled = _drawn(llama, unit, self._hidden, rows)
+        drawn = _drawn(model, unit, self._hidden, rows)
         for rider in self._aboard:
-            rider.sampled, sampled = sampled[: len(rider.rows)], sampled[len(rider.rows) :]
+            rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 
     def _let_off(self, leaves: Callable[[_Rider], bool]) -> dict[int, PartResult]:
         leaving = [rider for rider in (*self._waiting, *self._aboard) if leaves(rider)]
@@ -258,19 +270,19 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
 
 
 def _drawn(
-    llama: Llama, unit: HeadUnit, hidden: torch.Tensor, rows: Iterable[Row]
-) -> tuple[int | None, ...]:
+    model: Model, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[Row]
+) -> tuple[Drawn, ...]:
     """Draws after the last position of each row that has a draw."""
-    draws, last, drawing = [], -1, []
-    sampled: list[int | None] = []
+    draws, last, drawing, processors = [], -1, [], []
+    drawn = [Drawn(None)] * len(rows)
     for index, row in enumerate(rows):
         last += row.count
-        sampled.append(None)
         if row.draw is not None:
             draws.append(row.draw)
             drawing.append((index, last))
+            processors.append(model.processors.of(row.sequence))
     if draws:
-        logits = llama.head(unit, hidden, [position for _, position in drawing])
-        for (index, _), token in zip(drawing, sample(logits, draws), strict=True):
-            sampled[index] = token
-    return tuple(sampled)
+        logits = model.llama.head(unit, hidden, [position for _, position in drawing])
+        for (index, _), one in zip(drawing, sample(logits, draws, processors), strict=True):
+            drawn[index] = one
+    return tuple(drawn)

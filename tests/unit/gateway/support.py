@@ -23,7 +23,7 @@ from shared.messages.instances import Instance, InstanceSet, InstanceSets, Insta
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone
 from shared.messages.scaling import FirstPartialToken
-from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, Logprobs, Submit, Token, Tokens
 
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 SPECIAL = (BOS, EOS, USER, ASSISTANT)
@@ -112,6 +112,14 @@ class Recorder:
             await self._changed.wait_for(condition)
 
 
+def logprobs_of(submit: Submit, index: int, token: int) -> Logprobs | None:
+    """What a scripted node says: token i has -i/8, and the most probable ones are -1, -2, ..."""
+    count = submit.sampling.logprobs
+    if count is None:
+        return None
+    return Logprobs(-index / 8, tuple((4 + i, -1.0 - i) for i in range(count)))
+
+
 class ScriptedNode(Recorder):
     """Answers Submit as a node does, and generates what `script` says, index by index."""
 
@@ -170,7 +178,9 @@ class ScriptedNode(Recorder):
             finish = "stop" if value in submit.stop_ids else ""
             if not finish and index + 1 == submit.max_tokens:
                 finish = "length"
-            await self.send(submit, Token(submit.request, submit.attempt, index, value, finish))
+            logprobs = logprobs_of(submit, index, value)
+            token = Token(submit.request, submit.attempt, index, value, finish, logprobs)
+            await self.send(submit, token)
             await asyncio.sleep(0)
             if finish:
                 return

@@ -9,7 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from shared import grammar
 from shared.config import GatewayConfig
+from shared.messages.serving import LogitRules
 from tests.unit.gateway.support import (
     CONTEXT,
     EOS_ID,
@@ -52,6 +54,7 @@ async def events(http: aiohttp.ClientSession, body: dict[str, Any], route: str) 
     return [json.loads(event) for event in found[:-1]]
 
 
+JSON = {"response_format": {"type": "json_object"}}
 ASK = {"model": NAME, "prompt": "say hello", "max_tokens": 50}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -178,6 +181,122 @@ async def test_choices_have_their_own_seeds(cluster: Cluster, http: aiohttp.Clie
     assert [s.sampling for s in cluster.nodes[1].submits[3:]] == sampled
 
 
+async def test_rules_go_with_every_choice(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    body = {
+        **ASK,
+        "n": 2,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -2,
+        "logit_bias": {"9": -100, "7": 3.5},
+        "min_tokens": 2,
+        "logprobs": 0,
+    }
+    status, _ = await post(http, body)
+    assert status == 200
+    rules = LogitRules(
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        presence_penalty=-2,
+        logit_bias=((7, 3.5), (9, -100)),
+        min_tokens=2,
+    )
+    submits = cluster.nodes[1].submits
+    assert [submit.rules for submit in submits] == [rules, rules]
+    assert [(s.sampling.top_k, s.sampling.min_p, s.sampling.logprobs) for s in submits] == [
+        (0, 0.1, 0)
+    ] * 2
+    await post(http, {**ASK, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0})
+    assert submits[2].rules is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (JSON, grammar.from_schema({"type": "object"})),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": {"type": "integer"}},
+                }
+            },
+            grammar.from_schema({"type": "integer"}),
+        ),
+        (
+            {"structured_outputs": {"json": '{"type": "integer"}'}},
+            grammar.from_schema({"type": "integer"}),
+        ),
+        ({"structured_outputs": {"json_object": True}}, grammar.from_schema({"type": "object"})),
+        ({"structured_outputs": {"regex": "a+"}}, grammar.from_regex("a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, grammar.from_choice(["a", "b"])),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, grammar.from_lark("start: /a/")),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+async def test_what_text_is_held_to(
+    cluster: Cluster, http: aiohttp.ClientSession, asked: dict[str, Any], expected: str | None
+) -> None:
+    status, _ = await post(http, {**CHAT, **asked}, "chat/completions")
+    assert status == 200
+    (submit,) = cluster.nodes[1].submits
+    assert (submit.rules.grammar if submit.rules else None) == expected
+
+
+async def test_log_probabilities_of_a_completion(http: aiohttp.ClientSession) -> None:
+    text = "hello world"
+    _, answer = await post(http, {**ASK, "logprobs": 2, "n": 2, "max_tokens": 3})
+    for choice in answer["choices"]:
+        found = choice["logprobs"]
+        assert found["tokens"] == list(text[:3])
+        assert found["token_logprobs"] == [0, -0.125, -0.25]
+        assert found["text_offset"] == [0, 1, 2]
+        alternatives = {"!": -1, '"': -2}
+        assert found["top_logprobs"][1] == {**alternatives, "e": -0.125}
+    parts = await events(http, {**ASK, "logprobs": 0, "max_tokens": 3}, "completions")
+    streamed = [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+    assert [one["tokens"] for one in streamed] == [["h"], ["e"], ["l"]]
+    assert [one["text_offset"] for one in streamed] == [[0], [1], [2]]
+    assert streamed[1]["top_logprobs"] == [{"e": -0.125}]
+
+
+async def test_log_probabilities_of_a_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    cluster.nodes[1].script = lambda submit: ids_of("aü")
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    _, answer = await post(http, body, "chat/completions")
+    content = answer["choices"][0]["logprobs"]["content"]
+    alternative = [{"token": "!", "logprob": -1, "bytes": [0x21]}]
+    assert content[0] == {
+        "token": "a", "logprob": 0, "bytes": [0x61], "top_logprobs": alternative
+    }  # fmt: skip
+    assert [one["bytes"] for one in content[1:3]] == [[0xC3], [0xBC]]
+    assert len(content) == answer["usage"]["completion_tokens"] == 4
+    parts = await events(http, body, "chat/completions")
+    streamed = [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+    assert [one["content"] for one in streamed] == [[one] for one in content]
+    texts = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(texts) == "aü"
+
+
+async def test_echo_says_the_prompt_first(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "echo": True, "n": 2, "stop": "say"}
+    _, answer = await post(http, body)
+    assert [c["text"] for c in answer["choices"]] == ["say hellohello world"] * 2
+    _, answer = await post(http, {**ASK, "echo": True, "prompt": [ids_of("a b"), ids_of("c")]})
+    assert [c["text"] for c in answer["choices"]] == ["a bhello world", "chello world"]
+    parts = await events(http, {**ASK, "echo": True}, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "say hellohello world"
+
+
+async def test_min_tokens_also_holds_for_stop_strings(http: aiohttp.ClientSession) -> None:
+    for least, text in ((2, "he"), (3, "hel"), (4, "hello wor")):
+        _, answer = await post(http, {**ASK, "stop": "l", "min_tokens": least})
+        assert answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_streamed_choices_are_told_apart(http: aiohttp.ClientSession) -> None:
     parts = await events(http, {**CHAT, "n": 2}, "chat/completions")
     texts = {0: "", 1: ""}
@@ -277,9 +396,9 @@ async def test_a_client_that_leaves_before_the_first_token(
         ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids"),
         ({"n": 0}, 400, "n"),
         ({"n": 1000}, 400, "n"),
-        ({"logprobs": 1}, 400, "logprobs"),
-        ({"echo": True}, 400, "echo"),
-        ({"presence_penalty": 1.0}, 400, "presence_penalty"),
+        ({"logit_bias": {str(VOCAB): 1}}, 400, "logit_bias"),
+        ({"min_tokens": 51}, 400, "min_tokens"),
+        ({"structured_outputs": {"regex": "a(b"}}, 400, "structured_outputs"),
         ({"model": "other"}, 404, "model"),
     ],
 )

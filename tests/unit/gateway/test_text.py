@@ -147,3 +147,19 @@ def test_only_what_may_begin_a_stop_is_held_back() -> None:
     assert matcher.push("N") == ("", False)
     assert matcher.push("T\n") == ("ENT", False)
     assert matcher.push("\nmore") == ("", True)
+
+
+def test_bytes_of_single_tokens() -> None:
+    codec = TextCodec(TOKENIZER.to_str().encode())
+    for text in ("a", " ", "\n", "ü", "🎉", "\xad"):
+        assert b"".join(map(codec.token_bytes, ids_of(text))) == text.encode()
+    assert codec.token_bytes(EOS_ID) == b"</s>"
+    assert codec.token_bytes(VOCAB + 3) == b""
+
+
+def test_bytes_of_tokens_of_a_sentencepiece_tokenizer() -> None:
+    tokenizer = byte_fallback()
+    codec = TextCodec(tokenizer.to_str().encode())
+    pieces = ("▁hello", "<0xE2>", "a", "</s>")
+    found = [codec.token_bytes(tokenizer.get_vocab()[piece]) for piece in pieces]
+    assert found == [b" hello", b"\xe2", b"a", b"</s>"]

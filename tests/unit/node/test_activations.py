@@ -6,10 +6,10 @@ import torch
 
 from services.node import activations
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
-from services.node.core.rows import Draw, Row
+from services.node.core.rows import Context, Draw, Row
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId
-from shared.messages.serving import Sampling
+from shared.messages.serving import LogitRules, Logprobs, Sampling
 from tests.support.worker_cluster import THREE
 
 ROWS = (
@@ -69,6 +69,7 @@ def test_a_payload_that_cannot_be_written_to_is_copied() -> None:
     "message",
     [
         Sampled(5, (("r1#1", None), ("r2#4", 99))),
+        Sampled(5, (("r2#4", 99),), {"r2#4": Logprobs(-0.5, ((99, -0.5), (3, -1.25)))}),
         Free(("r1#1", "r2#4")),
         Failed(("r1#1",), "capacity", "no room"),
     ],
@@ -82,6 +83,17 @@ def test_other_messages_have_no_payload(message: StageMessage) -> None:
 
 def changed(**fields: object) -> Forward:
     return msgspec.structs.replace(FORWARD, **fields)
+
+
+def with_context(*, prompt_tokens: int = 2, tokens: tuple[int, ...] = (7, 8, 9, 7)) -> Forward:
+    """For token 2 of its request."""
+    context = Context(tokens, prompt_tokens, (1,), LogitRules(presence_penalty=0.5))
+    draw = Draw(2, Sampling(), context)
+    return changed(rows=(ROWS[0], replace(ROWS[1], draw=draw)))
+
+
+def test_rules_arrive_with_the_tokens_so_far() -> None:
+    assert over_the_wire(with_context(), HIDDEN)[0] == with_context()
 
 
 def with_row(*, position: int = 0, count: int = 3) -> Forward:
@@ -109,6 +121,9 @@ GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
         (changed(rows=()), HIDDEN[:0]),
         (changed(rows=(ROWS[0], ROWS[0])), torch.cat([HIDDEN, HIDDEN])[:6]),
         (changed(rows=(replace(ROWS[0], tokens=(1, 2, 3)), ROWS[1])), HIDDEN),
+        (with_context(prompt_tokens=3), HIDDEN),
+        (with_context(prompt_tokens=0, tokens=(7, 8)), HIDDEN),
+        (with_context(tokens=(7, 8, 9, -1)), HIDDEN),
         (with_row(count=0), HIDDEN[:1]),
         (with_row(count=-3), HIDDEN),
         (with_row(position=-1), HIDDEN),
@@ -127,12 +142,12 @@ def test_what_does_not_fit_is_refused(message: Forward, hidden: torch.Tensor | N
         b"\xc1",
         b"\x91" * 5000,
         b"\x81\xa4\xff\xff\xff\xff\x01",
-        msgspec.msgpack.encode({"v": 1}),
-        msgspec.msgpack.encode({"v": 1, "message": {"kind": "unknown"}}),
-        msgspec.msgpack.encode({"v": 1, "message": {"kind": "free", "sequences": [1]}}),
+        msgspec.msgpack.encode({"v": 2}),
+        msgspec.msgpack.encode({"v": 2, "message": {"kind": "unknown"}}),
+        msgspec.msgpack.encode({"v": 2, "message": {"kind": "free", "sequences": [1]}}),
         msgspec.msgpack.encode({"v": 9, "message": {"kind": "free", "sequences": ["a#1"]}}),
-        msgspec.msgpack.encode({"v": 1, "message": FORWARD, "dtype": "int8", "hidden_size": 24}),
-        msgspec.msgpack.encode({"v": 1, "message": FORWARD, "dtype": "float32", "hidden_size": -6}),
+        msgspec.msgpack.encode({"v": 2, "message": FORWARD, "dtype": "int8", "hidden_size": 24}),
+        msgspec.msgpack.encode({"v": 2, "message": FORWARD, "dtype": "float32", "hidden_size": -6}),
     ],
 )
 def test_a_malformed_header_is_refused(header: bytes) -> None:

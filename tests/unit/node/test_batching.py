@@ -16,12 +16,12 @@ from services.node.core.microbatches import (
     Sampled,
     Send,
 )
-from services.node.core.rows import Row
+from services.node.core.rows import Context, Row
 from services.node.core.sequences import sequence_key
 from shared.errors import CapacityExceeded, ProtocolViolation
 from shared.ids import ModelId
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Cancel, Submit
+from shared.messages.serving import AttemptFailed, Cancel, LogitRules, Logprobs, Submit, Token
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
 WHY = Failure("peer_lost", "gone")
@@ -70,6 +70,30 @@ def forward(path: Path, *given: Row, batch: int = 1) -> Forward:
 
 
 # --- leading ----------------------------------------------------------------
+
+
+def test_rules_go_with_the_draw_that_ends_a_prefill_alone() -> None:
+    core = batcher(step_tokens=4)
+    rules = LogitRules(presence_penalty=1.0)
+    message = submit("r", WHOLE, prompt=tuple(range(5)), so_far=(9,), stop_ids=(3,), rules=rules)
+    queue(core, message)
+    contexts = []
+    for token in (7, 7, 8):
+        work = take(core)
+        contexts.append([row.draw.context if row.draw else "none" for row in work[0].rows])
+        run(core, work, token)
+    context = Context((0, 1, 2, 3, 4, 9), 5, (3,), rules)
+    assert contexts == [["none"], [context], [None]]
+
+
+def test_log_probabilities_go_out_with_their_tokens() -> None:
+    core = batcher()
+    queue(core, one("r", WHOLE), one("s", WHOLE))
+    (part,) = take(core)
+    found = Logprobs(-0.5, ((4, -0.5),))
+    commands = core.ran(part, [4, 5], None, {"r#1": found})
+    said = [c.what for c in commands if isinstance(c, Emit)]
+    assert [what.logprobs for what in said if isinstance(what, Token)] == [found, None]
 
 
 def test_a_long_prompt_is_run_in_chunks_beside_decodes() -> None:

@@ -5,7 +5,8 @@ import torch
 
 from services.node.engine import sweep
 from services.node.engine.base import Draw
-from services.node.engine.sampling import sample
+from services.node.engine.processors import Processor
+from services.node.engine.sampling import Drawn, sample
 from tests.unit.node.engine.models import Model, make_model
 
 
@@ -25,9 +26,11 @@ class Logits:
         rows, self._rows = torch.stack(self._rows), []
         return rows
 
-    def watch(self, values: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    def watch(
+        self, values: torch.Tensor, draws: Sequence[Draw], processors: Sequence[Processor | None]
+    ) -> list[Drawn]:
         self._rows.extend(values.clone())
-        return sample(values, draws)
+        return sample(values, draws, processors)
 
 
 @pytest.fixture

@@ -1,27 +1,39 @@
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from services.node.engine.base import Draw
-from services.node.engine.sampling import sample, uniform
+from services.node.engine.sampling import allowed, sample, uniform
 from shared.messages.serving import Sampling
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
 LOGITS = PROBABILITIES.log()
 
 
-def drawn(sampling: Sampling, count: int = 2000) -> Counter[int]:
+def tokens(logits: torch.Tensor, draws: list[Draw]) -> list[int | None]:
+    return [drawn.token for drawn in sample(logits, draws)]
+
+
+def drawn(sampling: Sampling, count: int = 2000) -> Counter[int | None]:
     """Tokens with indices 0, 1, ... of one request."""
     draws = [Draw(index, sampling) for index in range(count)]
-    return Counter(sample(LOGITS.repeat(count, 1), draws))
+    return Counter(tokens(LOGITS.repeat(count, 1), draws))
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    assert sample(rows, [Draw(0, Sampling())] * 2) == [1, 0]
+    assert tokens(rows, [Draw(0, Sampling())] * 2) == [1, 0]
 
 
 def test_temperature_one_draws_from_the_distribution() -> None:
@@ -49,6 +61,12 @@ def test_temperature_sharpens() -> None:
         (Sampling(temperature=1.0, top_p=0.92), {0, 1, 2, 3}),
         # top-p of what top-k leaves: 0.4 / 0.7 is enough for 0.5.
         (Sampling(temperature=1.0, top_k=2, top_p=0.5), {0}),
+        (Sampling(temperature=1.0, min_p=0.49), {0, 2, 3}),
+        (Sampling(temperature=1.0, min_p=0.51), {0, 2}),
+        (Sampling(temperature=1.0, min_p=1.0), {0}),
+        # top-p of what min-p leaves: 0.4 / 0.7 is enough for 0.57, not for 0.58.
+        (Sampling(temperature=1.0, min_p=0.6, top_p=0.57), {0}),
+        (Sampling(temperature=1.0, min_p=0.6, top_p=0.58), {0, 2}),
     ],
 )
 def test_top_k_and_top_p(sampling: Sampling, allowed: set[int]) -> None:
@@ -57,7 +75,7 @@ def test_top_k_and_top_p(sampling: Sampling, allowed: set[int]) -> None:
 
 def test_equal_logits_with_top_p() -> None:
     draws = [Draw(i, Sampling(temperature=1.0, top_p=0.5)) for i in range(300)]
-    assert set(sample(torch.zeros(300, 10), draws)) == set(range(5))
+    assert set(tokens(torch.zeros(300, 10), draws)) == set(range(5))
 
 
 @given(st.integers(), st.integers(0, 2**40))
@@ -98,3 +116,50 @@ def test_a_draw_does_not_depend_on_the_batch(requests: list[tuple[int, int, floa
     ]
     together = sample(logits, draws)
     assert together == [sample(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, 70),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 0.9),
+)
+def test_what_may_be_drawn_is_what_transformers_leaves(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(seed)).double() * 3
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature), MinPLogitsWarper(min_p)]
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = logits[None]
+    for warper in warpers:
+        expected = warper(None, expected)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, weights = allowed(logits.numpy(), sampling)
+    assert ids.tolist() == expected[0].isfinite().nonzero().flatten().tolist()
+    np.testing.assert_allclose(weights / weights.sum(), expected.softmax(-1)[0, ids], rtol=1e-9)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    expected = logits.double().log_softmax(-1)
+    draws = [
+        Draw(0, Sampling(logprobs=3)),
+        Draw(1, Sampling(temperature=2.0, top_k=2, seed=4, logprobs=0)),
+        Draw(2, Sampling(temperature=1.0)),
+    ]
+    first, second, third = sample(logits, draws)
+    assert first.token is not None
+    assert second.token is not None
+    assert first.logprobs is not None
+    assert second.logprobs is not None
+    best = expected[0].topk(3)
+    assert [token for token, _ in first.logprobs.top] == best.indices.tolist()
+    assert [value for _, value in first.logprobs.top] == pytest.approx(best.values.tolist())
+    assert first.logprobs.drawn == pytest.approx(float(best.values[0]))
+    assert second.logprobs.top == ()
+    assert second.logprobs.drawn == pytest.approx(float(expected[1, second.token]))
+    assert third.logprobs is None

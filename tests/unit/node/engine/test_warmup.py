@@ -7,7 +7,7 @@ from services.node.engine import warmup
 from services.node.engine.attention import pad_rows
 from services.node.engine.base import Draw
 from services.node.engine.llama import LayerStep
-from services.node.engine.sampling import sample
+from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import LayerUnit
 from tests.unit.node.engine.models import MODEL, Model, make_model
 
@@ -26,7 +26,7 @@ def test_every_batch_goes_through_a_layer_and_the_head(
         run(step, layer, hidden, kv)
         layers.append(len(hidden))
 
-    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         heads.append(len(logits))
         return sample(logits, draws)
 

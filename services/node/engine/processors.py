@@ -1,0 +1,146 @@
+"""What a request's rules do to logits before a draw; penalties, bias, and grammars.
+
+They depend on the tokens so far. The stage with the head is told those once, with the first draw
+of an attempt (`Context`), and draws the others itself: so it keeps the state, beside the sequence's
+KV. The state is a function of the tokens alone, in whatever portions they came: a request that is
+resumed elsewhere goes on as if it had stayed.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from services.node.engine.base import Context, Row, RowsRefused, SequenceKey
+from shared import grammar
+from shared.errors import BadInput, LambdaScaleError, NotFound
+from shared.grammar import Vocabulary
+
+Logits = npt.NDArray[np.float64]
+
+
+class Processor:
+    """The rules of one sequence, and what they have seen of it."""
+
+    def __init__(self, context: Context, vocabulary: Vocabulary | None) -> None:
+        """`vocabulary` is needed where the rules name a grammar; BadInput if its tokens so far
+        break that."""
+        self._rules = rules = context.rules
+        self._stop_ids = np.array(context.stop_ids, dtype=np.intp)
+        self._seen = _Seen(context.tokens[: context.prompt_tokens])
+        self._biased = np.array([token for token, _ in rules.logit_bias], dtype=np.intp)
+        self._bias = np.array([bias for _, bias in rules.logit_bias])
+        self._drawn = 0
+        self._matcher, self._ends = None, []
+        if rules.grammar and vocabulary is not None:
+            self._matcher = grammar.matcher(rules.grammar, vocabulary)
+            self._ends = vocabulary.tokens.eos_tokens
+        for token in context.tokens[context.prompt_tokens :]:
+            self.accept(token)
+        if self.broken:
+            raise BadInput("the tokens so far do not fit the request's grammar")
+
+    @property
+    def broken(self) -> bool:
+        """The grammar came to where it can't be followed on (it met one of llguidance's limits)."""
+        return self._matcher is not None and bool(self._matcher.is_error())
+
+    def accept(self, token: int) -> None:
+        """This one was drawn."""
+        self._drawn += 1
+        self._seen.add(token)
+        if self._matcher is not None and token not in self._stop_ids:
+            self._matcher.consume_token(token)
+
+    def apply(self, logits: Logits) -> None:
+        """Changes one row of logits [vocab] in place: penalties, then bias, then what may not be
+        drawn at all."""
+        rules, seen = self._rules, self._seen
+        if rules.repetition_penalty != 1:
+            found = logits[seen.ids]
+            penalty = rules.repetition_penalty
+            logits[seen.ids] = np.where(found < 0, found * penalty, found / penalty)
+        if rules.frequency_penalty or rules.presence_penalty:
+            counts = seen.counts
+            logits[seen.ids] -= rules.frequency_penalty * counts
+            logits[seen.ids] -= rules.presence_penalty * (counts > 0)
+        logits[self._biased] += self._bias
+        if self._drawn < rules.min_tokens:
+            logits[self._stop_ids[self._stop_ids < len(logits)]] = -np.inf
+        if self._matcher is not None:
+            logits[~self._allowed(self._matcher, len(logits))] = -np.inf
+
+    def _allowed(self, matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """The request's stop ids stand for the grammar's end."""
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(packed, bitorder="little")[:vocab_size].astype(bool)
+        may_end = bool(matcher.is_accepting())
+        allowed[self._ends] = False
+        allowed[self._stop_ids[self._stop_ids < vocab_size]] |= may_end
+        return allowed
+
+
+class Processors:
+    """Those of a model's sequences, on the stage with its head."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config`: the model's."""
+        self._config = config
+        self._tokenizer_json: bytes | None = None
+        self._of: dict[SequenceKey, Processor] = {}
+
+    def made(self, rows: Iterable[Row]) -> dict[SequenceKey, Processor]:
+        """For the rows whose draws bring a context. RowsRefused names those that can't have one."""
+        made: dict[SequenceKey, Processor] = {}
+        for row in rows:
+            context = row.draw.context if row.draw else None
+            if context is None:
+                continue
+            try:
+                vocabulary = self._vocabulary if context.rules.grammar else None
+                made[row.sequence] = Processor(context, vocabulary)
+            except LambdaScaleError as error:
+                raise RowsRefused((row.sequence,), error) from error
+        return made
+
+    def use_tokenizer(self, tokenizer_json: bytes) -> None:
+        self._tokenizer_json = tokenizer_json
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        """Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
+        llguidance lets no other thread run. Errors are not kept: the tokenizer may yet come."""
+        if self._tokenizer_json is None:
+            raise NotFound("the model's tokenizer is not on this node yet")
+        config = self._config
+        return Vocabulary(self._tokenizer_json, config["vocab_size"], grammar.eos_of(config))
+
+    def keep(self, made: Mapping[SequenceKey, Processor]) -> None:
+        self._of.update(made)
+
+    def of(self, sequence: SequenceKey) -> Processor | None:
+        return self._of.get(sequence)
+
+    def free(self, sequences: Iterable[SequenceKey]) -> None:
+        for sequence in sequences:
+            self._of.pop(sequence, None)
+
+
+class _Seen:
+    """Distinct tokens, and how often each was generated."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        distinct = sorted(set(prompt))
+        self._slots = {token: slot for slot, token in enumerate(distinct)}
+        self.ids = np.array(distinct, dtype=np.intp)
+        self.counts = np.zeros(len(distinct))
+
+    def add(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self.ids):
+            self.ids = np.append(self.ids, token)
+            self.counts = np.append(self.counts, 0.0)
+        self.counts[slot] += 1

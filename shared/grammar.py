@@ -1,0 +1,85 @@
+"""Grammars that generated text is held to, through llguidance (github.com/guidance-ai/llguidance).
+
+A grammar is text in llguidance's form: it is made at the gateway from what a client asked for, goes
+with the request, and is followed by the node that draws the tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+
+from shared.errors import BadInput
+
+MAX_CHARS = 1 << 16
+SPACES = r"[ \n\r\t]{1,20}"
+"""Between the parts of JSON; not any number, or a model might never come to the next part."""
+
+
+class Vocabulary:
+    """What each token id of a model reads as."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos: int | None = None) -> None:
+        """`vocab_size`: that of the logits. `eos`: a token that is no text; None: the tokenizer's
+        own. BadInput if grammars can't be followed with this tokenizer."""
+        if not tokenizer_json.lstrip().startswith(b"{"):
+            raise BadInput("tokenizer.json is no JSON object")  # else it were taken for a path
+        try:
+            self.tokens = LLTokenizer(tokenizer_json.decode(), n_vocab=vocab_size, eos_token=eos)
+        except (ValueError, UnicodeDecodeError) as error:
+            raise BadInput(
+                f"this model's tokenizer can't be used for structured output: {error}"
+            ) from error
+
+
+def eos_of(config: Mapping[str, Any]) -> int | None:
+    """The first end-of-text id that a model's config names."""
+    named = config.get("eos_token_id")
+    found = named[0] if isinstance(named, list) and named else named
+    return found if isinstance(found, int) else None
+
+
+def from_schema(schema: Mapping[str, Any]) -> str:
+    """JSON that is valid by a JSON Schema."""
+    try:
+        text = msgspec.json.encode(schema).decode()
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
+    except ValueError as error:
+        raise BadInput(f"the JSON schema cannot be used: {error}") from error
+
+
+def from_regex(regex: str) -> str:
+    """Text that matches as a whole. \\d and \\w are ASCII, as in JSON Schema's regexes."""
+    return LLMatcher.grammar_from_regex(regex_to_lark(regex, use_ascii="dw"))
+
+
+def from_choice(choices: Sequence[str]) -> str:
+    """Exactly one of these texts."""
+    texts = " | ".join(msgspec.json.encode(text).decode() for text in choices)
+    return LLMatcher.grammar_from_lark(f"start: {texts}")
+
+
+def from_lark(lark: str) -> str:
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
+    """BadInput if there is no such grammar."""
+    found = LLMatcher(vocabulary.tokens, grammar, log_level=0)
+    if found.is_error():
+        raise BadInput(f"the grammar cannot be used: {_brief(found.get_error())}")
+    return found
+
+
+def check(grammar: str) -> None:
+    """BadInput if it cannot be followed, whatever the vocabulary."""
+    if len(grammar) > MAX_CHARS:
+        raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        raise BadInput(_brief(messages[0]))
+
+
+def _brief(error: str) -> str:
+    return error.split("<state>")[0].strip()

@@ -1,0 +1,185 @@
+"""Rules on logits: against transformers where it has them, and the same however they came."""
+
+import json
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from services.cli.demo_tokenizer import EOS as END
+from services.cli.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer
+from services.node.engine.base import Context, Draw, Row, RowsRefused
+from services.node.engine.processors import Logits, Processor, Processors
+from services.node.engine.sampling import sample
+from shared import grammar
+from shared.errors import BadInput, NotFound
+from shared.grammar import Vocabulary
+from shared.messages.serving import LogitRules, Sampling
+
+VOCAB = 320
+TOKENIZER = train_tokenizer(VOCAB)
+EOS = SPECIAL_TOKENS.index(END)
+VOCABULARY = Vocabulary(TOKENIZER.to_str().encode(), VOCAB, EOS)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+TOKENS = st.lists(st.integers(0, 30), min_size=1, max_size=40)
+
+
+def context(
+    rules: LogitRules, prompt: list[int], drawn: list[int], stop_ids: tuple[int, ...] = (EOS,)
+) -> Context:
+    return Context((*prompt, *drawn), len(prompt), stop_ids, rules)
+
+
+def applied(rules: LogitRules, prompt: list[int], drawn: list[int], logits: torch.Tensor) -> Logits:
+    values: Logits = logits.double().numpy().copy()
+    Processor(context(rules, prompt, drawn), VOCABULARY).apply(values)
+    return values
+
+
+def noise(seed: int, size: int = VOCAB) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).double() * 4
+
+
+@given(TOKENS, TOKENS, st.floats(0.5, 2), st.integers(0, 2**32))
+def test_repetition_penalty_is_that_of_transformers(
+    prompt: list[int], drawn: list[int], penalty: float, seed: int
+) -> None:
+    logits = noise(seed)
+    ours = applied(LogitRules(repetition_penalty=penalty), prompt, drawn, logits)
+    oracle = RepetitionPenaltyLogitsProcessor(penalty)
+    theirs = oracle(torch.tensor([prompt + drawn]), logits[None].clone())[0]
+    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-12)
+
+
+@given(TOKENS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 2**32))
+def test_frequency_and_presence_count_what_was_generated(
+    prompt: list[int], drawn: list[int], frequency: float, presence: float, seed: int
+) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence: OpenAI's API reference."""
+    logits = noise(seed)
+    rules = LogitRules(frequency_penalty=frequency, presence_penalty=presence)
+    count = torch.bincount(torch.tensor(drawn), minlength=VOCAB).double()
+    expected = logits - count * frequency - (count > 0).double() * presence
+    np.testing.assert_allclose(applied(rules, prompt, drawn, logits), expected.numpy(), atol=1e-12)
+
+
+def test_the_order_is_penalties_then_bias_then_what_may_not_be_drawn() -> None:
+    logits = torch.full((VOCAB,), 2.0)
+    rules = LogitRules(
+        repetition_penalty=4.0, presence_penalty=1.0, logit_bias=((5, 10.0),), min_tokens=2
+    )
+    values = logits.double().numpy().copy()
+    processor = Processor(context(rules, [5], [6], stop_ids=(7, 400)), None)
+    processor.apply(values)
+    assert values[[5, 6, 7, 8]].tolist() == [10.5, -0.5, -np.inf, 2.0]
+    processor.accept(8)
+    values = logits.double().numpy().copy()
+    processor.apply(values)
+    assert values[7] == 2.0
+
+
+def generate(schema_grammar: str, seed: int, cut: int, limit: int = 400) -> str:
+    """Random text under a grammar; the sequence moves to another node before token `cut`."""
+    rules = LogitRules(grammar=schema_grammar, repetition_penalty=1.1)
+    drawn: list[int] = []
+    processor = Processor(context(rules, [1, 2], drawn), VOCABULARY)
+    while len(drawn) < limit:
+        if len(drawn) == cut:
+            processor = Processor(context(rules, [1, 2], drawn), VOCABULARY)
+        draw = Draw(len(drawn), Sampling(temperature=1.0, seed=seed))
+        logits = noise(seed + len(drawn)).float()[None]
+        ((token, _),) = sample(logits, [draw], [processor])
+        assert token is not None
+        if token == EOS:
+            return TOKENIZER.decode(drawn)
+        drawn.append(token)
+    raise AssertionError(f"no end after {limit} tokens: {TOKENIZER.decode(drawn)!r}")
+
+
+@given(st.integers(0, 2**32), st.integers(0, 30))
+def test_text_under_a_schema_is_valid_and_the_same_after_a_move(seed: int, cut: int) -> None:
+    made = grammar.from_schema(SCHEMA)
+    text = generate(made, seed, cut)
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert generate(made, seed, -1) == text
+
+
+@given(st.integers(0, 2**32))
+def test_text_under_a_regex_fits_it(seed: int) -> None:
+    regex = r"[a-f]{2,5}/-\d{3}(x|\w)?"
+    assert re.fullmatch(regex, generate(grammar.from_regex(regex), seed, 3), re.ASCII)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_choice_is_one_of_its_texts(seed: int) -> None:
+    choices = ['say "no"', "yes", "may\nbe"]
+    assert generate(grammar.from_choice(choices), seed, 1) in choices
+
+
+def test_greedy_text_is_held_to_the_grammar_too() -> None:
+    processor = Processor(
+        context(LogitRules(grammar=grammar.from_regex("ab")), [1], []), VOCABULARY
+    )
+    logits = noise(1).float()[None]
+    plain = Draw(0, Sampling())
+    tokens = [sample(logits, [plain], [processor])[0].token for _ in range(3)]
+    assert [TOKENIZER.id_to_token(token or 0) for token in tokens] == ["a", "b", END]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        grammar.from_regex("a(b"),
+        grammar.from_schema({"type": "objec"}),
+        grammar.from_lark("start: nothing"),
+        "no grammar",
+        grammar.from_regex("a" * grammar.MAX_CHARS),
+    ],
+)
+def test_grammars_that_are_none(wrong: str) -> None:
+    with pytest.raises(BadInput):
+        grammar.check(wrong)
+
+
+@pytest.mark.parametrize("data", [b"/etc/passwd", b"{}", b"\xff"])
+def test_tokenizers_that_have_no_grammars(data: bytes) -> None:
+    with pytest.raises(BadInput):
+        Vocabulary(data, VOCAB)
+
+
+def drawing(key: str, rules: LogitRules, drawn: list[int] | None = None) -> Row:
+    known = context(rules, [1], drawn or [])
+    return Row(key, 0, 1, 9, draw=Draw(len(drawn or []), Sampling(), known))
+
+
+def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
+    found = Processors({"vocab_size": VOCAB, "eos_token_id": [EOS]})
+    regex = LogitRules(grammar=grammar.from_regex("ab"))
+    plain = drawing("plain", LogitRules(presence_penalty=1.0))
+    with pytest.raises(RowsRefused, match="tokenizer") as early:
+        found.made([plain, drawing("early", regex)])
+    assert (early.value.sequences, type(early.value.why)) == (("early",), NotFound)
+    found.use_tokenizer(TOKENIZER.to_str().encode())
+    wrong = drawing("wrong", regex, TOKENIZER.encode("b").ids[-1:])
+    with pytest.raises(RowsRefused) as misfit:
+        found.made([plain, wrong])
+    assert (misfit.value.sequences, type(misfit.value.why)) == (("wrong",), BadInput)
+    found.keep(found.made([plain, drawing("early", regex)]))
+    assert found.of("plain")
+    assert found.of("early")
+    found.free(("early", "unknown"))
+    assert found.of("early") is None
