@@ -21,7 +21,7 @@ def add_experts(
     weights, chosen = weights[:n].flatten(), chosen[:n].flatten()
     total = torch.zeros(n, hidden.shape[1], dtype=torch.float32, device=hidden.device)
     counts = torch.bincount(chosen, minlength=config.count).tolist()
-    by_expert = chosen.argsort(stable=True).split(counts)
+    by_expert = torch.split(chosen.argsort(stable=True), counts)
     for gate_up, down, picks in zip(mlp.gate_up, mlp.down, by_expert, strict=True):
         if len(picks):
             rows = picks // config.per_token

@@ -74,6 +74,7 @@ def make_oracle(seed: int = 0, model_type: str = "llama", **changes: Any) -> Any
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **(base | changes))
+    dtype = config.dtype
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_(False)
@@ -84,7 +85,8 @@ def make_oracle(seed: int = 0, model_type: str = "llama", **changes: Any) -> Any
         else:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     oracle.lm_head.weight.mul_(4)
-    return oracle.to(config.dtype)
+    oracle.config.dtype = dtype
+    return oracle.to(dtype)
 
 
 def _pack(

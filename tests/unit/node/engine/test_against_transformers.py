@@ -176,13 +176,43 @@ def test_resumption_on_another_path(model: Model) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str, logits: Logits) -> None:
-    """transformers rounds after every operation, the engine less often: near, not the same."""
-    model = make_model(dtype=dtype)
-    prompt, path = tokens_of(6, 100), Path(model)
+@pytest.mark.parametrize("form", FAMILIES)
+def test_half_precision(form: str, dtype: str, logits: Logits) -> None:
+    """transformers rounds after every operation, the engine less often: near, not the same.
+
+    The best token is float32's at 99 % of the steps where that leads by more than such rounding
+    makes out (random weights leave many nearly tied), and routers choose float32's experts.
+    """
+    model, exact = make_model(dtype=dtype, **FORMS[form]), make_model(**FORMS[form])
+    prompt, path = tokens_of(6, 200), Path(model)
     for position, token in enumerate(prompt):
         path.run([row("s", position, [token], draw=position)])
-    actual, expected = logits.take(), model.expected_logits(prompt)
-    assert_close(actual, expected, 0.05)
-    same = (actual.argmax(-1) == expected.argmax(-1)).float().mean()
-    assert same >= 0.9
+    actual, expected = logits.take(), exact.expected_logits(prompt)
+    clear = _leads(expected, 1) & _clearly_routed(exact, prompt)
+    assert clear.sum() >= 75
+    same = actual.argmax(-1) == expected.argmax(-1)
+    assert same[clear].float().mean() >= 0.99
+    assert _distance(actual, expected) <= 1.2 * _distance(model.expected_logits(prompt), expected)
+
+
+def _clearly_routed(model: Model, tokens: list[int]) -> torch.Tensor:
+    config = model.oracle.config
+    clear = torch.ones(len(tokens), dtype=torch.bool)
+    if hasattr(config, "num_experts_per_tok"):
+        with torch.no_grad():
+            routed = model.oracle(torch.tensor([tokens]), output_router_logits=True).router_logits
+        for layer in routed:
+            clear &= _leads(layer, config.num_experts_per_tok)
+    return clear
+
+
+def _leads(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the k-th best value of a row leads the next by 2 % of the greatest of all."""
+    best = values.topk(k + 1).values
+    return best[:, k - 1] - best[:, k] > 0.02 * values.abs().max()
+
+
+def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Total variation between the distributions of the next token: the median over the steps."""
+    difference = torch.softmax(logits, -1) - torch.softmax(expected, -1)
+    return float(difference.abs().sum(-1).median() / 2)

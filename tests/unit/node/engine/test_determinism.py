@@ -17,6 +17,14 @@ from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, row
 
 LENGTH = 400
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 TOKENS = random.Random(7).choices(range(96), k=LENGTH)
 
 
@@ -37,6 +45,9 @@ def torch_threads(count: int) -> Iterator[None]:
         {"num_key_value_heads": 1, "hidden_size": 40, "intermediate_size": 100},
         {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 101},
         {"dtype": "bfloat16"},
+        {"model_type": "mistral", "sliding_window": 150},
+        QWEN3_MOE,
+        QWEN3_MOE | {"dtype": "bfloat16"},
     ],
     ids=str,
 )
