@@ -163,8 +163,9 @@ def _stored(
 
 def _source(sources: Sequence[Shapes], found: Mapping[str, StoredTensor]) -> Shapes:
     """The way of storing a tensor of which most is there; the last, most usual, if they tie."""
-    share = {i: sum(part in found for part in s) / len(s) for i, s in enumerate(sources)}
-    return sources[max(share, key=lambda i: (share[i], i))]
+    return max(
+        reversed(sources), key=lambda parts: sum(part in found for part in parts) / len(parts)
+    )
 
 
 def _check_shapes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
