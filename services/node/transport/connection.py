@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from services.node.transport.base import Buffer
@@ -31,9 +32,8 @@ _SIOCOUTQNSD = 0x894B
 """linux/sockios.h: bytes that the kernel has and did not send yet."""
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
-AT_ONCE = 256 * 1024
-"""Bytes that are waited for together, if so many are to come: waking costs more than copying. At
-most half of what a receive buffer takes."""
+AT_ONCE = 1024 * 1024
+"""Bytes that are waited for together, if so many are to come: waking costs more than copying."""
 MANY = 64 * 1024
 """So many are not there yet when the first of them are: more than one packet."""
 USED_S = 5.0
@@ -43,6 +43,17 @@ IDLE_SLOWER = 8
 node has connections to many peers, and bytes on their way with few of them."""
 _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
+
+
+def _limit(name: str) -> int:
+    """The kernel's; 0 where it does not say."""
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except OSError:
+        return 0
+
+
+_most = {socket.SO_RCVBUF: _limit("rmem_max"), socket.SO_SNDBUF: _limit("wmem_max")}
 
 
 class Sink(Protocol):
@@ -243,7 +254,7 @@ class Connection:
         """For a frame that the kernel is to take at once, as far as its limits let it."""
         if nbytes > self._room:
             self._room = nbytes
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+            set_buffer(self.sock, socket.SO_SNDBUF, nbytes)
         self._limit_unsent(2 * self._room)
 
     def _limit_unsent(self, nbytes: int) -> None:
@@ -288,6 +299,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S and not self.busy():
             self._in_use_since = now
+            self._post(encode_prefix(Kind.HEARTBEAT))  # the peer waits for it from now on
         self._used_at = now
 
     def check_silence(self, now: float, limit_s: float) -> None:
@@ -372,6 +384,13 @@ class Connection:
     def _on_writable(self) -> None:
         asyncio.get_running_loop().remove_writer(self.sock.fileno())
         _wake(self._writable)
+
+
+def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
+    """SO_RCVBUF or SO_SNDBUF, if the kernel allows so much: less would end its own sizing, which
+    goes further."""
+    if nbytes <= _most[option]:
+        sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
 async def readable(sock: socket.socket) -> None:

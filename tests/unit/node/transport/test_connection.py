@@ -62,6 +62,7 @@ async def test_silence_before_it_was_used_again_does_not_count(
     monkeypatch.setattr(module, "USED_S", 0.01)
     await asyncio.sleep(0.02)
     connection.post(CANCEL)
+    assert connection.posted == 2  # and a heartbeat, since the peer waits as well
     used = now()
     connection.busy = lambda: True
     connection.check_silence(used + LIMIT_S - 0.01, LIMIT_S)
