@@ -19,14 +19,16 @@ def add_experts(
     [padded rows, hidden_size]). Rows that only pad are not routed: they would cost experts."""
     weights, chosen = _route(normed, mlp, config)
     weights, chosen = weights[:n].flatten(), chosen[:n].flatten()
+    by_expert = chosen.argsort(stable=True)
+    rows, weights = by_expert // config.per_token, weights[by_expert, None]
     total = torch.zeros(n, hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    counts = torch.bincount(chosen, minlength=config.count).tolist()
-    by_expert = torch.split(chosen.argsort(stable=True), counts)
-    for gate_up, down, picks in zip(mlp.gate_up, mlp.down, by_expert, strict=True):
-        if len(picks):
-            rows = picks // config.per_token
-            made = _expert(normed, rows, gate_up, down)
-            total.index_add_(0, rows, made * weights[picks, None])
+    stop = 0
+    for expert, count in enumerate(torch.bincount(chosen).tolist()):
+        start, stop = stop, stop + count
+        if count:
+            own = rows[start:stop]
+            made = _expert(normed, own, mlp.gate_up[expert], mlp.down[expert])
+            total.index_add_(0, own, made * weights[start:stop])
     hidden[:n] += total
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.node.engine.attention import ROWS
 from services.node.engine.base import Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from tests.unit.node.engine.conftest import Logits
@@ -183,3 +184,18 @@ def _expected(model: Model, logits: Logits) -> torch.Tensor:
     if id(model) not in _decoded:
         _decoded[id(model)] = decoded_alone(model, logits)
     return _decoded[id(model)]
+
+
+def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    product = torch.mm
+
+    def spy(x: torch.Tensor, *rest: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return product(x, *rest, **out)
+
+    path = Path(make_model(**QWEN3_MOE))
+    monkeypatch.setattr(torch, "mm", spy)
+    path.run([row("s", 0, TOKENS[:13], draw=0)])
+    assert len(rows) > 4 * 9
+    assert not any(n % ROWS for n in rows)
