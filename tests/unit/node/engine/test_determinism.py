@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, row
 
 LENGTH = 400
-QWEN3_MOE = {
+QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
     "num_experts": 9,
