@@ -21,7 +21,9 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
   few queries of a decode step.
 
 So a query reads the keys up to its own position, rounded up to whole granules and masked, and sums
-the values tile by tile. Sequences are attended one by one: batching them would need a copy of
+the values tile by tile. With a sliding window (Beltagy et al. 2020, section 3.1) it skips whole
+value tiles before the window, so that the rest are summed in the same tiles by every query, and
+masks what is left. Sequences are attended one by one: batching them would need a copy of
 their KV, or padding. Query heads that share a KV head are folded into the rows: KV is never
 repeated. On a CPU attention runs in fp32, bf16 models included: bf16 products of this size are
 several times slower there.
@@ -54,7 +56,7 @@ class _Tile:
     """Up to QUERY_TILE queries of one sequence. All views are into the step's buffers."""
 
     first: int
-    """First slot of the sequence."""
+    """First slot that is read."""
     positions: int
     """Keys and values read, in whole granules."""
     mask: torch.Tensor
@@ -77,28 +79,53 @@ class Attention:
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         self.group = config.n_heads // config.n_kv_heads
-        self.scale = config.head_dim**-0.5
+        self.scale = config.head_dim**-0.5 * config.rope.attention_factor**2
         self.dtype, self.device = dtype, device
         self.q_size = self.n_heads * self.head_dim
         self.kv_size = self.n_kv_heads * self.head_dim
-        # Sliced so that the last few of a run of whole granules are masked.
-        self._decode_mask = torch.zeros(longest + GRANULE, dtype=dtype, device=device)
-        self._decode_mask[longest:] = -torch.inf
         self._longest = longest
+        self._decode_masks = {
+            window: self._mask_of_last(window or longest)
+            for window in {layer.window for layer in config.layers}
+        }
 
-    def decode_mask(self, length: int) -> torch.Tensor:
-        """[round_up(length)]: 0 for `length` positions, then -inf."""
-        start = self._longest - length
-        return self._decode_mask[start : start + round_up(length)]
+    @property
+    def windows(self) -> Iterable[int]:
+        """Those of the layers; 0: none."""
+        return self._decode_masks
 
-    def prefill_mask(self, first: int, count: int) -> torch.Tensor:
-        """[padded(group x count), round_up(first + count)]: each query sees up to itself."""
-        keys = torch.arange(round_up(first + count), device=self.device)
+    def first_read(self, query: int, window: int) -> int:
+        """Keys before this position are not read by the query at a position, and those after it."""
+        return max(query + 1 - window, 0) // VALUE_TILE * VALUE_TILE if window else 0
+
+    def decode_mask(self, length: int, window: int) -> torch.Tensor:
+        """For positions from first_read to round_up(length): 0 for the last `window` up to
+        `length`, else -inf."""
+        first = self.first_read(length - 1, window)
+        mask = self._decode_masks[window]
+        start = len(mask) - GRANULE - (length - first)
+        return mask[start : start + round_up(length) - first]
+
+    def prefill_mask(self, first: int, count: int, window: int) -> torch.Tensor:
+        """[padded(group x count), first_read(first) to round_up(first + count)]: each query sees up
+        to itself, `window` positions if there is one."""
+        start, stop = self.first_read(first, window), round_up(first + count)
+        keys = torch.arange(start, stop, device=self.device)
         queries = torch.arange(first, first + count, device=self.device)
-        queries = queries.repeat_interleave(self.group)
+        queries = queries.repeat_interleave(self.group)[:, None]
         rows = len(queries)
+        hidden = keys > queries
+        if window:
+            hidden |= keys <= queries - window
         mask = torch.zeros(pad_rows(rows), len(keys), dtype=self.dtype, device=self.device)
-        mask[:rows].masked_fill_(keys > queries[:, None], -torch.inf)
+        mask[:rows].masked_fill_(hidden, -torch.inf)
+        return mask
+
+    def _mask_of_last(self, window: int) -> torch.Tensor:
+        """Any decode mask is a slice of it: -inf for a value tile, 0, -inf for a granule."""
+        mask = torch.zeros(VALUE_TILE + window + GRANULE, dtype=self.dtype, device=self.device)
+        mask[:VALUE_TILE] = -torch.inf
+        mask[VALUE_TILE + window :] = -torch.inf
         return mask
 
 
@@ -107,6 +134,7 @@ class AttentionStep:
 
     `qkv` [padded rows, (heads + 2 kv heads) x head_dim] is where a layer puts its projections, and
     `attended` [padded rows, heads x head_dim] what it gets back; both in the attention's dtype.
+    `qk` [padded rows, heads + kv heads, head_dim] is a view of the projections that are rotated.
     """
 
     def __init__(
@@ -118,19 +146,22 @@ class AttentionStep:
         self.qkv = torch.empty(n_padded, qkv_size, dtype=a.dtype, device=a.device)
         # Rows that only pad are multiplied too, and must be finite.
         self.attended = torch.zeros(n_padded, a.q_size, dtype=a.dtype, device=a.device)
-        self._tiles: list[_Tile] = []
+        self._tiles: dict[int, list[_Tile]] = {window: [] for window in a.windows}
         slots: list[int] = []
         positions: list[int] = []
         for sequence, first, count in spans:
-            self._plan(sequence.first, first, count, row=len(slots))
+            for window in a.windows:
+                self._plan(sequence.first, first, count, len(slots), window)
             slots.extend(range(sequence.first + first, sequence.first + first + count))
             positions.extend(range(first, first + count))
         self._slots = torch.tensor(slots, device=a.device)
+        self.qk = self.qkv[:, : a.q_size + a.kv_size].view(n_padded, -1, a.head_dim)
         self._new_kv = self.qkv[: len(slots), a.q_size :]
         self._set_up_rope(torch.tensor(positions, device=a.device), frequencies)
 
-    def run(self, kv: torch.Tensor) -> None:
+    def run(self, kv: torch.Tensor, window: int) -> None:
         """From `qkv` to `attended`. kv: the layer's [slots, 2, kv heads, head_dim]; it is added to.
+        `window`: the layer's.
 
         Keys are cached rotated.
         """
@@ -138,7 +169,7 @@ class AttentionStep:
         kv.view(kv.shape[0], -1).index_copy_(0, self._slots, self._new_kv)
         a = self._attention
         n, dim, slot, base = a.n_kv_heads, a.head_dim, 2 * a.kv_size, kv.storage_offset()
-        for tile in self._tiles:
+        for tile in self._tiles[window]:
             start, read = base + tile.first * slot, tile.positions
             keys = kv.as_strided((n, dim, read), (dim, 1, slot), start)
             values = kv.as_strided((n, read, dim), (dim, slot, 1), start + a.kv_size)
@@ -149,24 +180,25 @@ class AttentionStep:
             if tile.out_to:
                 tile.out_to[0].copy_(tile.out_to[1])
 
-    def _plan(self, slot: int, first: int, count: int, row: int) -> None:
+    def _plan(self, slot: int, first: int, count: int, row: int, window: int) -> None:
         for done in range(0, count, QUERY_TILE):
             n = min(QUERY_TILE, count - done)
-            self._tiles.append(self._tile(slot, first + done, n, row + done))
+            self._tiles[window].append(self._tile(slot, first + done, n, row + done, window))
 
-    def _tile(self, slot: int, first: int, count: int, row: int) -> _Tile:
+    def _tile(self, slot: int, first: int, count: int, row: int, window: int) -> _Tile:
         a = self._attention
         rows, span = a.group * count, slice(row, row + count)
         by_head = (count, a.n_kv_heads, a.group, a.head_dim)
         source = self.qkv[span, : a.q_size].view(by_head).transpose(0, 1)
         target = self.attended[span].view(by_head).transpose(0, 1)
-        read = round_up(first + count)
+        start = a.first_read(first, window)
+        slot, read = slot + start, round_up(first + count) - start
         if count == 1:
-            mask = a.decode_mask(first + 1)
+            mask = a.decode_mask(first + 1, window)
             if rows == pad_rows(rows):
                 return _Tile(slot, read, mask, source[:, 0], None, target[:, 0], None)
         else:
-            mask = a.prefill_mask(first, count)
+            mask = a.prefill_mask(first, count, window)
         shape = (a.n_kv_heads, pad_rows(rows), a.head_dim)
         queries, out = self.qkv.new_zeros(shape), self.qkv.new_empty(shape)
         folded = (a.n_kv_heads, count, a.group, a.head_dim)

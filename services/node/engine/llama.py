@@ -1,4 +1,6 @@
-"""The Llama decoder, unit by unit: embedding, layers, and final norm with the head.
+"""The decoder, unit by unit: embedding, layers, and final norm with the head.
+
+Llama's, and what other families have in other places: see services.node.model.families.
 
 All products have a multiple of ROWS rows: see attention.py for why.
 """
@@ -8,9 +10,11 @@ from collections.abc import Sequence as Rows
 import torch
 from torch.nn import functional
 
+from services.node.engine.activation import silu_times
 from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
+from services.node.engine.experts import add_experts
 from services.node.engine.rope import inverse_frequencies
-from services.node.engine.weights import HeadUnit, LayerUnit, Linear
+from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit, Linear
 from services.node.model.config import ModelConfig
 
 
@@ -42,6 +46,8 @@ class LayerStep:
     def __init__(self, model: Llama, spans: Rows[Span], n_padded: int) -> None:
         config = model.config
         self._shape, self._eps = (config.hidden_size,), config.norm_eps
+        self._experts = config.experts
+        self._n = sum(count for _, _, count in spans)
         self._attention = AttentionStep(model.attention, model.frequencies, spans, n_padded)
         self._qkv, self._attended = self._attention.qkv, self._attention.attended
         if model.dtype != model.attention.dtype:
@@ -57,27 +63,28 @@ class LayerStep:
         """hidden [padded rows, hidden_size] is updated; kv: see AttentionStep.run."""
         normed = functional.rms_norm(hidden, self._shape, layer.input_norm, self._eps)
         _linear(normed, layer.qkv, self._qkv)
-        self._attend(kv)
+        self._attend(layer, kv)
         _add_linear(hidden, self._attended, layer.o)
         normed = functional.rms_norm(hidden, self._shape, layer.post_norm, self._eps)
-        _linear(normed, layer.gate_up, self._gate_up)
-        self._activate()
-        _add_linear(hidden, self._active, layer.down)
+        if isinstance(layer.mlp, ExpertMlp):
+            assert self._experts is not None
+            add_experts(hidden, normed, self._n, layer.mlp, self._experts)
+            return
+        _linear(normed, layer.mlp.gate_up, self._gate_up)
+        silu_times(self._gate, self._up, self._sigmoid, self._active)
+        _add_linear(hidden, self._active, layer.mlp.down)
 
-    def _attend(self, kv: torch.Tensor) -> None:
+    def _attend(self, layer: LayerUnit, kv: torch.Tensor) -> None:
         attention = self._attention
         if self._qkv is not attention.qkv:
             attention.qkv.copy_(self._qkv)
-        attention.run(kv)
+        if layer.qk_norm is not None:
+            qk = attention.qk
+            normed = functional.rms_norm(qk, qk.shape[-1:], None, self._eps)
+            torch.mul(normed, layer.qk_norm, out=qk)
+        attention.run(kv, layer.window)
         if self._attended is not attention.attended:
             self._attended.copy_(attention.attended)
-
-    def _activate(self) -> None:
-        """silu(gate) x up, in float32. Not the fused silu: its result depends on the place."""
-        torch.mul(self._gate, -1, out=self._sigmoid)
-        self._sigmoid.exp_().add_(1)
-        torch.div(self._gate, self._sigmoid, out=self._sigmoid)
-        torch.mul(self._sigmoid, self._up, out=self._active)
 
 
 def _linear(x: torch.Tensor, linear: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

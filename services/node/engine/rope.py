@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from services.node.model.config import RopeConfig
+from services.node.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -15,6 +15,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
     return frequencies
 
 
@@ -24,6 +26,26 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, section 3.2): as `_llama3`, but with a ramp over the pairs."""
+    pairs = len(frequencies)
+    first = _pair_that_turns(rope.beta_fast, rope, pairs)
+    last = _pair_that_turns(rope.beta_slow, rope, pairs)
+    if rope.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = max(last - first, 0.001)
+    interpolated = (torch.arange(pairs, dtype=torch.float32) - first) / width
+    interpolated = interpolated.clamp(0, 1)
+    return (1 - interpolated) * frequencies + interpolated * frequencies / rope.factor
+
+
+def _pair_that_turns(turns: float, rope: RopeConfig, pairs: int) -> float:
+    """The pair (not a whole one) that turns so often in the original context."""
+    frequency = turns * 2 * math.pi / rope.original_context_length
+    return -pairs * math.log(frequency) / math.log(rope.theta)
 
 
 def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,8 +2,8 @@
 
 CUDA makes its context, its libraries their handles and workspaces, and loads each kernel, when
 they are first used; which kernels those are depends on the model's shapes and the batch. So a
-layer and the head, with zeros for weights, are run over a few batches. Nothing of the model itself
-is touched: it may be running already.
+layer of each kind and the head, with zeros for weights, are run over a few batches. Nothing of the
+model itself is touched: it may be running already.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,14 @@ BATCHES = ((1, 1), (8, 1), (64, 1), (1, 64), (1, 512))
 
 def warm_up(llama: Llama) -> Iterator[None]:
     """One batch at each step of the iterator."""
-    layer = _without_weights(llama, 1)
-    assert isinstance(layer, LayerUnit)
-    for sequences, positions in BATCHES:
-        _run_layer(llama, layer, sequences, positions)
-        yield
-    del layer
+    kinds = {layer: unit for unit, layer in enumerate(llama.config.layers, start=1)}
+    for unit in kinds.values():
+        layer = _without_weights(llama, unit)
+        assert isinstance(layer, LayerUnit)
+        for sequences, positions in BATCHES:
+            _run_layer(llama, layer, sequences, positions)
+            yield
+        del layer
     head = _without_weights(llama, llama.config.n_units - 1)
     assert isinstance(head, HeadUnit)
     for sequences in sorted({sequences for sequences, _ in BATCHES}):

@@ -13,6 +13,7 @@ from services.node.model.config import (
     HEAD,
     ModelConfig,
 )
+from services.node.model.families.family import DOWN, GATE_UP, ROUTER
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
 
@@ -31,13 +32,33 @@ class EmbeddingUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """All [..., in, out], as in Linear."""
+
+    router: Linear
+    gate_up: torch.Tensor
+    """[experts, hidden, 2 x intermediate]."""
+    down: torch.Tensor
+    """[experts, intermediate, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerUnit:
     input_norm: torch.Tensor
     qkv: Linear
+    qk_norm: torch.Tensor | None
+    """[heads + kv heads, head_dim]: each head's own row."""
+    window: int
+    """See LayerConfig."""
     o: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | ExpertMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +131,30 @@ class BlockTensors:
         if unit == config.n_units - 1:
             return HeadUnit(self._joined([FINAL_NORM]), Linear(self._joined([HEAD]).t(), None))
         prefix = f"model.layers.{unit - 1}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention, layer = prefix + "self_attn.", config.layers[unit - 1]
         return LayerUnit(
             input_norm=self._joined([prefix + "input_layernorm.weight"]),
             qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
+            qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,
+            window=layer.window,
             o=self._linear(attention, ("o_proj",)),
             post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
-            gate_up=self._linear(mlp, ("gate_proj", "up_proj")),
-            down=self._linear(mlp, ("down_proj",)),
+            mlp=self._expert_mlp(prefix) if layer.experts else self._mlp(prefix + "mlp."),
+        )
+
+    def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
+        q, k = self._joined([prefix + "q_norm.weight"]), self._joined([prefix + "k_norm.weight"])
+        return torch.cat((q.expand(config.n_heads, -1), k.expand(config.n_kv_heads, -1)))
+
+    def _mlp(self, prefix: str) -> Mlp:
+        gate_up = self._linear(prefix, ("gate_proj", "up_proj"))
+        return Mlp(gate_up, self._linear(prefix, ("down_proj",)))
+
+    def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        return ExpertMlp(
+            router=Linear(self._joined([prefix + ROUTER]).t(), None),
+            gate_up=self._joined([prefix + GATE_UP]).transpose(1, 2),
+            down=self._joined([prefix + DOWN]).transpose(1, 2),
         )
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
@@ -131,8 +168,8 @@ class BlockTensors:
         """Tensors that are applied to the same input, as one: fewer and larger products.
 
         Manifests pack them next to each other (ModelConfig.unit_tensors), so this is a view,
-        unless something lies between them: biases, or padding after a tensor whose size is not a
-        multiple of ALIGN. Then it is a copy.
+        unless padding lies between them, after a tensor whose size is not a multiple of ALIGN. Then
+        it is a copy.
         """
         specs = [self._specs[name] for name in names]
         offset, end = specs[0].offset, specs[0].offset

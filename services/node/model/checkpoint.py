@@ -4,7 +4,7 @@ Everything that can be known to be wrong is refused here, by name, before a byte
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.node.model.config import ModelConfig
+from services.node.model.config import HEAD, ModelConfig, Shapes
 from services.node.model.packing import ITEMSIZE, UnitTensor
 from services.node.model.safetensors_header import StoredTensor, read_header
 from shared.errors import (
@@ -46,8 +46,8 @@ class Checkpoint:
     """config.json as it is."""
     units: tuple[tuple[UnitTensor, ...], ...]
     """What each unit is packed from, in order."""
-    stored: dict[str, StoredTensor]
-    """Where the bytes of each unit tensor lie, by its name in `units`."""
+    stored: dict[str, tuple[StoredTensor, ...]]
+    """By name in `units`: where the unit tensor's bytes lie, one part after the other."""
     files: dict[str, bytes]
     """Tokenizer and template files (those of FILES that are there)."""
 
@@ -65,17 +65,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raw_config = _read_json(path / "config.json")
     _check_encodable(path / "config.json", raw_config)
     config = ModelConfig.from_hf(raw_config)
-    found = _weights(path)
-    names = {
-        name: config.checkpoint_name(name)
-        for unit in range(config.n_units)
-        for name in config.unit_tensors(unit)
-    }
-    _check_tensors(path, config, found)
-    stored = {name: found[source] for name, source in names.items()}
+    stored = _stored(path, config, _weights(path))
     units = tuple(
         tuple(
-            UnitTensor(name, stored[name].dtype, shape)
+            UnitTensor(name, stored[name][0].dtype, shape)
             for name, shape in config.unit_tensors(unit).items()
         )
         for unit in range(config.n_units)
@@ -152,9 +145,30 @@ def _sharded(path: Path) -> dict[str, StoredTensor]:
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
+def _stored(
+    path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]
+) -> dict[str, tuple[StoredTensor, ...]]:
     """What the config implies must be there, of one supported dtype, and nothing else."""
-    expected = config.expected_tensors()
+    sources = {
+        name: _source(config.sources(name, shape), found)
+        for unit in range(config.n_units)
+        for name, shape in config.unit_tensors(unit).items()
+    }
+    expected = {part: shape for parts in sources.values() for part, shape in parts.items()}
+    _check_shapes(path, expected, found)
+    _check_dtypes(path, expected, found)
+    _check_unknown(path, {*expected, HEAD}, found)
+    return {name: tuple(found[part] for part in parts) for name, parts in sources.items()}
+
+
+def _source(sources: Sequence[Shapes], found: Mapping[str, StoredTensor]) -> Shapes:
+    """The way of storing a tensor of which most is there; the last, most usual, if they tie."""
+    return max(
+        reversed(sources), key=lambda parts: sum(part in found for part in parts) / len(parts)
+    )
+
+
+def _check_shapes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         raise MissingTensor(
@@ -166,6 +180,9 @@ def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, StoredTe
                 f"{path}: tensor {name} has shape {list(found[name].shape)}; config.json implies "
                 f"{list(shape)}"
             )
+
+
+def _check_dtypes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
     dtypes = {found[name].dtype: name for name in expected}
     for dtype, name in dtypes.items():
         if dtype not in ITEMSIZE:
@@ -175,12 +192,10 @@ def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, StoredTe
     if len(dtypes) > 1:
         mix = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(dtypes.items()))
         raise UnsupportedModel(f"{path}: tensors of several dtypes: {mix}; save them in one")
-    _check_unknown(path, config, found)
 
 
-def _check_unknown(path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
+def _check_unknown(path: Path, used: Set[str], found: Mapping[str, StoredTensor]) -> None:
     """A tensor that would not be used means another architecture: its output would be wrong."""
-    used = {name for unit in range(config.n_units) for name in config.unit_tensors(unit)}
     unknown = [name for name in found if name not in used and not name.endswith(DERIVED)]
     if unknown:
         raise UnsupportedModel(

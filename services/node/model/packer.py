@@ -1,13 +1,16 @@
 """Packs a checkpoint into block files: the one pass over the weights, a chunk at a time."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from services.node.model.checkpoint import Checkpoint, TensorReader, open_tensors
 from services.node.model.disk import new_file
 from services.node.model.packing import chunk_bytes, digest, lay_out
+from services.node.model.safetensors_header import StoredTensor
 from shared.layout import BlockSpec, Manifest
 
 Progress = Callable[[int, int], None]
@@ -38,7 +41,7 @@ def pack(
     """
     specs: list[BlockSpec] = []
     written = 0
-    with open_tensors(checkpoint.stored.values()) as reader:
+    with open_tensors(chain.from_iterable(checkpoint.stored.values())) as reader:
         for spec in layout.blocks:
             digests: list[bytes] = []
             with new_file(directory / block_file(spec.index)) as file:
@@ -57,18 +60,38 @@ def _chunks(
 ) -> Iterator[memoryview]:
     """The block's bytes in chunks; a chunk is overwritten when the next one is asked for."""
     buffer = bytearray(layout.chunk_bytes)
+    pieces = _pieces(spec, checkpoint)
     first = 0
     for start in range(0, spec.nbytes, layout.chunk_bytes):
-        length = min(layout.chunk_bytes, spec.nbytes - start)
-        chunk = memoryview(buffer)[:length]
-        chunk[:] = bytes(length)
-        while spec.tensors[first].offset + spec.tensors[first].nbytes <= start:
+        stop = min(start + layout.chunk_bytes, spec.nbytes)
+        chunk = memoryview(buffer)[: stop - start]
+        chunk[:] = bytes(len(chunk))
+        while pieces[first].stop <= start:
             first += 1
-        for tensor in spec.tensors[first:]:
-            if tensor.offset >= start + length:
+        for piece in pieces[first:]:
+            if piece.start >= stop:
                 break
-            begin = max(tensor.offset, start)
-            stop = min(tensor.offset + tensor.nbytes, start + length)
-            source = checkpoint.stored[tensor.name]
-            reader.read(source, begin - tensor.offset, chunk[begin - start : stop - start])
+            begin, end = max(piece.start, start), min(piece.stop, stop)
+            reader.read(piece.source, begin - piece.start, chunk[begin - start : end - start])
         yield chunk
+
+
+class _Piece(NamedTuple):
+    start: int
+    """Where in the block."""
+    source: StoredTensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.source.nbytes
+
+
+def _pieces(spec: BlockSpec, checkpoint: Checkpoint) -> list[_Piece]:
+    """What the block is put together from, in order."""
+    pieces: list[_Piece] = []
+    for tensor in spec.tensors:
+        offset = tensor.offset
+        for source in checkpoint.stored[tensor.name]:
+            pieces.append(_Piece(offset, source))
+            offset += source.nbytes
+    return pieces

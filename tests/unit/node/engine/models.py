@@ -1,4 +1,4 @@
-"""Random models of any Llama config: in memory as blocks, and as transformers runs them."""
+"""Random models of any family and config: in memory as blocks, and as transformers runs them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.node.engine.base import Draw, PartResult, Row, StagePart
 from services.node.engine.engine import TorchEngine
@@ -22,7 +22,7 @@ GREEDY = Sampling()
 
 class Model:
     def __init__(self, manifest: Manifest, buffers: tuple[bytearray, ...], oracle: Any) -> None:
-        """`oracle`: transformers' LlamaForCausalLM with the same weights."""
+        """`oracle`: transformers' model with the same weights."""
         self.manifest = manifest
         self.buffers = buffers
         self.oracle = oracle
@@ -53,8 +53,14 @@ class Model:
         return tokens[len(prompt) :]
 
 
-def make_model(seed: int = 0, blocks: int = 0, **changes: Any) -> Model:
+def make_model(seed: int = 0, blocks: int = 0, model_type: str = "llama", **changes: Any) -> Model:
     """A transformers config with changes; weights random enough that tokens vary."""
+    oracle = make_oracle(seed, model_type, **changes)
+    raw = oracle.config.to_dict() | {"architectures": [type(oracle).__name__]}
+    return Model(*_pack(raw, oracle.state_dict(), blocks), oracle)
+
+
+def make_oracle(seed: int = 0, model_type: str = "llama", **changes: Any) -> Any:
     base: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -67,8 +73,9 @@ def make_model(seed: int = 0, blocks: int = 0, **changes: Any) -> Model:
     }
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    config = LlamaConfig(**(base | changes))
-    oracle = LlamaForCausalLM(config).eval()
+    config = AutoConfig.for_model(model_type, **(base | changes))
+    dtype = config.dtype
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_(False)
         if name.endswith("bias"):
@@ -76,11 +83,10 @@ def make_model(seed: int = 0, blocks: int = 0, **changes: Any) -> Model:
         elif parameter.dim() == 1:
             parameter.normal_(mean=1.0, std=0.1)
         else:
-            parameter.normal_(std=parameter.shape[1] ** -0.5)
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
     oracle.lm_head.weight.mul_(4)
-    oracle.to(config.dtype)
-    raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    return Model(*_pack(raw, oracle.state_dict(), blocks), oracle)
+    oracle.config.dtype = dtype
+    return oracle.to(dtype)
 
 
 def _pack(
@@ -92,12 +98,13 @@ def _pack(
         for u in range(config.n_units)
     ]
     raw = {key: value for key, value in raw.items() if key != "dtype"} | {"dtype": config.dtype}
-    manifest = Manifest("LlamaForCausalLM", raw, 1 << 18, lay_out(units, blocks))
+    manifest = Manifest(raw["architectures"][0], raw, 1 << 18, lay_out(units, blocks))
     buffers = []
     for block in manifest.blocks:
         buffer = bytearray(block.nbytes)
         for tensor in block.tensors:
-            data = state[config.checkpoint_name(tensor.name)].contiguous().flatten()
+            (name,) = config.sources(tensor.name, tensor.shape)[0]
+            data = state[name].contiguous().flatten()
             content = data.view(torch.uint8).numpy().tobytes()
             buffer[tensor.offset : tensor.offset + tensor.nbytes] = content
         buffers.append(buffer)

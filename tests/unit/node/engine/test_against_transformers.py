@@ -1,4 +1,4 @@
-"""The same logits and greedy tokens as transformers, for every form of Llama."""
+"""The same logits and greedy tokens as transformers, for every family and form of it."""
 
 import random
 from typing import Any
@@ -17,6 +17,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FORMS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mqa": {"num_key_value_heads": 1},
@@ -30,8 +37,64 @@ FORMS: dict[str, dict[str, Any]] = {
     "linear_rope": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     },
+    "dynamic_rope": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    },
+    "yarn_rope": {"head_dim": 16, "rope_parameters": YARN},
+    "yarn_rope_with_all_options": {
+        "head_dim": 32,
+        "rope_parameters": YARN
+        | {
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.4,
+        },
+    },
     "one_layer": {"num_hidden_layers": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 40},
+    "mistral_window_of_several_tiles": {"model_type": "mistral", "sliding_window": 150},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_yarn": {"model_type": "qwen2", "rope_parameters": YARN},
+    "qwen2_window_in_upper_layers": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 33,
+        "max_window_layers": 2,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_window_in_listed_layers": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
+    "qwen3_moe_mixed": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 50,
+        **EXPERTS,
+    },
+    "qwen3_moe_every_second": {"model_type": "qwen3_moe", "decoder_sparse_step": 2, **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral_window": {
+        "model_type": "mixtral",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "sliding_window": 70,
+    },
 }
+FAMILIES = ["gqa", "mistral_window", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+"""One form of each."""
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
@@ -43,12 +106,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_llama(form: str, logits: Logits) -> None:
+def test_every_form(form: str, logits: Logits) -> None:
+    """Greedy tokens: each is what transformers has after those before it."""
     model = make_model(seed=3, **FORMS[form])
     prompt = tokens_of(1, 150)
-    tokens = Path(model).generate(prompt, 12)
-    assert tokens == model.expected_tokens(prompt, 12)
+    tokens = Path(model).generate(prompt, 256)
     expected = model.expected_logits(prompt + tokens)[149:-1]
+    assert tokens == expected.argmax(-1).tolist()
     assert_close(logits.take(), expected, 1e-4)
 
 
@@ -112,13 +176,43 @@ def test_resumption_on_another_path(model: Model) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str, logits: Logits) -> None:
-    """transformers rounds after every operation, the engine less often: near, not the same."""
-    model = make_model(dtype=dtype)
-    prompt, path = tokens_of(6, 100), Path(model)
+@pytest.mark.parametrize("form", FAMILIES)
+def test_half_precision(form: str, dtype: str, logits: Logits) -> None:
+    """transformers rounds after every operation, the engine less often: near, not the same.
+
+    The best token is float32's at 99 % of the steps where that leads by more than such rounding
+    makes out (random weights leave many nearly tied), and routers choose float32's experts.
+    """
+    model, exact = make_model(dtype=dtype, **FORMS[form]), make_model(**FORMS[form])
+    prompt, path = tokens_of(6, 200), Path(model)
     for position, token in enumerate(prompt):
         path.run([row("s", position, [token], draw=position)])
-    actual, expected = logits.take(), model.expected_logits(prompt)
-    assert_close(actual, expected, 0.05)
-    same = (actual.argmax(-1) == expected.argmax(-1)).float().mean()
-    assert same >= 0.9
+    actual, expected = logits.take(), exact.expected_logits(prompt)
+    clear = _leads(expected, 1) & _clearly_routed(exact, prompt)
+    assert clear.sum() >= 75
+    same = actual.argmax(-1) == expected.argmax(-1)
+    assert same[clear].float().mean() >= 0.99
+    assert _distance(actual, expected) <= 1.2 * _distance(model.expected_logits(prompt), expected)
+
+
+def _clearly_routed(model: Model, tokens: list[int]) -> torch.Tensor:
+    config = model.oracle.config
+    clear = torch.ones(len(tokens), dtype=torch.bool)
+    if hasattr(config, "num_experts_per_tok"):
+        with torch.no_grad():
+            routed = model.oracle(torch.tensor([tokens]), output_router_logits=True).router_logits
+        for layer in routed:
+            clear &= _leads(layer, config.num_experts_per_tok)
+    return clear
+
+
+def _leads(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the k-th best value of a row leads the next by 2 % of the greatest of all."""
+    best = values.topk(k + 1).values
+    return best[:, k - 1] - best[:, k] > 0.02 * values.abs().max()
+
+
+def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Total variation between the distributions of the next token: the median over the steps."""
+    difference = torch.softmax(logits, -1) - torch.softmax(expected, -1)
+    return float(difference.abs().sum(-1).median() / 2)

@@ -5,18 +5,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.node.engine.attention import ROWS
 from services.node.engine.base import Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, row
 
 LENGTH = 400
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 TOKENS = random.Random(7).choices(range(96), k=LENGTH)
 
 
@@ -37,6 +47,9 @@ def torch_threads(count: int) -> Iterator[None]:
         {"num_key_value_heads": 1, "hidden_size": 40, "intermediate_size": 100},
         {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 101},
         {"dtype": "bfloat16"},
+        {"model_type": "mistral", "sliding_window": 150},
+        QWEN3_MOE,
+        QWEN3_MOE | {"dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -172,3 +185,18 @@ def _expected(model: Model, logits: Logits) -> torch.Tensor:
     if id(model) not in _decoded:
         _decoded[id(model)] = decoded_alone(model, logits)
     return _decoded[id(model)]
+
+
+def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    product = torch.mm
+
+    def spy(x: torch.Tensor, *rest: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return product(x, *rest, **out)
+
+    path = Path(make_model(**QWEN3_MOE))
+    monkeypatch.setattr(torch, "mm", spy)
+    path.run([row("s", 0, TOKENS[:13], draw=0)])
+    assert len(rows) > 4 * 9
+    assert not any(n % ROWS for n in rows)

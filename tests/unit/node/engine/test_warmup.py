@@ -8,7 +8,7 @@ from services.node.engine.attention import pad_rows
 from services.node.engine.base import Draw
 from services.node.engine.llama import LayerStep
 from services.node.engine.sampling import Drawn, sample
-from services.node.engine.weights import LayerUnit
+from services.node.engine.weights import ExpertMlp, LayerUnit, Mlp
 from tests.unit.node.engine.models import MODEL, Model, make_model
 
 
@@ -36,6 +36,27 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     assert layers == [pad_rows(n * count) for n, count in warmup.BATCHES]
     assert heads == [1, 8, 64]
     assert len(pieces) == len(layers) + len(heads)
+
+
+def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(
+        model_type="qwen3_moe",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        mlp_only_layers=[1, 2],
+    )
+    run, warmed = LayerStep.run, list[type]()
+
+    def spy(step: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        run(step, layer, hidden, kv)
+        warmed.append(type(layer.mlp))
+
+    monkeypatch.setattr(LayerStep, "run", spy)
+    list(warmup.warm_up(model.engine(0, 0)._model(MODEL).llama))
+    batches = len(warmup.BATCHES)
+    assert sorted(warmed, key=str) == [ExpertMlp] * batches + [Mlp] * batches
 
 
 def test_on_a_cpu_there_is_nothing_to_warm(model: Model) -> None:

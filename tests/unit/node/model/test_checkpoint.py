@@ -78,7 +78,7 @@ def test_config_generations_agree(own: Path, tmp_path: Path) -> None:
 
 
 def test_reads_ranges_of_tensors(tiny: Path) -> None:
-    stored = open_checkpoint(tiny).stored[UP]
+    (stored,) = open_checkpoint(tiny).stored[UP]
     whole = load_file(tiny / WEIGHTS)[UP].numpy().tobytes()
     part = bytearray(100)
     with open_tensors([stored]) as reader:
@@ -87,7 +87,7 @@ def test_reads_ranges_of_tensors(tiny: Path) -> None:
 
 
 def test_file_that_shrinks_while_it_is_read(own: Path) -> None:
-    stored = open_checkpoint(own).stored[UP]
+    (stored,) = open_checkpoint(own).stored[UP]
     with open_tensors([stored]) as reader:
         (own / WEIGHTS).write_bytes(b"")
         with pytest.raises(CorruptCheckpoint, match="became shorter"):

@@ -1,0 +1,12 @@
+"""Qwen3: queries and keys are normed, head by head."""
+
+from services.node.model.families.family import Family
+from services.node.model.families.windows import upper_layers_if_used
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    window=upper_layers_if_used,
+)
