@@ -13,7 +13,7 @@ pages back first, so that of a prefix the end goes before the beginning.
 
 Placement: neighbours are read as one strided view (attention.py), so the next page of a sequence is
 the one after its last if that is free. Otherwise it is in the middle of the longest free run, far
-from the sequences on both sides, which grow too.
+from the sequences on both sides, which grow too; in a short run, at its beginning.
 """
 
 import math
@@ -109,7 +109,8 @@ class FreePages:
                 first = start
             else:
                 start, stop = max(self._stop_of.items(), key=lambda run: run[1] - run[0])
-                first = start + max(0, min((stop - start) // 2, stop - start - n))
+                middle = (stop - start) // 2 if stop - start > EVICTED_TOGETHER else 0
+                first = start + max(0, min(middle, stop - start - n))
             last = min(first + n, stop)
             self._cut(start, stop, first, last)
             taken.extend(range(first, last))
