@@ -155,9 +155,9 @@ def test_runs_are_of_neighbours() -> None:
 
 def test_a_prefix_is_read_where_it_was_written_and_continued_elsewhere() -> None:
     kv = cache(pages=8)
-    first = ran(kv, "first", pages(1, 2) + [7, 8, 9])
+    first = ran(kv, "first", [*pages(1, 2), 7, 8, 9])
     used = kv.used
-    second = ran(kv, "second", pages(1, 2) + [7, 8, 10])
+    second = ran(kv, "second", [*pages(1, 2), 7, 8, 10])
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]
     assert kv.used == used + PAGE
