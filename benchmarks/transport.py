@@ -25,8 +25,8 @@ from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 
 MIB = 1 << 20
-READ = MIB
-WINDOW = 8
+READ = 4 * MIB
+WINDOW = 4
 DIGEST = " + digests"
 PLAIN = "plain socket copy"
 UNPACED = ("tcp", "tcp" + DIGEST, "shm", "shm" + DIGEST)

@@ -54,9 +54,7 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
         "processor",
     )  # fmt: skip
     parser.add_argument("--mib", type=_count, default=64, help="size of the model (64)")
-    parser.add_argument(
-        "--blocks", type=_count, default=32, help="that the model is cut into (32)"
-    )
+    parser.add_argument("--blocks", type=_count, default=32, help="that the model is cut into (32)")
     parser.add_argument("--runs", type=_count, default=3, help="of each (3)")
     parser.add_argument(
         "--racks", type=_racks, default=(4, 4), metavar="N,N,..",

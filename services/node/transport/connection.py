@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from services.node.transport.base import Buffer
@@ -31,9 +32,8 @@ _SIOCOUTQNSD = 0x894B
 """linux/sockios.h: bytes that the kernel has and did not send yet."""
 _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
-AT_ONCE = 256 * 1024
-"""Bytes that are waited for together, if so many are to come: waking costs more than copying. At
-most half of what a receive buffer takes."""
+AT_ONCE = 1024 * 1024
+"""Bytes that are waited for together, if so many are to come: waking costs more than copying."""
 MANY = 64 * 1024
 """So many are not there yet when the first of them are: more than one packet."""
 USED_S = 5.0
@@ -43,6 +43,17 @@ IDLE_SLOWER = 8
 node has connections to many peers, and bytes on their way with few of them."""
 _TURN = 16
 """System calls in a row that did not have to wait, after which others get the loop."""
+
+
+def _limit(name: str) -> int:
+    """The kernel's; 0 where it does not say."""
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except OSError:
+        return 0
+
+
+_most = {socket.SO_RCVBUF: _limit("rmem_max"), socket.SO_SNDBUF: _limit("wmem_max")}
 
 
 class Sink(Protocol):
@@ -243,7 +254,7 @@ class Connection:
         """For a frame that the kernel is to take at once, as far as its limits let it."""
         if nbytes > self._room:
             self._room = nbytes
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+            set_buffer(self.sock, socket.SO_SNDBUF, nbytes)
         self._limit_unsent(2 * self._room)
 
     def _limit_unsent(self, nbytes: int) -> None:
@@ -286,9 +297,15 @@ class Connection:
 
     def _use(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._used_at > USED_S and not self.busy():
+        if now - self._used_at > USED_S:
             self._in_use_since = now
+            self._post(encode_prefix(Kind.HEARTBEAT))  # the peer waits for it from now on
         self._used_at = now
+
+    def _is_idle(self, now: float, after_s: float) -> bool:
+        if self.busy():
+            self._used_at = now
+        return now - self._used_at > after_s
 
     def check_silence(self, now: float, limit_s: float) -> None:
         """Closes the connection if we have been waiting for bytes for longer than `limit_s`, or
@@ -296,15 +313,14 @@ class Connection:
 
         To be called several times in that time: any byte counts, however many are waited for.
         """
+        idle = self._is_idle(now, USED_S)
         if self._silent_since is None:
             return
         silent_s = now - max(self._silent_since, self._in_use_since)
         if silent_s < limit_s / 2:
             return
         self._wake_at(1)
-        if self.busy():
-            self._used_at = now
-        elif now - self._used_at > USED_S:
+        if idle:
             limit_s *= IDLE_SLOWER
         if silent_s < limit_s:
             return
@@ -320,7 +336,7 @@ class Connection:
 
     def beat_after(self, now: float, interval_s: float) -> None:
         """A heartbeat, if nothing was sent for that long."""
-        if now - self._used_at > 2 * USED_S and not self.busy():  # the peer may be late to notice
+        if self._is_idle(now, 2 * USED_S):  # the peer may be late to notice
             interval_s *= IDLE_SLOWER
         if now - self._sent_at >= interval_s and not self._writing.locked() and not self._posted:
             self._post(encode_prefix(Kind.HEARTBEAT))
@@ -372,6 +388,13 @@ class Connection:
     def _on_writable(self) -> None:
         asyncio.get_running_loop().remove_writer(self.sock.fileno())
         _wake(self._writable)
+
+
+def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
+    """SO_RCVBUF or SO_SNDBUF, if the kernel allows so much: less would end its own sizing, which
+    goes further."""
+    if nbytes <= _most[option]:
+        sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
 async def readable(sock: socket.socket) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
-from services.node.transport.connection import Connection, readable
+from services.node.transport.connection import Connection, readable, set_buffer
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
@@ -39,8 +39,9 @@ from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, Tr
 SHALLOW = 64 * 1024
 """Receive buffer of a connection for reads on a paced link, so that a receiver that has enough to
 do holds its senders back."""
-DEEP = 1 << 20
-"""Receive buffer of one that is not paced: emptied at once, unless the processor is busy."""
+DEEP = 4 << 20
+"""Receive buffer of one that is not paced, where the kernel allows it (`net.core.rmem_max`); where
+it does not, its own choice is the larger."""
 SILENCE_S = 0.75
 """A peer that has said nothing for so long is lost."""
 BEATS_PER_SILENCE = 5
@@ -91,7 +92,7 @@ class TcpTransport:
         self._max_payload = max_payload
         self._regions = Regions()
         self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
-        self._receive_buffer = SHALLOW if link_bytes_per_s else DEEP
+        self._paced = link_bytes_per_s > 0
         self._instance = secrets.randbits(64)
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
@@ -289,7 +290,7 @@ class TcpTransport:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if purpose is Purpose.READS:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+            set_buffer(sock, socket.SO_RCVBUF, SHALLOW if self._paced else DEEP)
 
     # --- accepting -------------------------------------------------------------
 
