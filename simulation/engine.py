@@ -4,7 +4,8 @@ Times are rooflines, block by block: a run of layers over n positions reads its 
 computes n times, whichever takes longer; so does attention, with the keys and values of the
 sequences. Tokens are a hash of the request and the index, so that every path gives the same ones
 and whoever reads them can tell. What the torch engine refuses is refused here too: blocks that are
-not attached, sequences that do not go on where they ended, more KV than there is.
+not attached, sequences that do not go on where they ended, more KV than there is. No prompt begins
+like another: nothing is cached.
 """
 
 import mmap
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from services.node.activations import DTYPES
+from services.node.core.kv import whole_pages
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
 from services.node.model.packing import digest
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
@@ -62,10 +64,13 @@ class _Sequence:
     start: int
     stop: int
     limit: int
-    cost: int
-    """Positions of the KV budget; a stage without layers has none."""
+    layers: int
     length: int = 0
     live: bool = True
+
+    def kv(self, length: int) -> int:
+        """Positions of the KV budget that so many take; a stage without layers needs none."""
+        return whole_pages(length) if self.layers else 0
 
 
 @dataclass(slots=True)
@@ -99,7 +104,7 @@ class ModelledEngine:
 
     def __init__(self, hardware: Hardware, kv_tokens: int) -> None:
         self._hardware = hardware
-        self._kv_capacity = kv_tokens
+        self._kv_capacity = whole_pages(kv_tokens)
         self._kv_used = 0
         self._models: dict[ModelId, _Open] = {}
         self.sequences: dict[SequenceKey, _Sequence] = {}
@@ -160,11 +165,16 @@ class ModelledEngine:
                 continue
             sequence.live = False
             self.changes += 1
-            self._kv_used -= sequence.cost
+            self._kv_used -= sequence.kv(sequence.length)
             stages, stage = self._models[sequence.model_id].stages, (sequence.start, sequence.stop)
             stages[stage] -= 1
             if not stages[stage]:
                 del stages[stage]
+
+    def adopt(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        return 0
 
     @property
     def kv_used(self) -> int:
@@ -189,14 +199,14 @@ class ModelledEngine:
         for row in part.rows:
             sequence = self.sequences.get(row.sequence)
             if sequence is None and row.position == 0:
-                sequence = _Sequence(model_id, *stage, row.limit, row.limit if layers else 0)
-                cost += sequence.cost
+                sequence = _Sequence(model_id, *stage, row.limit, layers)
             self._check_row(row, sequence, model_id, stage)
             assert sequence is not None
+            cost += sequence.kv(row.position + row.count) - sequence.kv(row.position)
             found.append(sequence)
         if self._kv_used + cost > self._kv_capacity:
             raise CapacityExceeded(
-                f"new sequences need {cost} positions of KV cache, "
+                f"{cost} more positions of KV cache are needed, "
                 f"{self._kv_capacity - self._kv_used} of {self._kv_capacity} are free"
             )
         self._kv_used += cost

@@ -90,9 +90,7 @@ class Steps:
     ) -> None:
         self._node = node
         self._engine = engine
-        self._batcher = Batcher(
-            node, slots=slots, step_tokens=step_tokens, kv_capacity=engine.kv_capacity
-        )
+        self._batcher = Batcher(node, slots=slots, step_tokens=step_tokens, kv=engine)
         self._send = send
         self._emit = emit
         self._ran = ran
@@ -219,21 +217,19 @@ class Steps:
         )
 
     def _join(self, run: _Run, part: Part) -> None:
-        """Takes aboard what there is room for. What can't be run has failed."""
-        while part.rows:
+        """Takes the part aboard, less rows of sequences that had to make room. What can't be run
+        has failed."""
+        while (part := self._batcher.live(part)).rows:
             try:
                 with self._blamed():
                     run.parts[run.sweep.join(_stage_part(part))] = part
                 return
             except CapacityExceeded as error:
-                part, commands = self._batcher.no_room(part, _failure(error))
+                commands = self._batcher.no_room(part, _failure(error))
             except RowsRefused as error:
-                part, commands = self._batcher.refused(part, error.sequences, _failure(error.why))
+                commands = self._batcher.refused(part, error.sequences, _failure(error.why))
             except LambdaScaleError as error:
-                part, commands = (
-                    part.without(part.keys),
-                    self._batcher.failed(part, _failure(error)),
-                )
+                commands = self._batcher.failed(part, _failure(error))
             self._do(commands)
 
     def _tell(self, run: _Run, now: float) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.node.core.kv import whole_pages
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
@@ -82,7 +83,9 @@ class HashSweep:
         if not set(range(part.start, part.stop)) <= engine.attached.get(self._model_id, set()):
             raise NotFound(f"blocks {part.start}..{part.stop} are not all here")
         rider = _Rider(part, _values(part))
-        new = sum(row.limit for row in part.rows if row.position == 0)
+        new = sum(
+            whole_pages(row.position + row.count) - whole_pages(row.position) for row in part.rows
+        )
         if engine.kv_used + new > engine.kv_capacity:
             raise CapacityExceeded("no KV left")
         for row in part.rows:
@@ -171,7 +174,7 @@ def _values(part: StagePart) -> dict[SequenceKey, list[int]]:
 class HashEngine:
     def __init__(self, kv_capacity: int = 10_000, *, floor_s: float = 0.0) -> None:
         """`floor_s`: what a sweep through a whole model should take."""
-        self._kv_capacity = kv_capacity
+        self._kv_capacity = whole_pages(kv_capacity)
         self.floor_s = floor_s
         self.attached: dict[ModelId, set[int]] = {}
         self.n_blocks: dict[ModelId, int] = {}
@@ -217,9 +220,14 @@ class HashEngine:
                 self.sequences.pop(key, None)
             self._changed.notify_all()
 
+    def adopt(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        return 0
+
     @property
     def kv_used(self) -> int:
-        return sum(sequence.limit for sequence in self.sequences.values())
+        return sum(whole_pages(sequence.position) for sequence in self.sequences.values())
 
     @property
     def kv_capacity(self) -> int:

@@ -9,13 +9,19 @@ waits for more than the sweep before it. What arrives during a sweep may still j
 at a block ahead.
 
 Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
-which comes back through `ran`, `failed` or `no_room`. Events may come in between: rows of sequences
-that end meanwhile are ignored.
+which comes back through `ran` or `failed`, or is tried again after `no_room`. Events may come in
+between: rows of sequences that end meanwhile are ignored.
+
+When the KV cache has no page left, the sequence that began here last gives its pages back: a led
+one is preempted, a followed one fails at its leader, for want of capacity, and its gateway takes
+it elsewhere or brings it again after a pause (here it could only wait for what its leader does not
+see). Either loses nothing, and the one that began first always goes on: so all of them end.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.node.core.following import Follower
+from services.node.core.kv import Kv
 from services.node.core.leading import Leader
 from services.node.core.microbatches import (
     Command,
@@ -38,9 +44,9 @@ from shared.messages.serving import Cancel, Logprobs, Submit
 
 
 class Batcher:
-    def __init__(self, node: NodeId, *, slots: int, step_tokens: int, kv_capacity: int) -> None:
-        self._leader = Leader(node, slots=slots, kv_capacity=kv_capacity)
-        self._follower = Follower(node)
+    def __init__(self, node: NodeId, *, slots: int, step_tokens: int, kv: Kv) -> None:
+        self._leader = Leader(node, slots=slots, kv=kv)
+        self._follower = Follower(node, kv)
         self._step_tokens = step_tokens
         self._ticks = 0
         self._batches = 0
@@ -85,7 +91,7 @@ class Batcher:
         """What to run in a new sweep, of one model, the oldest first. Empty: nothing can run."""
         tick = self._tick()
         if self._leader.waiting:
-            self._leader.admit(self.kv_reserved, tick)
+            self._leader.admit(tick)
         oldest = sorted(self._runnable(), key=lambda found: found[0])
         parts: list[Part] = []
         room = self._step_tokens
@@ -133,17 +139,26 @@ class Batcher:
         """None of the part's rows could be run."""
         return self._fail(part, part.keys, why)
 
-    def refused(
-        self, part: Part, keys: Collection[SequenceKey], why: Failure
-    ) -> tuple[Part, list[Command]]:
+    def refused(self, part: Part, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
         """The engine can't serve these sequences of the part: they end, the rest may be run."""
-        return part.without(keys), self._fail(part, keys, why)
+        return self._fail(part, keys, why)
 
-    def no_room(self, part: Part, why: Failure) -> tuple[Part, list[Command]]:
-        """The engine can't take all the new sequences: the last one ends, the rest may be run."""
-        fresh = [row.sequence for row in part.rows if row.position == 0]
-        gone = fresh[-1:] or part.keys
-        return self.refused(part, gone, why)
+    def no_room(self, part: Part, why: Failure) -> list[Command]:
+        """The engine has no pages for the part: whoever began last gives its own back."""
+        led = [s for s in self._leader.running.values() if s.started]
+        followed = self._follower.sequences
+        if len(led) + len(followed) == 1:
+            return self.failed(part, why)
+        last = max(reversed(led), key=lambda s: s.admitted, default=None)
+        newest = max(reversed(followed), key=lambda key: followed[key].since, default=None)
+        if newest is None or (last and last.admitted > followed[newest].since):
+            assert last
+            return self._leader.preempt(last)
+        return self._follower.failed(followed[newest].path, [newest], why)
+
+    def live(self, part: Part) -> Part:
+        """The part less rows of sequences that are over, or were preempted."""
+        return part.without([key for key in part.keys if not self._alive(part, key)])
 
     # --- state --------------------------------------------------------------
 
@@ -154,12 +169,6 @@ class Batcher:
     @property
     def waiting(self) -> int:
         return len(self._leader.waiting)
-
-    @property
-    def kv_reserved(self) -> int:
-        """Positions that the sequences here may come to."""
-        led = sum(sequence.limit for sequence in self._leader.running.values())
-        return led + sum(followed.limit for followed in self._follower.sequences.values())
 
     def flights(self, path: Path) -> int:
         """Micro-batches of a led path that are out."""

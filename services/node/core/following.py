@@ -8,6 +8,7 @@ that comes after the end makes no KV; its leader is told, and ignores it if it k
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from services.node.core.kv import Kv
 from services.node.core.microbatches import (
     Command,
     Failed,
@@ -22,7 +23,7 @@ from services.node.core.microbatches import (
 )
 from services.node.core.recent import Recent
 from services.node.core.rows import Row, SequenceKey
-from shared.errors import ProtocolViolation
+from shared.errors import CapacityExceeded, ProtocolViolation
 from shared.ids import ModelId, NodeId
 
 
@@ -32,13 +33,16 @@ class Followed:
 
     path: Path
     limit: int
+    since: int
+    """When it began to run here, in the scheduler's ticks."""
     position: int = 0
     """Positions run here, or queued to be."""
 
 
 class Follower:
-    def __init__(self, node: NodeId) -> None:
+    def __init__(self, node: NodeId, kv: Kv) -> None:
         self._node = node
+        self._kv = kv
         self.sequences: dict[SequenceKey, Followed] = {}
         self.queue: list[tuple[int, Part]] = []
         """(tick of arrival, micro-batch), in order."""
@@ -50,18 +54,35 @@ class Follower:
             raise ProtocolViolation(
                 f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
             )
-        refused = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
-        part = Part.of(message, hidden).without(refused)
+        large = [row.sequence for row in message.rows if row.limit > self._kv.kv_capacity]
+        astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
+        part = Part.of(message, hidden).without({*large, *astray})
         for row in part.rows:
-            followed = self.sequences.setdefault(row.sequence, Followed(message.path, row.limit))
+            followed = self.sequences.setdefault(
+                row.sequence, Followed(message.path, row.limit, tick)
+            )
             followed.position += row.count
         if part.rows:
             self.queue.append((tick, part))
-        if not refused:
+        return self._refuse(
+            message.path,
+            large,
+            Failure(
+                CapacityExceeded.code,
+                f"node {self._node} has {self._kv.kv_capacity} positions of KV cache, fewer than "
+                f"the sequence may come to: raise node.kv_tokens",
+            ),
+        ) + self._refuse(
+            message.path,
+            [key for key in astray if key not in large],
+            Failure("not_found", f"node {self._node} does not have the sequence at that position"),
+        )
+
+    def _refuse(self, path: Path, keys: list[SequenceKey], why: Failure) -> list[Command]:
+        if not keys:
             return []
-        why = Failure("not_found", f"node {self._node} does not have the sequence at that position")
-        ours = [key for key in refused if self._path_of(key) in (None, message.path)]
-        return [*self.end(ours), _failed(message.path, refused, why)]
+        ours = [key for key in keys if self._path_of(key) in (None, path)]
+        return [*self.end(ours), _failed(path, keys, why)]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
         followed = self.sequences.get(row.sequence)

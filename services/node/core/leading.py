@@ -4,11 +4,16 @@ An attempt waits, runs, and ends exactly once: with its last token, with a failu
 (cancelled, or replaced by a newer attempt of its request). Whichever it is, its KV is freed here
 and on every other stage of its path at that moment; what is still in flight for it is ignored when
 it comes back.
+
+KV is not reserved: an attempt is admitted when the pages for its tokens, and a few for those that
+run already, are free. When pages run out later, attempts are preempted: their KV is freed
+everywhere, they go back to the head of the queue, and their tokens so far are prefilled anew.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 
+from services.node.core.kv import Kv
 from services.node.core.microbatches import (
     Command,
     Emit,
@@ -30,10 +35,10 @@ NO_TOKEN = Failure("protocol", "the last stage of the path returned no token whe
 
 
 class Leader:
-    def __init__(self, node: NodeId, *, slots: int, kv_capacity: int) -> None:
+    def __init__(self, node: NodeId, *, slots: int, kv: Kv) -> None:
         self._node = node
         self._slots = slots
-        self._kv_capacity = kv_capacity
+        self._kv = kv
         self.waiting: deque[Sequence] = deque()
         self.running: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[Path, Lane] = {}
@@ -63,10 +68,10 @@ class Leader:
         return commands
 
     def _check_room(self, submit: Submit) -> None:
-        if limit_of(submit) > self._kv_capacity:
+        if limit_of(submit) > self._kv.kv_capacity:
             raise CapacityExceeded(
                 f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
-                f"node {self._node} has {self._kv_capacity}: raise node.kv_tokens"
+                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_tokens"
             )
         taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
         if taken > 2 * self._slots - share_of(submit):
@@ -83,25 +88,42 @@ class Leader:
             None,
         )
 
-    def admit(self, kv_used: int, tick: int) -> None:
+    def admit(self, tick: int) -> None:
         """Waiting sequences start, in order, as slots and KV allow.
 
-        One takes as much of a slot as its first stage is of the model.
+        One takes as much of a slot as its first stage is of the model. What it begins with may be
+        cached. That is asked only of paths of one stage: the stages of others would all have to
+        have it, and such paths are short-lived.
         """
         taken = sum(sequence.share for sequence in self.running.values())
         while self.waiting:
             sequence = self.waiting[0]
             if taken + sequence.share > self._slots:
                 return
-            if kv_used + sequence.limit > self._kv_capacity:
+            if sequence.kv_soon > self._kv_room():
                 return
             self.waiting.popleft()
             taken += sequence.share
-            kv_used += sequence.limit
-            sequence.admitted = sequence.ready = tick
+            sequence.admitted = sequence.admitted or tick
+            sequence.ready = tick
+            if len(sequence.path.stages) == 1:
+                sequence.position = self._kv.adopt(
+                    sequence.submit.model_id, sequence.key, tuple(sequence.tokens), sequence.limit
+                )
             self.running[sequence.key] = sequence
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence
+
+    def _kv_room(self) -> int:
+        """Positions, less those that the running sequences here will take before long."""
+        free = self._kv.kv_capacity - self._kv.kv_used
+        return free - sum(max(0, s.kv_soon - s.kv_taken) for s in self.running.values())
+
+    def preempt(self, sequence: Sequence) -> list[Command]:
+        commands = self.end([sequence], None)
+        sequence.restart()
+        self.waiting.appendleft(sequence)
+        return commands
 
     def sampled(self, message: Sampled, tick: int) -> list[Command]:
         """A micro-batch is back: tokens go out, its sequences are ready again or over."""

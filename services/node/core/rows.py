@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from shared.messages.serving import LogitRules, Sampling
 
 SequenceKey = str
-"""Names a sequence on every stage of its path: `<request>#<attempt>`."""
+"""Names a sequence on every stage of its path: `<request>#<attempt>`, and `~<n>` after it was
+preempted n times: what is under way for it from before is told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,11 @@ class Row:
 
     sequence: SequenceKey
     position: int
-    """0 starts the sequence (its KV is made); later rows go on where the last one ended."""
+    """0 starts the sequence, unless it begins with cached KV; later rows go on where the last one
+    ended."""
     count: int
     limit: int
-    """Most positions the sequence will ever have; its KV is reserved for that many."""
+    """Most positions the sequence will ever have."""
     tokens: tuple[int, ...] = ()
     """`count` token ids where the batch starts at block 0, else empty."""
     draw: Draw | None = None

@@ -9,6 +9,7 @@ served (what is shared among them all is late for them all); decodes go by who h
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from services.node.core.kv import PAGE, whole_pages
 from services.node.core.microbatches import Finish, Part, Path
 from services.node.core.rows import Context, Draw, Row, SequenceKey
 from shared.ids import RequestId
@@ -43,9 +44,11 @@ class Sequence:
     limit: int
     """Positions that it can come to."""
     prompt: int
-    """Tokens that the attempt began with: the prompt, and what was generated before."""
+    """Tokens that it begins with: the prompt, and what was generated before."""
     admitted: int = 0
-    """When it began to run, in the scheduler's ticks."""
+    """When it first began to run, in the scheduler's ticks; 0: it has not."""
+    preempted: int = 0
+    """So many times."""
     ready: int = 0
     """When it last became ready."""
     position: int = 0
@@ -67,6 +70,15 @@ class Sequence:
             limit_of(submit),
             len(submit.tokens),
         )
+
+    @property
+    def kv_soon(self) -> int:
+        """Positions that it will have before long: those of its known tokens, and a page more."""
+        return whole_pages(min(self.limit, len(self.tokens) + PAGE))
+
+    @property
+    def kv_taken(self) -> int:
+        return whole_pages(self.position + self.in_flight)
 
     @property
     def started(self) -> bool:
@@ -103,6 +115,13 @@ class Sequence:
         self.position += self.in_flight
         self.flight, self.in_flight, self.ready = None, 0, tick
         return self.position == len(self.tokens)
+
+    def restart(self) -> None:
+        """All its KV is gone: it begins anew with the tokens so far, under another key."""
+        self.preempted += 1
+        self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.preempted}"
+        self.prompt, self.position = len(self.tokens), 0
+        self.flight, self.in_flight = None, 0
 
     def append(self, token: int) -> tuple[int, Finish]:
         """Takes the drawn token: (its index, how the request ended)."""

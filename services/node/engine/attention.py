@@ -12,7 +12,8 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
   multiple of 4 rows.
 - Softmax over a row and more columns of -inf: the same bits.
 - Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
-  of 16 and at most 192; else MKL sums in another order. Hence GRANULE (kv.py) and VALUE_TILE.
+  of 16 and at most 192; else MKL sums in another order. Hence VALUE_TILE, and whole pages.
+- The same bits wherever keys and values lie, and however keys are divided in whole pages.
 - All this for head_dim 8 to 256, multiples of 4. (With less, some products are so small that torch
   has another loop for them; with 10, and only 10, MKL sums the values in another order.)
 - fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
@@ -20,13 +21,14 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 - scaled_dot_product_attention fails all of this, and is slower than the three calls here for the
   few queries of a decode step.
 
-So a query reads the keys up to its own position, rounded up to whole granules and masked, and sums
+So a query reads the keys up to its own position, rounded up to whole pages and masked, and sums
 the values tile by tile. With a sliding window (Beltagy et al. 2020, section 3.1) it skips whole
 value tiles before the window, so that the rest are summed in the same tiles by every query, and
 masks what is left. Sequences are attended one by one: batching them would need a copy of
-their KV, or padding. Query heads that share a KV head are folded into the rows: KV is never
-repeated. On a CPU attention runs in fp32, bf16 models included: bf16 products of this size are
-several times slower there.
+their KV, or padding. Pages that are neighbours are read in place, as one strided view; only a tile
+of values that lies in several places is put together first. Query heads that share a KV head are
+folded into the rows: KV is never repeated. On a CPU attention runs in fp32, bf16 models included:
+bf16 products of this size are several times slower there.
 """
 
 from collections.abc import Iterable
@@ -34,7 +36,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.node.engine.kv import GRANULE, Sequence, round_up
+from services.node.core.kv import PAGE, whole_pages
+from services.node.engine.kv import Run, Sequence
 from services.node.engine.rope import rotations
 from services.node.model.config import ModelConfig
 
@@ -56,11 +59,12 @@ class _Tile:
     """Up to QUERY_TILE queries of one sequence. All views are into the step's buffers."""
 
     first: int
-    """First slot that is read."""
-    positions: int
-    """Keys and values read, in whole granules."""
-    mask: torch.Tensor
-    """Added to the scores; broadcasts to [kv heads, rows, positions]."""
+    """Position of the first key that is read."""
+    keys: tuple[tuple[Run, torch.Tensor], ...]
+    """Keys read, and the mask that is added to their scores; it broadcasts to [kv heads, rows,
+    keys]."""
+    values: tuple[tuple[Run, ...], ...]
+    """What each VALUE_TILE of the values consists of."""
     queries: torch.Tensor
     """[kv heads, rows, head_dim]; rows = padded(group x queries)."""
     queries_from: tuple[torch.Tensor, torch.Tensor] | None
@@ -99,17 +103,17 @@ class Attention:
         return max(query + 1 - window, 0) // VALUE_TILE * VALUE_TILE if window else 0
 
     def decode_mask(self, length: int, window: int) -> torch.Tensor:
-        """For positions from first_read to round_up(length): 0 for the last `window` up to
+        """For positions from first_read to whole_pages(length): 0 for the last `window` up to
         `length`, else -inf."""
         first = self.first_read(length - 1, window)
         mask = self._decode_masks[window]
-        start = len(mask) - GRANULE - (length - first)
-        return mask[start : start + round_up(length) - first]
+        start = len(mask) - PAGE - (length - first)
+        return mask[start : start + whole_pages(length) - first]
 
     def prefill_mask(self, first: int, count: int, window: int) -> torch.Tensor:
-        """[padded(group x count), first_read(first) to round_up(first + count)]: each query sees up
-        to itself, `window` positions if there is one."""
-        start, stop = self.first_read(first, window), round_up(first + count)
+        """[padded(group x count), first_read(first) to whole_pages(first + count)]: each query sees
+        up to itself, `window` positions if there is one."""
+        start, stop = self.first_read(first, window), whole_pages(first + count)
         keys = torch.arange(start, stop, device=self.device)
         queries = torch.arange(first, first + count, device=self.device)
         queries = queries.repeat_interleave(self.group)[:, None]
@@ -122,8 +126,8 @@ class Attention:
         return mask
 
     def _mask_of_last(self, window: int) -> torch.Tensor:
-        """Any decode mask is a slice of it: -inf for a value tile, 0, -inf for a granule."""
-        mask = torch.zeros(VALUE_TILE + window + GRANULE, dtype=self.dtype, device=self.device)
+        """Any decode mask is a slice of it: -inf for a value tile, 0, -inf for a page."""
+        mask = torch.zeros(VALUE_TILE + window + PAGE, dtype=self.dtype, device=self.device)
         mask[:VALUE_TILE] = -torch.inf
         mask[VALUE_TILE + window :] = -torch.inf
         return mask
@@ -151,8 +155,8 @@ class AttentionStep:
         positions: list[int] = []
         for sequence, first, count in spans:
             for window in a.windows:
-                self._plan(sequence.first, first, count, len(slots), window)
-            slots.extend(range(sequence.first + first, sequence.first + first + count))
+                self._plan(sequence, first, count, len(slots), window)
+            slots.extend(sequence.slots(first, count))
             positions.extend(range(first, first + count))
         self._slots = torch.tensor(slots, device=a.device)
         self.qk = self.qkv[:, : a.q_size + a.kv_size].view(n_padded, -1, a.head_dim)
@@ -167,45 +171,78 @@ class AttentionStep:
         """
         self._rotate()
         kv.view(kv.shape[0], -1).index_copy_(0, self._slots, self._new_kv)
-        a = self._attention
-        n, dim, slot, base = a.n_kv_heads, a.head_dim, 2 * a.kv_size, kv.storage_offset()
         for tile in self._tiles[window]:
-            start, read = base + tile.first * slot, tile.positions
-            keys = kv.as_strided((n, dim, read), (dim, 1, slot), start)
-            values = kv.as_strided((n, read, dim), (dim, slot, 1), start + a.kv_size)
             if tile.queries_from:
                 tile.queries_from[0].copy_(tile.queries_from[1])
-            scores = torch.baddbmm(tile.mask, tile.queries, keys, alpha=a.scale)
-            _weighted_sum(torch.softmax(scores, -1), values, tile.out)
+            weights = torch.softmax(self._scores(tile, kv), -1)
+            self._weighted_sum(weights, tile, kv)
             if tile.out_to:
                 tile.out_to[0].copy_(tile.out_to[1])
 
-    def _plan(self, slot: int, first: int, count: int, row: int, window: int) -> None:
+    def _scores(self, tile: _Tile, kv: torch.Tensor) -> torch.Tensor:
+        a = self._attention
+        n, dim, slot, base = a.n_kv_heads, a.head_dim, 2 * a.kv_size, kv.storage_offset()
+        scores = [
+            torch.baddbmm(
+                mask,
+                tile.queries,
+                kv.as_strided(
+                    (n, dim, run.stop - run.first), (dim, 1, slot), base + run.slot * slot
+                ),
+                alpha=a.scale,
+            )
+            for run, mask in tile.keys
+        ]
+        return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+
+    def _weighted_sum(self, weights: torch.Tensor, tile: _Tile, kv: torch.Tensor) -> None:
+        """tile.out = weights @ values, VALUE_TILE positions at a time, in order."""
+        a = self._attention
+        n, dim, slot = a.n_kv_heads, a.head_dim, 2 * a.kv_size
+        base = kv.storage_offset() + a.kv_size
+        for runs in tile.values:
+            pieces = [
+                kv.as_strided(
+                    (n, run.stop - run.first, dim), (dim, slot, 1), base + run.slot * slot
+                )
+                for run in runs
+            ]
+            values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+            first, stop = runs[0].first - tile.first, runs[-1].stop - tile.first
+            if first == 0:
+                torch.bmm(weights[:, :, :stop], values, out=tile.out)
+            else:
+                tile.out.baddbmm_(weights[:, :, first:stop], values)
+
+    def _plan(self, sequence: Sequence, first: int, count: int, row: int, window: int) -> None:
         for done in range(0, count, QUERY_TILE):
             n = min(QUERY_TILE, count - done)
-            self._tiles[window].append(self._tile(slot, first + done, n, row + done, window))
+            tile = self._tile(sequence, first + done, n, row + done, window)
+            self._tiles[window].append(tile)
 
-    def _tile(self, slot: int, first: int, count: int, row: int, window: int) -> _Tile:
+    def _tile(self, sequence: Sequence, first: int, count: int, row: int, window: int) -> _Tile:
         a = self._attention
         rows, span = a.group * count, slice(row, row + count)
         by_head = (count, a.n_kv_heads, a.group, a.head_dim)
         source = self.qkv[span, : a.q_size].view(by_head).transpose(0, 1)
         target = self.attended[span].view(by_head).transpose(0, 1)
         start = a.first_read(first, window)
-        slot, read = slot + start, round_up(first + count) - start
         if count == 1:
             mask = a.decode_mask(first + 1, window)
-            if rows == pad_rows(rows):
-                return _Tile(slot, read, mask, source[:, 0], None, target[:, 0], None)
         else:
             mask = a.prefill_mask(first, count, window)
+        runs = _from(start, sequence.runs(whole_pages(first + count)))
+        keys = tuple((run, mask[..., run.first - start : run.stop - start]) for run in runs)
+        values = _in_tiles(runs)
+        if count == 1 and rows == pad_rows(rows):
+            return _Tile(start, keys, values, source[:, 0], None, target[:, 0], None)
         shape = (a.n_kv_heads, pad_rows(rows), a.head_dim)
         queries, out = self.qkv.new_zeros(shape), self.qkv.new_empty(shape)
         folded = (a.n_kv_heads, count, a.group, a.head_dim)
         return _Tile(
-            slot,
-            read,
-            mask,
+            start,
+            keys,
+            values,
             queries,
             (queries[:, :rows].view(folded), source),
             out,
@@ -230,13 +267,27 @@ class AttentionStep:
         self._qk.mul_(self._cos).add_(self._turned)
 
 
-def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
-    """out = weights @ values, VALUE_TILE positions at a time, in order."""
-    read = weights.shape[2]
-    if read <= VALUE_TILE:
-        torch.bmm(weights, values, out=out)
-        return
-    torch.bmm(weights[:, :, :VALUE_TILE], values[:, :VALUE_TILE], out=out)
-    for start in range(VALUE_TILE, read, VALUE_TILE):
+def _from(start: int, runs: list[Run]) -> list[Run]:
+    """What of the runs is not before the position `start`."""
+    return [
+        Run(run.slot + max(start - run.first, 0), max(start, run.first), run.stop)
+        for run in runs
+        if run.stop > start
+    ]
+
+
+def _in_tiles(runs: list[Run]) -> tuple[tuple[Run, ...], ...]:
+    """The runs cut where a VALUE_TILE ends: those of each tile."""
+    tiles: list[tuple[Run, ...]] = []
+    for start in range(runs[0].first, runs[-1].stop, VALUE_TILE):
         stop = start + VALUE_TILE
-        out.baddbmm_(weights[:, :, start:stop], values[:, start:stop])
+        tiles.append(
+            tuple(
+                Run(
+                    run.slot + max(start - run.first, 0), max(start, run.first), min(stop, run.stop)
+                )
+                for run in runs
+                if run.first < stop and start < run.stop
+            )
+        )
+    return tuple(tiles)

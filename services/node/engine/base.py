@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from services.node.core.kv import Kv
 from services.node.core.rows import Context, Draw, Row, SequenceKey
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
@@ -83,7 +84,7 @@ class Sweep(Protocol):
 
     def join(self, part: StagePart) -> int:
         """The part's number in this sweep. NotFound if a block is not held or a sequence not known;
-        CapacityExceeded if the KV budget can't take a new sequence; BadInput or Conflict if rows or
+        CapacityExceeded if there are not enough pages of KV; BadInput or Conflict if rows or
         hidden states do not fit; RowsRefused if some rows' rules can't be followed here. An error
         changes nothing, for this part or others."""
 
@@ -93,7 +94,7 @@ class Sweep(Protocol):
         in it can only be freed."""
 
 
-class Engine(Protocol):
+class Engine(Kv, Protocol):
     """Not thread-safe: everything is called on the engine thread."""
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
@@ -119,11 +120,4 @@ class Engine(Protocol):
         """A sweep without parts. One that is given up is just dropped."""
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
-        """Forgets sequences and their KV; unknown ones are ignored."""
-
-    @property
-    def kv_used(self) -> int:
-        """Reserved token positions (summed over sequences)."""
-
-    @property
-    def kv_capacity(self) -> int: ...
+        """Forgets sequences and gives their pages back; unknown ones are ignored."""

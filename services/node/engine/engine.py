@@ -83,6 +83,16 @@ class TorchEngine:
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
 
+    def adopt(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        blocks = (0, self._model(model_id).manifest.n_blocks)
+        layers = self._model(model_id).layers(*blocks)
+        found = self._kv.adopt(self._kv.start(model_id, blocks, layers, key, limit), tokens)
+        if not found:
+            self._kv.free((key,))
+        return found
+
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         self._kv.free(sequences)
         for model in self._models.values():

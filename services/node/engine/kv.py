@@ -1,35 +1,55 @@
-"""The KV cache: every sequence has a run of slots, the same ones in all layers it uses.
+"""The KV cache: pages of PAGE positions, taken as a sequence grows.
 
-A slot holds keys and values of one position. A sequence's slots are one contiguous run, reserved
-for its limit when it starts: attention reads keys and values as plain strided views, and nothing
-runs out midway. Runs are taken first-fit; when the free slots suffice but not in one piece, the
-sequences are moved together. So only the budget can refuse a sequence.
+A page is the same one in all layers that its sequence uses, and attention reads whole pages. They
+come from one budget for all models (paged attention: Kwon et al., SOSP 2023, section 4), and
+nothing is reserved: a sequence that finds no page has to wait until others were freed.
+
+Sharing: a full page whose tokens are known is kept under a digest of all tokens up to its end,
+chained page by page (as vLLM's prefix caching does), and read by every sequence that begins with
+the same tokens. What is shared is never written: sequences write behind their own last page only,
+and where they part from what is cached they take a page of their own. When its last reader has
+ended, a page stays until its memory is wanted, least recently used first; a sequence gives its last
+pages back first, so that of a prefix the end goes before the beginning.
+
+Placement: neighbours are read as one strided view (attention.py), so the next page of a sequence is
+the one after its last if that is free. Otherwise it is in the middle of the longest free run, far
+from the sequences on both sides, which grow too; in a short run, at its beginning.
 """
 
 import math
-from bisect import insort
-from dataclasses import dataclass
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 
+from services.node.core.kv import PAGE, pages_of
 from services.node.engine.base import SequenceKey
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
-GRANULE = 16
-"""Attention reads whole granules (see attention.py), so runs begin and end on them."""
-ROUNDING_SLOTS = 256 * GRANULE
-"""Slots beyond the budget, so that rounding up of limits (in 256 sequences) costs no budget."""
+EVICTED_TOGETHER = 16
+"""Pages: those of one ended sequence are neighbours, and whoever takes them stays in one piece."""
 
 
-def round_up(positions: int) -> int:
-    return -(-positions // GRANULE) * GRANULE
+class Run(NamedTuple):
+    """Positions first <= position < stop lie side by side from `slot` on."""
+
+    slot: int
+    first: int
+    stop: int
+
+
+Prefix = tuple[ModelId, bytes]
+"""A model, and the digest of all tokens up to the end of a page."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stage's part of a sequence. Without layers it has no slots and costs nothing."""
+    """One stage's part of a sequence. Without layers it has no pages and costs nothing."""
 
     key: SequenceKey
     model_id: ModelId
@@ -37,47 +57,108 @@ class Sequence:
     """(start, stop) of the stage that began it."""
     layers: range
     limit: int
-    first: int
-    """First slot."""
+    """Most positions that it may come to."""
+    pages: list[int] = field(default_factory=list)
     length: int = 0
-    """Positions in the cache."""
+    """Positions in the cache, or about to be written."""
     live: bool = True
     """False once it was freed."""
+    known: int = 0
+    """Its first pages, whose tokens are known."""
+    digest: bytes = b""
+    """Of those tokens."""
+    tail: list[int] = field(default_factory=list)
+    """Known tokens after those."""
 
-    @property
-    def slots(self) -> int:
-        return round_up(self.limit) if self.layers else 0
+    def slots(self, first: int, count: int) -> list[int]:
+        return [self.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, first + count)]
 
-    @property
-    def cost(self) -> int:
-        return self.limit if self.layers else 0
+    def runs(self, positions: int) -> list[Run]:
+        """Of its first `positions`, which are whole pages."""
+        found: list[Run] = []
+        for index in range(positions // PAGE):
+            slot, first = self.pages[index] * PAGE, index * PAGE
+            if found and found[-1].slot - found[-1].first == slot - first:
+                found[-1] = found[-1]._replace(stop=first + PAGE)
+            else:
+                found.append(Run(slot, first, first + PAGE))
+        return found
 
 
-class Reservation(NamedTuple):
-    key: SequenceKey
-    limit: int
+class FreePages:
+    """Free pages as runs of neighbours."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._stop_of = {0: count}
+        self._start_of = {count: 0}
+
+    def add(self, page: int) -> None:
+        self.count += 1
+        start, stop = self._start_of.pop(page, page), self._stop_of.pop(page + 1, page + 1)
+        self._stop_of[start], self._start_of[stop] = stop, start
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """`count` pages, of which there are so many; best those that follow page `after`."""
+        taken: list[int] = []
+        while len(taken) < count:
+            n = count - len(taken)
+            start = -1 if after is None else after + 1
+            if start in self._stop_of:
+                stop = self._stop_of[start]
+                first = start
+            else:
+                start, stop = max(self._stop_of.items(), key=lambda run: run[1] - run[0])
+                middle = (stop - start) // 2 if stop - start > EVICTED_TOGETHER else 0
+                first = start + max(0, min(middle, stop - start - n))
+            last = min(first + n, stop)
+            self._cut(start, stop, first, last)
+            taken.extend(range(first, last))
+            after = taken[-1]
+        return taken
+
+    def _cut(self, start: int, stop: int, first: int, last: int) -> None:
+        """Takes first <= page < last out of the run start <= page < stop."""
+        self.count -= last - first
+        del self._stop_of[start], self._start_of[stop]
+        for left, right in ((start, first), (last, stop)):
+            if left < right:
+                self._stop_of[left], self._start_of[right] = right, left
 
 
 class KvCache:
-    """Budget: `capacity` positions over all sequences of all models."""
+    """Budget: `capacity` positions (rounded up to whole pages) over all sequences of all models."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
-        self.used = 0
+        self.capacity = pages_of(capacity) * PAGE
         self.changes = 0
-        """Grows when sequences end or are moved: what was planned over their slots is outdated."""
+        """Grows when sequences end: what was planned for them is outdated."""
         self._device = device
-        self._n_slots = round_up(capacity) + ROUNDING_SLOTS
         self._tensors: dict[ModelId, torch.Tensor] = {}
         self._sequences: dict[SequenceKey, Sequence] = {}
-        self._by_slot: list[Sequence] = []
-        """Those with slots, in the order of their slots."""
+        self._free = FreePages(pages_of(capacity))
+        self._readers = [0] * pages_of(capacity)
+        """Sequences that have the page."""
+        self._prefix_of: dict[int, Prefix] = {}
+        self._page_of: dict[Prefix, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Pages of prefixes that no sequence has; the least recently used first."""
+
+    @property
+    def available(self) -> int:
+        """Pages that sequences may take."""
+        return self._free.count + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Positions of pages that sequences have."""
+        return self.capacity - self.available * PAGE
 
     def open_model(
         self, model_id: ModelId, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         """Memory for the model's keys and values; on a CPU only what is used becomes resident."""
-        shape = (n_layers, self._n_slots, 2, n_kv_heads, head_dim)
+        shape = (n_layers, self.capacity, 2, n_kv_heads, head_dim)
         try:
             self._tensors[model_id] = torch.empty(shape, dtype=dtype, device=self._device)
         except RuntimeError as error:
@@ -87,54 +168,85 @@ class KvCache:
             ) from error
 
     def close_model(self, model_id: ModelId) -> None:
-        keys = [s.key for s in self._sequences.values() if s.model_id == model_id]
-        self.free(tuple(keys))
+        self.free(tuple(s.key for s in self._sequences.values() if s.model_id == model_id))
+        for page in [page for page in self._idle if self._prefix_of[page][0] == model_id]:
+            self._evict(page)
         self._tensors.pop(model_id, None)
 
     def tensor(self, model_id: ModelId) -> torch.Tensor:
-        """[layers, slots, 2, kv heads, head_dim]; index 2 is 0 for keys, 1 for values."""
+        """[layers, slots, 2, kv heads, head_dim]; index 2 is 0 for keys, 1 for values. Page i is
+        slots i * PAGE and on."""
         return self._tensors[model_id]
 
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)
 
-    def reserve(
+    def start(
         self,
         model_id: ModelId,
         blocks: tuple[int, int],
         layers: range,
-        wanted: list[Reservation],
-    ) -> None:
-        """Makes new sequences, all or none. CapacityExceeded if the budget can't take them."""
-        cost = sum(limit for _, limit in wanted) if layers else 0
-        if self.used + cost > self.capacity:
+        key: SequenceKey,
+        limit: int,
+    ) -> Sequence:
+        """A new sequence, without pages yet."""
+        if model_id not in self._tensors:
+            raise NotFound(f"model {model_id} has no KV cache: open it first")
+        sequence = self._sequences[key] = Sequence(key, model_id, blocks, layers, limit)
+        return sequence
+
+    def adopt(self, sequence: Sequence, tokens: tuple[int, ...]) -> int:
+        """Gives a sequence that has just started the cached pages of `tokens`, but for those that
+        the last token is in: the number of its positions."""
+        for start in range(0, len(tokens) - PAGE, PAGE):
+            digest = _chained(sequence.digest, tokens[start : start + PAGE])
+            page = self._page_of.get((sequence.model_id, digest))
+            if page is None:
+                break
+            self._readers[page] += 1
+            self._idle.pop(page, None)
+            sequence.pages.append(page)
+            sequence.known, sequence.digest = sequence.known + 1, digest
+            sequence.length += PAGE
+        return sequence.length
+
+    def require(self, pages: int) -> None:
+        """CapacityExceeded if there are not so many."""
+        if pages > self.available:
             raise CapacityExceeded(
-                f"{len(wanted)} new sequences need {cost} positions of KV cache, "
-                f"{self.capacity - self.used} of {self.capacity} are free: wait for running "
-                f"sequences to end, or raise node.kv_tokens"
+                f"{pages * PAGE} more positions of KV cache are needed, {self.available * PAGE} "
+                f"of {self.capacity} are free: wait for running sequences to end, or raise "
+                f"node.kv_tokens"
             )
-        made: list[SequenceKey] = []
-        try:
-            for key, limit in wanted:
-                self._add(Sequence(key, model_id, blocks, layers, limit, first=0))
-                made.append(key)
-        except CapacityExceeded:
-            self.free(tuple(made))
-            raise
 
     def extend(self, sequence: Sequence, count: int) -> None:
         """Makes room for `count` more positions, to be written before the next attention.
+        CapacityExceeded changes nothing.
 
-        The granule they end in is read whole: what is left in it by an earlier sequence is erased,
+        The page they end in is read whole: what is left in it by an earlier sequence is erased,
         since masking makes a foreign value weigh nothing only if it is finite.
         """
         end = sequence.length + count
-        if sequence.layers and round_up(end) > round_up(sequence.length):
-            tensor = self._tensors[sequence.model_id]
+        new = pages_of(end) - len(sequence.pages)
+        if sequence.layers and new > 0:
+            sequence.pages += self._take(new, sequence.pages[-1] if sequence.pages else None)
             layers = slice(sequence.layers.start, sequence.layers.stop)
-            last = sequence.first + round_up(end)
-            tensor[layers, last - GRANULE : last].zero_()
+            last = sequence.pages[-1] * PAGE
+            self._tensors[sequence.model_id][layers, last : last + PAGE].zero_()
         sequence.length = end
+
+    def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+        """The next positions of a sequence with all layers of its model are written, with these
+        tokens: pages that they fill can be shared from now on. Of sequences that computed the
+        same, one has the page that is shared."""
+        sequence.tail += tokens
+        while len(sequence.tail) >= PAGE:
+            sequence.digest = _chained(sequence.digest, sequence.tail[:PAGE])
+            del sequence.tail[:PAGE]
+            page, prefix = sequence.pages[sequence.known], (sequence.model_id, sequence.digest)
+            sequence.known += 1
+            if prefix not in self._page_of:
+                self._page_of[prefix], self._prefix_of[page] = page, prefix
 
     def free(self, keys: tuple[SequenceKey, ...]) -> None:
         for key in keys:
@@ -142,47 +254,35 @@ class KvCache:
             if sequence is not None:
                 sequence.live = False
                 self.changes += 1
-                self.used -= sequence.cost
-                if sequence.slots:
-                    self._by_slot.remove(sequence)
+                for page in reversed(sequence.pages):
+                    self._give_back(page)
 
-    def _add(self, sequence: Sequence) -> None:
-        if sequence.model_id not in self._tensors:
-            raise NotFound(f"model {sequence.model_id} has no KV cache: open it first")
-        if sequence.slots:
-            sequence.first = self._place(sequence.slots)
-            insort(self._by_slot, sequence, key=lambda s: s.first)
-        self._sequences[sequence.key] = sequence
-        self.used += sequence.cost
+    def _take(self, count: int, after: int | None) -> list[int]:
+        self.require(count)
+        if count > self._free.count:
+            wanted = max(count - self._free.count, EVICTED_TOGETHER)
+            for _ in range(min(wanted, len(self._idle))):
+                self._evict(next(iter(self._idle)))
+        pages = self._free.take(count, after)
+        for page in pages:
+            self._readers[page] = 1
+        return pages
 
-    def _place(self, slots: int) -> int:
-        """First slot of a free run of `slots`."""
-        end = 0
-        for sequence in self._by_slot:
-            if sequence.first - end >= slots:
-                return end
-            end = sequence.first + sequence.slots
-        if self._n_slots - end < slots:
-            end = self._compact()
-        if self._n_slots - end < slots:
-            raise CapacityExceeded(
-                f"no {slots} free slots of KV cache for a sequence; "
-                f"{len(self._by_slot)} sequences run: wait for some to end"
-            )
-        return end
+    def _give_back(self, page: int) -> None:
+        self._readers[page] -= 1
+        if self._readers[page]:
+            return
+        if page in self._prefix_of:
+            self._idle[page] = None
+        else:
+            self._free.add(page)
 
-    def _compact(self) -> int:
-        """Moves all sequences to the front, in order; the first free slot after them."""
-        self.changes += 1
-        end = 0
-        for sequence in self._by_slot:
-            if sequence.first != end:
-                layers = slice(sequence.layers.start, sequence.layers.stop)
-                cached = self._tensors[sequence.model_id][layers]
-                length = round_up(sequence.length)
-                # The two runs may overlap.
-                kept = cached[:, sequence.first : sequence.first + length].clone()
-                cached[:, end : end + length] = kept
-                sequence.first = end
-            end += sequence.slots
-        return end
+    def _evict(self, page: int) -> None:
+        del self._idle[page], self._page_of[self._prefix_of.pop(page)]
+        self._free.add(page)
+
+
+def _chained(digest: bytes, tokens: Iterable[int]) -> bytes:
+    """Of all tokens up to the end of a page, from that of the page before. A cryptographic hash:
+    nobody can make a prompt that finds the KV of another."""
+    return blake2b(digest + array("I", tokens).tobytes(), digest_size=16).digest()

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.node.core.kv import pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
-from services.node.engine.kv import KvCache, Reservation, Sequence
+from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.llama import LayerStep, Llama
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample
@@ -98,7 +99,9 @@ class TorchSweep:
         self._changes = kv.changes
         # Of the rows aboard, packed one after the other:
         self._hidden = torch.empty(0)
+        self._packed = False
         self._step: LayerStep | None = None
+        """Planned when they come to a layer."""
 
     @property
     def at(self) -> int:
@@ -134,7 +137,7 @@ class TorchSweep:
             if boarding:
                 self._waiting = [r for r in self._waiting if r.start != self._at]
                 self._aboard += boarding
-                self._step = None
+                self._packed = False
             if self._aboard:
                 model = self._find(self._model_id)
                 self._run(model)
@@ -146,18 +149,20 @@ class TorchSweep:
     # --- a block ------------------------------------------------------------
 
     def _run(self, model: Model) -> None:
-        if self._step is None:
-            self._step = self._pack(model.llama)
+        if not self._packed:
+            self._pack(model.llama)
         kv = self._kv.tensor(self._model_id)
         layer = model.layers(self._at, self._at + 1).start
         for unit in model.blocks[self._at]:
             if isinstance(unit, LayerUnit):
+                if self._step is None:
+                    self._step = LayerStep(model.llama, self._spans(), len(self._hidden))
                 self._step.run(unit, self._hidden, kv[layer])
                 layer += 1
             elif isinstance(unit, HeadUnit):
                 self._sample(model, unit)
 
-    def _pack(self, llama: Llama) -> LayerStep:
+    def _pack(self, llama: Llama) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
         n = sum(counts)
@@ -167,13 +172,14 @@ class TorchSweep:
         hidden[n:] = 0
         for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
             rider.hidden = own
-        self._hidden = hidden
-        spans: list[Span] = [
+        self._hidden, self._packed, self._step = hidden, True, None
+
+    def _spans(self) -> list[Span]:
+        return [
             (sequence, row.position, row.count)
             for rider in self._aboard
             for sequence, row in zip(rider.sequences, rider.rows, strict=True)
         ]
-        return LayerStep(llama, spans, n_padded)
 
     def _sample(self, model: Model, unit: HeadUnit) -> None:
         """All aboard get off after the head: it is the last unit."""
@@ -187,27 +193,33 @@ class TorchSweep:
         if leaving:
             self._waiting = [rider for rider in self._waiting if not leaves(rider)]
             self._aboard = [rider for rider in self._aboard if not leaves(rider)]
-            self._step = None
+            self._packed = False
+        for rider in leaving:
+            if rider.start == 0 and rider.ends:
+                for sequence, row in zip(rider.sequences, rider.rows, strict=True):
+                    self._kv.keep(sequence, row.tokens)
         return {rider.number: rider.result for rider in leaving}
 
     def _drop_freed(self) -> None:
         for rider in (*self._waiting, *self._aboard):
             rider.drop_freed()
         self._changes = self._kv.changes
-        self._step = None
+        self._packed = False
 
     # --- joining ------------------------------------------------------------
 
     def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
-        """Reserves KV for sequences that start here, and room in it for every row."""
-        new = [Reservation(row.sequence, row.limit) for row in part.rows if row.position == 0]
-        if new:
-            layers = model.layers(part.start, part.stop)
-            self._kv.reserve(self._model_id, (part.start, part.stop), layers, new)
+        """Starts the sequences that start here, and takes pages for every row."""
+        layers = model.layers(part.start, part.stop)
+        if layers:
+            ends = {row.sequence: row.position + row.count for row in part.rows}
+            had = [s.length for key in ends if (s := self._kv.find(key))]
+            self._kv.require(sum(map(pages_of, ends.values())) - sum(map(pages_of, had)))
         sequences: list[Sequence] = []
         for row in part.rows:
-            sequence = self._kv.find(row.sequence)
-            assert sequence is not None
+            sequence = self._kv.find(row.sequence) or self._kv.start(
+                self._model_id, (part.start, part.stop), layers, row.sequence, row.limit
+            )
             self._kv.extend(sequence, row.count)
             sequences.append(sequence)
         return sequences

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
+from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import Draw, SequenceKey
-from services.node.engine.kv import Sequence, round_up
+from services.node.engine.kv import Sequence
 from services.node.engine.llama import LayerStep, Llama
 from services.node.engine.sampling import sample
 from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
@@ -51,12 +52,19 @@ def _without_weights(llama: Llama, unit: int) -> Unit:
 
 @torch.inference_mode()
 def _run_layer(llama: Llama, layer: LayerUnit, sequences: int, positions: int) -> None:
-    attention, slots = llama.attention, round_up(positions)
-    shape = (sequences * slots, 2, attention.n_kv_heads, attention.head_dim)
+    attention, pages = llama.attention, pages_of(positions)
+    shape = (sequences * pages * PAGE, 2, attention.n_kv_heads, attention.head_dim)
     kv = torch.zeros(shape, dtype=attention.dtype, device=llama.device)
     spans: list[Span] = [
         (
-            Sequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, first=i * slots),
+            Sequence(
+                SequenceKey(""),
+                ModelId(""),
+                (0, 1),
+                range(1),
+                positions,
+                pages=list(range(i * pages, (i + 1) * pages)),
+            ),
             0,
             positions,
         )

@@ -1,5 +1,7 @@
 """The scheduler by example; its invariants are in tests/property/test_batching.py."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from services.node.core.batching import Batcher
@@ -29,9 +31,22 @@ FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 FROM_D = Path(MODEL, stages(("d", 0, 2), ("a", 2, BLOCKS)))
 
 
-def batcher(node: str = "a", *, slots: int = 8, step_tokens: int = 4, kv: int = 1000) -> Batcher:
+@dataclass
+class FakeKv:
+    kv_capacity: int = 1000
+    kv_used: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
+    """Positions that sequences begin with, by their keys."""
+
+    def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+        return self.cached.get(key, 0)
+
+
+def batcher(
+    node: str = "a", *, slots: int = 8, step_tokens: int = 4, kv: FakeKv | None = None
+) -> Batcher:
     return Batcher(
-        stages((node, 0, 1))[0].node, slots=slots, step_tokens=step_tokens, kv_capacity=kv
+        stages((node, 0, 1))[0].node, slots=slots, step_tokens=step_tokens, kv=kv or FakeKv()
     )
 
 
@@ -205,18 +220,156 @@ def test_a_missing_token_fails_the_attempt() -> None:
 
 
 def test_sequences_that_do_not_fit_the_kv_wait_in_order() -> None:
-    core = batcher(kv=20)
-    big = submit("big", WHOLE, prompt=(1,), max_tokens=15)
-    queue(core, big, submit("more", WHOLE, prompt=(1,), max_tokens=10), one("small", WHOLE))
-    assert rows(take(core)) == [("big#1", 0, 1)]
+    """Each will soon have the pages of its prompt and one more."""
+    kv = FakeKv(kv_capacity=96)
+    core = batcher(kv=kv, step_tokens=100)
+    big = submit("big", WHOLE, prompt=(1,) * 30, max_tokens=60)
+    queue(core, big, submit("more", WHOLE, prompt=(1,) * 40, max_tokens=40), one("small", WHOLE))
+    assert rows(take(core)) == [("big#1", 0, 30)]
+    kv.kv_used = 32
+    assert not core.take()
     assert core.waiting == 2
     core.cancel(_cancel_of(big))
+    kv.kv_used = 0
     assert [row[0] for row in rows(take(core))] == ["more#1", "small#1"]
+
+
+def test_a_sequence_is_admitted_for_its_tokens_and_not_for_its_limit() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=96), slots=3)
+    queue(core, *(submit(f"r{i}", WHOLE, prompt=(1,), max_tokens=90) for i in range(3)))
+    assert len(rows(take(core))) == 3
 
 
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
-        queue(batcher(kv=20), submit("r", WHOLE, max_tokens=50))
+        queue(batcher(kv=FakeKv(kv_capacity=32)), submit("r", WHOLE, max_tokens=50))
+
+
+def test_a_cached_prefix_is_not_run_again() -> None:
+    core = batcher(kv=FakeKv(cached={"r#1": 16}), step_tokens=8)
+    queue(core, one("r", WHOLE, 20))
+    assert rows(take(core)) == [("r#1", 16, 4)]
+    assert core.cancel(_cancel_of(one("r", WHOLE, 20))) == [Release(("r#1",))]
+
+
+def test_a_path_of_several_stages_runs_the_whole_prompt() -> None:
+    core = batcher(kv=FakeKv(cached={"r#1": 16}), step_tokens=8)
+    queue(core, one("r", TWO, 20))
+    assert rows(take(core)) == [("r#1", 0, 8)]
+
+
+# --- preemption -------------------------------------------------------------
+
+FULL = Failure("capacity", "full")
+
+
+def test_the_last_that_began_is_preempted_and_begins_anew_with_its_tokens_so_far() -> None:
+    core = batcher(step_tokens=8)
+    queue(core, one("old", WHOLE, 2))
+    run(core, take(core))
+    queue(core, one("young", WHOLE, 3))
+    run(core, take(core), token=9)
+    (part,) = take(core)
+    assert part.keys == ("old#1", "young#1")
+    assert core.no_room(part, FULL) == [Release(("young#1",))]
+    assert core.live(part).keys == ("old#1",)
+    assert core.waiting == 1
+    run(core, (core.live(part),))
+    (again,) = take(core)
+    assert [(row.sequence, row.position, row.tokens) for row in again.rows] == [
+        ("young#1~1", 0, (0, 1, 2, 9)),
+        ("old#1", 4, (1,)),
+    ]
+    young = again.rows[0]
+    assert young.draw is not None
+    assert young.draw.index == 1
+
+
+def test_a_preempted_sequence_goes_before_what_waits_and_keeps_its_age() -> None:
+    core = batcher(step_tokens=8, slots=2)
+    for name in ("first", "second"):
+        queue(core, one(name, WHOLE))
+        run(core, take(core))
+    queue(core, one("third", WHOLE))
+    (part,) = take(core)
+    core.no_room(part, FULL)
+    run(core, (core.live(part),))
+    (part,) = take(core)
+    assert "second#1~1" in part.keys
+    assert core.waiting == 1
+    core.cancel(_cancel_of(one("first", WHOLE)))
+    run(core, (core.live(part),))
+    (part,) = take(core)
+    assert sorted(part.keys) == ["second#1~1", "third#1"]
+    assert core.no_room(part, FULL) == [Release(("third#1",))]
+
+
+def test_preemption_frees_every_stage_and_what_is_under_way_is_ignored() -> None:
+    core = batcher()
+    queue(core, one("old", WHOLE))
+    take(core)
+    queue(core, one("young", THREE))
+    (part,) = take(core)
+    assert core.no_room(part, FULL) == [
+        Release(("young#1",)),
+        Send("mem://b", Free(("young#1",))),
+        Send("mem://c", Free(("young#1",))),
+    ]
+    assert core.received(Sampled(part.batch, (("young#1", 5),))) == []
+    assert core.received(Failed(("young#1",), "not_found", "gone")) == []
+    assert (core.running, core.waiting) == (1, 1)
+    assert rows(take(core)) == [("young#1~1", 0, 1)]
+
+
+def test_a_preempted_request_can_be_cancelled() -> None:
+    core = batcher()
+    queue(core, one("old", WHOLE), one("young", WHOLE))
+    (part,) = take(core)
+    core.no_room(part, FULL)
+    assert core.cancel(_cancel_of(one("young", WHOLE))) == []
+    assert core.waiting == 0
+
+
+def test_a_followed_sequence_that_began_last_fails_at_its_leader_for_want_of_capacity() -> None:
+    core = batcher()
+    queue(core, one("led", WHOLE))
+    (led,) = take(core)
+    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    assert core.no_room(led, FULL) == [
+        Release(("x#1",)),
+        Send("mem://c", Failed(("x#1",), "capacity", "full")),
+    ]
+    assert core.live(led).keys == ("led#1",)
+
+
+def test_a_followed_sequence_that_began_first_goes_on() -> None:
+    core = batcher()
+    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    followed = take(core)
+    queue(core, one("led", WHOLE))
+    take(core)
+    assert core.no_room(followed[0], FULL) == [Release(("led#1",))]
+    assert core.live(followed[0]).keys == ("x#1",)
+
+
+def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=32))
+    (told,) = core.received(forward(FROM_C, Row("x#1", 0, 1, 33), Row("y#1", 0, 1, 32)))
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failed)
+    assert (told.message.sequences, told.message.code) == (("x#1",), "capacity")
+    assert [row[0] for row in rows(take(core))] == ["y#1"]
+
+
+def test_what_does_not_fit_alone_fails() -> None:
+    core = batcher()
+    queue(core, one("r", WHOLE))
+    (part,) = take(core)
+    released, told = core.no_room(part, FULL)
+    assert released == Release(("r#1",))
+    assert isinstance(told, Emit)
+    assert isinstance(told.what, AttemptFailed)
+    assert told.what.code == "capacity"
 
 
 def test_the_end_of_a_sequence_frees_it_at_every_stage_that_may_know_it() -> None:
@@ -324,7 +477,7 @@ def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
     assert isinstance(told.message, Failed)
     assert told.address == "mem://c"
     assert not core.take()
-    assert core.kv_reserved == 0
+    assert core.running == 0
 
 
 def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_states() -> None:
@@ -354,32 +507,12 @@ def test_another_paths_sequence_is_out_of_reach() -> None:
     (told,) = core.received(forward(FROM_D, Row("x#1", 2, 1, 9)))
     assert isinstance(told, Send)
     assert told.address == "mem://d"
-    assert core.kv_reserved == 9
+    assert core.running == 1
 
 
 def test_a_micro_batch_for_another_node_is_a_violation() -> None:
     with pytest.raises(ProtocolViolation):
         batcher("z").received(forward(FROM_C, Row("x#1", 0, 1, 9)))
-
-
-def test_without_room_the_newest_sequences_end_and_the_rest_runs() -> None:
-    core = batcher(step_tokens=9)
-    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
-    run(core, take(core))
-    core.received(forward(FROM_C, Row("x#1", 1, 1, 9), Row("y#1", 0, 1, 9), batch=2))
-    core.received(forward(FROM_D, Row("z#1", 0, 1, 9)))
-    older, newest = take(core)
-    left, commands = core.no_room(newest, Failure("capacity", "full"))
-    assert not left.rows
-    assert commands == [
-        Release(("z#1",)),
-        Send("mem://d", Failed(("z#1",), "capacity", "full")),
-    ]
-    left, _ = core.no_room(older, Failure("capacity", "full"))
-    assert left.keys == ("x#1",)
-    left, commands = core.no_room(left, Failure("capacity", "full"))
-    assert not left.rows
-    assert commands[0] == Release(("x#1",))
 
 
 def test_a_lost_leader_frees_its_sequences_and_no_others() -> None:

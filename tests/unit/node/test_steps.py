@@ -25,8 +25,8 @@ NOW = 1000.0
 class Rig:
     """One node's steps, and what leaves it."""
 
-    def __init__(self, *, step_floor_s: float = 0.0) -> None:
-        self.engine = HashEngine(100, floor_s=step_floor_s)
+    def __init__(self, *, step_floor_s: float = 0.0, kv: int = 100) -> None:
+        self.engine = HashEngine(kv, floor_s=step_floor_s)
         self.sent: list[tuple[str, bytes, list[Buffer]]] = []
         self.emitted: list[tuple[GatewayId, Tokens]] = []
         self.until: list[float] = []
@@ -183,10 +183,10 @@ def test_what_comes_during_a_sweep_joins_at_a_block_ahead() -> None:
 
 
 def test_no_room_for_a_part_that_would_join() -> None:
-    rig = Rig()
-    rig.receive(FROM_C, (Row("x#1", 0, 1, 60),), hidden_states(1))
+    rig = Rig(kv=32)
+    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
     rig.step()
-    rig.receive(FROM_E, (Row("fits#1", 0, 1, 40), Row("big#1", 0, 1, 9)), hidden_states(2, 3))
+    rig.receive(FROM_E, (Row("fits#1", 0, 1, 9), Row("big#1", 0, 1, 9)), hidden_states(2, 3))
     rig.run()
     told = {
         address: [
@@ -275,7 +275,7 @@ def test_a_model_closed_during_a_sweep_ends_it() -> None:
 
 def test_hidden_states_follow_their_rows_when_others_go() -> None:
     rig = Rig()
-    rows = (Row("big#1", 0, 1, 9), Row("x#1", 0, 2, 9), Row("bigger#1", 0, 1, 99))
+    rows = (Row("big#1", 0, 1, 9), Row("x#1", 0, 2, 9), Row("bigger#1", 0, 1, 200))
     rig.receive(FROM_C, rows, hidden_states(1, 2, 3, 4))
     header, _ = activations.encode(Free(("big#1",)), None)
     rig.steps.received("mem://c", memoryview(header), memoryview(b""))

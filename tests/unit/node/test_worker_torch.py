@@ -160,3 +160,42 @@ async def test_rules_that_cannot_be_followed_end_their_own_request_only(
         await asyncio.gather(*(one.end() for one in (plain, refused, after)))
         assert refused.code == "not_found"
         assert plain.ids == after.ids == model.expected_tokens(list(PROMPTS[1]), 8)
+
+
+async def test_preempted_requests_get_the_tokens_of_transformers() -> None:
+    """KV for one and a half of the four: they all end, and say what they would alone."""
+    model = make_model(dtype="float32")
+    prompts = [tuple(range(i, i + 14)) for i in range(4)]
+    async with cluster(
+        "a",
+        kv_capacity={"a": 80},
+        step_tokens=64,
+        manifest=model.manifest,
+        buffers=model.buffers,
+        make_engine=torch_engine,
+    ) as nodes:
+        attempts = [
+            await nodes.submit(submit(f"r{i}", WHOLE, prompt=prompt, max_tokens=40))
+            for i, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*(attempt.end() for attempt in attempts))
+        for attempt, prompt in zip(attempts, prompts, strict=True):
+            assert attempt.failed is None
+            assert attempt.ids == model.expected_tokens(list(prompt), 40)
+        assert nodes.workers["a"].load().kv_used == 0
+
+
+async def test_a_shared_prefix_gives_the_tokens_of_transformers() -> None:
+    model = make_model(dtype="float32")
+    shared = tuple(range(70))
+    async with cluster(
+        "a",
+        step_tokens=64,
+        manifest=model.manifest,
+        buffers=model.buffers,
+        make_engine=torch_engine,
+    ) as nodes:
+        for i in range(3):
+            prompt = (*shared, i, 2 * i)
+            attempt = await nodes.submit(submit(f"r{i}", WHOLE, prompt=prompt, max_tokens=20))
+            assert (await attempt.end()).ids == model.expected_tokens(list(prompt), 20)

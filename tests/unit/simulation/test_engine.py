@@ -239,18 +239,19 @@ def test_bytes_that_nobody_verified_are_not_attached() -> None:
         on.open_model(ID, MANIFEST)
 
 
-def test_kv_is_reserved_for_the_limit_and_given_back() -> None:
-    on = engine(kv_tokens=100)
-    run(on, part([row("a#1", 0, 1, limit=60)]))
-    assert (on.kv_used, on.kv_capacity) == (60, 100)
+def test_kv_is_taken_in_pages_as_sequences_grow_and_given_back() -> None:
+    on = engine(kv_tokens=90)
+    run(on, part([row("a#1", 0, 17)]))
+    run(on, part([row("a#1", 17, 32)]))
+    assert (on.kv_used, on.kv_capacity) == (64, 96)
     sweep = on.begin(ID)
-    with pytest.raises(CapacityExceeded, match="40 of 100"):
-        sweep.join(part([row("b#1", 0, 1, limit=30), row("c#1", 0, 1, limit=11)]))
-    assert on.kv_used == 60
-    sweep.join(part([row("b#1", 0, 1, limit=40)]))
+    with pytest.raises(CapacityExceeded, match="32 of 96"):
+        sweep.join(part([row("b#1", 0, 16), row("c#1", 0, 17)]))
+    assert on.kv_used == 64
+    sweep.join(part([row("b#1", 0, 32)]))
     on.free(("a#1",))
     on.free(("a#1",))
-    assert on.kv_used == 40
+    assert on.kv_used == 32
     on.close_model(ID)
     assert on.kv_used == 0
 

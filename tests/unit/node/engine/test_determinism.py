@@ -12,11 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.node.core.kv import PAGE
 from services.node.engine.attention import ROWS
 from services.node.engine.base import Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
+from services.node.engine.kv import FreePages
 from tests.unit.node.engine.conftest import Logits
-from tests.unit.node.engine.models import MODEL, Model, Path, make_model, row
+from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
 
 LENGTH = 400
 QWEN3_MOE: dict[str, Any] = {
@@ -200,3 +202,45 @@ def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPat
     path.run([row("s", 0, TOKENS[:13], draw=0)])
     assert len(rows) > 4 * 9
     assert not any(n % ROWS for n in rows)
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 17, 64, 130]), max_size=12),
+    rng=st.randoms(use_true_random=False),
+    pieces=st.sampled_from([1, 3, 9]),
+)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_same_bits_wherever_pages_lie(
+    any_model: Model, logits: Logits, lengths: list[int], rng: random.Random, pieces: int
+) -> None:
+    """Page by page anywhere, or a few at a time; and with a cached prefix of any length."""
+    expected = _expected(any_model, logits)
+    engine = any_model.engine(kv_tokens=2048)
+    take = FreePages.take
+
+    def scattered(self: FreePages, count: int, after: int | None) -> list[int]:
+        free = take(self, self.count, None)
+        found: list[int] = []
+        while len(found) < count:
+            start, n = rng.randrange(len(free)), min(pieces, count - len(found))
+            found += free[start : start + n]
+            del free[start : start + n]
+        for page in free:
+            self.add(page)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FreePages, "take", scattered)
+        for key in ("first", "second"):
+            done = engine.adopt(MODEL, key, tuple(TOKENS), LENGTH)
+            assert done == (0 if key == "first" else (LENGTH - 1) // PAGE * PAGE)
+            for start, stop in chunks(lengths):
+                if stop <= done:
+                    continue
+                mine = row(key, max(start, done), TOKENS[max(start, done) : stop], draw=0)
+                run(engine, part([mine], 0, any_model.n_blocks))
+                assert torch.equal(logits.take()[0], expected[stop - 1])

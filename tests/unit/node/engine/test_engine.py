@@ -75,17 +75,17 @@ def test_hidden_states_come_out_unless_the_head_ran(model: Model) -> None:
 def test_only_stages_with_layers_use_kv(model: Model) -> None:
     path = Path(model, (1, 3, 5))
     path.run([row("s", 0, [1, 2], limit=50)])
-    assert [engine.kv_used for engine, _, _ in path.stages] == [0, 50, 50, 0]
+    assert [engine.kv_used for engine, _, _ in path.stages] == [0, 16, 16, 0]
 
 
 def test_no_room_runs_nothing(model: Model) -> None:
-    engine = model.engine(kv_tokens=100)
-    run(engine, part([row("a", 0, [1, 2], limit=40)], 0, LAST))
-    rows = [row("a", 2, [3], limit=40), row("b", 0, [1], 30), row("c", 0, [1], 31)]
+    engine = model.engine(kv_tokens=40)
+    run(engine, part([row("a", 0, [1, 2])], 0, LAST))
+    rows = [row("a", 2, [3]), row("b", 0, [1] * 16), row("c", 0, [1] * 17)]
     with pytest.raises(CapacityExceeded):
         run(engine, part(rows, 0, LAST))
-    assert (engine.kv_used, engine.kv_capacity) == (40, 100)
-    tokens = run(engine, part([row("a", 2, [3], limit=40, draw=0), rows[1]], 0, LAST)).sampled
+    assert (engine.kv_used, engine.kv_capacity) == (16, 48)
+    tokens = run(engine, part([row("a", 2, [3], draw=0), rows[1]], 0, LAST)).sampled
     assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
     engine.free(("a", "b", "nobody"))
     assert engine.kv_used == 0
@@ -161,7 +161,7 @@ def test_two_models_share_the_budget(model: Model) -> None:
     mine = [replace(prompt[0], sequence="t", limit=40)]
     sampled = run(engine, part(mine, 0, 4), second).sampled
     assert sampled[0] == other.expected_tokens([1, 2, 3], 1)[0]
-    assert engine.kv_used == 100
+    assert engine.kv_used == 32
 
 
 def test_draws_are_the_same_alone_and_in_a_batch(model: Model) -> None:

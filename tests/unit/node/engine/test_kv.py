@@ -1,145 +1,369 @@
+"""The KV cache's pages: what is read is what was written, and no page is lost or written twice."""
+
+from collections import Counter
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from services.node.engine import kv as kv_module
-from services.node.engine.kv import GRANULE, KvCache, Reservation, Sequence, round_up
+from services.node.core.kv import PAGE, whole_pages
+from services.node.engine.kv import EVICTED_TOGETHER, KvCache, Run, Sequence
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
-MODEL, STAGE = ModelId("m"), (0, 3)
+MODEL, OTHER, STAGE, LAYERS = ModelId("m"), ModelId("other"), (0, 3), range(2)
+WHOLE_MEMORY = 1 << 30
 
 
-def cache(capacity: int = 64, sequences: int = 256) -> KvCache:
-    """With slots to round up the limits of so many sequences; fewer fragment sooner."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_module, "ROUNDING_SLOTS", sequences * GRANULE)
-        kv = KvCache(capacity, torch.device("cpu"))
-        kv.open_model(MODEL, 2, n_kv_heads=1, head_dim=2, dtype=torch.float32)
+def cache(pages: int = 4) -> KvCache:
+    kv = KvCache(pages * PAGE, torch.device("cpu"))
+    for model_id in (MODEL, OTHER):
+        open_model(kv, model_id)
     return kv
 
 
-def reserve(kv: KvCache, *wanted: tuple[str, int], layers: range = range(2)) -> None:
-    kv.reserve(MODEL, STAGE, layers, [Reservation(*one) for one in wanted])
+def open_model(kv: KvCache, model_id: ModelId) -> None:
+    kv.open_model(model_id, len(LAYERS), n_kv_heads=1, head_dim=2, dtype=torch.float32)
 
 
-def write(kv: KvCache, key: str, count: int, value: float) -> None:
-    """Fills the next `count` positions, as a step would."""
-    sequence = found(kv, key)
-    start = sequence.first + sequence.length
-    kv.extend(sequence, count)
-    kv.tensor(MODEL)[:, start : start + count] = value
+def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MODEL) -> Sequence:
+    return kv.start(model_id, STAGE, layers, key, WHOLE_MEMORY)
 
 
-def found(kv: KvCache, key: str) -> Sequence:
-    sequence = kv.find(key)
-    assert sequence is not None
+def write(kv: KvCache, sequence: Sequence, values: list[float]) -> None:
+    """Puts a value at each of the next positions, as a step would."""
+    first = sequence.length
+    kv.extend(sequence, len(values))
+    slots = sequence.slots(first, len(values))
+    kv.tensor(sequence.model_id)[:, slots] = torch.tensor(values).view(1, -1, 1, 1, 1)
+
+
+def read(kv: KvCache, sequence: Sequence) -> torch.Tensor:
+    """[layers, whole pages, ...] as attention reads it."""
+    runs = sequence.runs(whole_pages(sequence.length))
+    tensor = kv.tensor(sequence.model_id)
+    return torch.cat([tensor[:, r.slot : r.slot + r.stop - r.first] for r in runs], dim=1)
+
+
+def ran(kv: KvCache, key: str, tokens: list[int]) -> Sequence:
+    """A sequence whose KV for these tokens is there, and was kept."""
+    sequence = start(kv, key)
+    found = kv.adopt(sequence, tuple(tokens))
+    write(kv, sequence, [float(token) for token in tokens[found:]])
+    kv.keep(sequence, tokens[found:])
     return sequence
 
 
-def read(kv: KvCache, key: str) -> torch.Tensor:
-    """[layers, whole granules, ...] as attention reads it."""
-    sequence = found(kv, key)
-    return kv.tensor(MODEL)[:, sequence.first : sequence.first + round_up(sequence.length)]
+def cached(kv: KvCache, tokens: list[int]) -> int:
+    """Positions that a request with these tokens and one more would find."""
+    sequence = start(kv, "probe")
+    found = kv.adopt(sequence, (*tokens, 0))
+    kv.free(("probe",))
+    return found
 
 
-def test_the_budget_counts_limits() -> None:
-    kv = cache(capacity=64)
-    reserve(kv, ("a", 40), ("b", 24))
-    assert kv.used == 64
-    with pytest.raises(CapacityExceeded, match="1 positions"):
-        reserve(kv, ("c", 1))
-    kv.free(("a", "unknown"))
-    assert kv.used == 24
-    reserve(kv, ("c", 40))
+def pages(first: int, count: int) -> list[int]:
+    """Tokens of so many pages, different from those of any other `first`."""
+    return [first * 1000 + i for i in range(count * PAGE)]
 
 
-def test_all_or_none() -> None:
-    kv = cache(capacity=64)
-    with pytest.raises(CapacityExceeded):
-        reserve(kv, ("a", 40), ("b", 40))
+def test_pages_are_taken_as_a_sequence_grows() -> None:
+    kv = cache(pages=4)
+    sequence = start(kv, "a")
     assert kv.used == 0
-    assert kv.find("a") is None
+    for length, used in ((1, 1), (16, 1), (17, 2), (48, 3)):
+        kv.extend(sequence, length - sequence.length)
+        assert kv.used == used * PAGE
+    kv.free(("a", "unknown"))
+    assert kv.used == 0
 
 
-def test_rounding_costs_no_budget() -> None:
-    kv = cache(capacity=40)
-    reserve(kv, *((f"s{i}", 1) for i in range(40)))
-    assert kv.used == 40
+def test_the_budget_is_rounded_up_to_whole_pages() -> None:
+    assert KvCache(17, torch.device("cpu")).capacity == 2 * PAGE
+
+
+def test_without_a_page_nothing_changes() -> None:
+    kv = cache(pages=2)
+    a, b = start(kv, "a"), start(kv, "b")
+    write(kv, a, [1.0] * 16)
+    write(kv, b, [2.0])
+    with pytest.raises(CapacityExceeded, match=r"16 more .* 0 of 32 .* node\.kv_tokens"):
+        kv.extend(a, 1)
+    assert (a.length, len(a.pages)) == (16, 1)
+    kv.free(("b",))
+    write(kv, a, [3.0])
+    assert read(kv, a)[0, :17, 0, 0, 0].tolist() == [1.0] * 16 + [3.0]
 
 
 def test_stages_without_layers_cost_nothing() -> None:
-    kv = cache(capacity=8)
-    reserve(kv, ("a", 1000), layers=range(0))
-    assert kv.used == 0
-    kv.extend(found(kv, "a"), 5)
-    assert found(kv, "a").length == 5
-
-
-def test_fragments_are_joined() -> None:
-    """The free positions suffice, but not in one piece."""
-    kv = cache(capacity=512, sequences=0)
-    reserve(kv, *((f"s{i}", 64) for i in range(8)))
-    for i in range(8):
-        write(kv, f"s{i}", 20 + i, float(i))
-    kv.free(("s0", "s2", "s4", "s6"))
-    reserve(kv, ("long", 256))
-    assert kv.used == 512
-    for i in (1, 3, 5, 7):
-        assert (read(kv, f"s{i}")[:, : 20 + i] == i).all()
+    kv = cache(pages=1)
+    sequence = start(kv, "a", layers=range(0))
+    kv.extend(sequence, 500)
+    assert (kv.used, sequence.length) == (0, 500)
 
 
 def test_nothing_foreign_is_read() -> None:
     """Even a weight of 0 does not make a NaN harmless."""
-    kv = cache()
-    reserve(kv, ("bad", 64))
-    write(kv, "bad", 64, float("nan"))
+    kv = cache(pages=4)
+    write(kv, start(kv, "bad"), [float("nan")] * 64)
     kv.free(("bad",))
-    reserve(kv, ("good", 64))
+    good = start(kv, "good")
     for _ in range(40):
-        write(kv, "good", 1, 1.0)
-        assert read(kv, "good").isfinite().all()
+        write(kv, good, [1.0])
+        assert read(kv, good).isfinite().all()
 
 
-def test_closing_a_model_frees_its_sequences() -> None:
-    kv = cache()
-    reserve(kv, ("a", 10))
-    kv.close_model(MODEL)
+def test_sequences_that_grow_side_by_side_stay_in_one_piece() -> None:
+    kv = cache(pages=64)
+    grown = [start(kv, f"s{i}") for i in range(4)]
+    for _ in range(8):
+        for sequence in grown:
+            kv.extend(sequence, PAGE)
+    assert [len(s.runs(s.length)) for s in grown] == [1] * 4
+
+
+def test_a_sequence_takes_the_pages_of_an_ended_one_in_few_pieces() -> None:
+    """Once all memory holds what was cached, as it does before long."""
+    kv = cache(pages=64)
+    for i in range(4):
+        ran(kv, f"s{i}", pages(i, 16))
+        kv.free((f"s{i}",))
+    assert kv.available == 64
+    late = start(kv, "late")
+    for _ in range(EVICTED_TOGETHER):
+        kv.extend(late, PAGE)
+    assert len(late.runs(late.length)) <= 2
+
+
+def test_runs_are_of_neighbours() -> None:
+    sequence = Sequence("a", MODEL, STAGE, LAYERS, 100, pages=[4, 5, 1, 2, 3])
+    assert sequence.runs(80) == [Run(64, 0, 32), Run(16, 32, 80)]
+    assert sequence.runs(48) == [Run(64, 0, 32), Run(16, 32, 48)]
+    assert sequence.slots(30, 4) == [94, 95, 16, 17]
+
+
+# --- shared prefixes --------------------------------------------------------
+
+
+def test_a_prefix_is_read_where_it_was_written_and_continued_elsewhere() -> None:
+    kv = cache(pages=8)
+    first = ran(kv, "first", [*pages(1, 2), 7, 8, 9])
+    used = kv.used
+    second = ran(kv, "second", [*pages(1, 2), 7, 8, 10])
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
+    assert kv.used == used + PAGE
+    assert read(kv, first)[0, :35, 0, 0, 0].tolist() == [*map(float, pages(1, 2)), 7, 8, 9]
+    assert read(kv, second)[0, :35, 0, 0, 0].tolist() == [*map(float, pages(1, 2)), 7, 8, 10]
+
+
+def test_at_least_one_position_is_computed() -> None:
+    kv = cache(pages=8)
+    ran(kv, "a", pages(1, 2))
+    for count, found in ((16, 0), (17, 16), (31, 16), (32, 16)):
+        sequence = start(kv, "b")
+        assert kv.adopt(sequence, tuple(pages(1, 2)[:count])) == found
+        kv.free(("b",))
+
+
+def test_only_full_pages_are_shared_and_only_of_the_same_tokens_before() -> None:
+    kv = cache(pages=8)
+    ran(kv, "a", pages(1, 2)[:-1])
+    assert cached(kv, pages(1, 2)) == PAGE
+    assert cached(kv, pages(1, 2)[PAGE:]) == 0
+    assert cached(kv, [5, *pages(1, 2)[1:]]) == 0
+
+
+def test_what_is_decoded_is_shared_too() -> None:
+    kv = cache(pages=8)
+    sequence = ran(kv, "a", pages(1, 1))
+    for token in pages(2, 1):
+        write(kv, sequence, [float(token)])
+        kv.keep(sequence, [token])
+    assert cached(kv, pages(1, 1) + pages(2, 1)) == 2 * PAGE
+
+
+def test_a_prefix_belongs_to_its_model() -> None:
+    kv = cache(pages=8)
+    ran(kv, "a", pages(1, 1))
+    other = start(kv, "b", model_id=OTHER)
+    assert kv.adopt(other, (*pages(1, 1), 0)) == 0
+
+
+def test_what_ended_stays_cached_and_the_least_recently_used_goes_first() -> None:
+    kv = cache(pages=2 * EVICTED_TOGETHER)
+    for name in (1, 2):
+        ran(kv, f"s{name}", pages(name, EVICTED_TOGETHER))
+        kv.free((f"s{name}",))
     assert kv.used == 0
+    assert cached(kv, pages(1, EVICTED_TOGETHER)) == EVICTED_TOGETHER * PAGE
+    kv.extend(start(kv, "new"), 1)
+    assert cached(kv, pages(1, EVICTED_TOGETHER)) == EVICTED_TOGETHER * PAGE
+    assert cached(kv, pages(2, EVICTED_TOGETHER)) == 0
+
+
+def test_of_a_prefix_the_end_goes_first() -> None:
+    kv = cache(pages=2 * EVICTED_TOGETHER)
+    ran(kv, "a", pages(1, 2 * EVICTED_TOGETHER))
+    kv.free(("a",))
+    kv.extend(start(kv, "new"), 1)
+    assert cached(kv, pages(1, 2 * EVICTED_TOGETHER)) == EVICTED_TOGETHER * PAGE
+
+
+def test_of_two_that_computed_the_same_one_is_shared() -> None:
+    kv = cache(pages=8)
+    both = [start(kv, key) for key in "ab"]
+    for sequence in both:
+        write(kv, sequence, [1.0] * PAGE)
+    for sequence in both:
+        kv.keep(sequence, [1] * PAGE)
+    third = start(kv, "c")
+    assert kv.adopt(third, (1,) * 17) == PAGE
+    assert third.pages == both[0].pages
+    kv.free(("a", "b", "c"))
+    assert kv.available == 8
+
+
+def test_closing_a_model_frees_its_sequences_and_its_prefixes() -> None:
+    kv = cache(pages=8)
+    ran(kv, "a", pages(1, 2))
+    ran(kv, "ended", pages(2, 1))
+    kv.free(("ended",))
+    kv.close_model(MODEL)
+    assert (kv.used, kv.find("a")) == (0, None)
     with pytest.raises(NotFound):
-        reserve(kv, ("a", 10))
+        start(kv, "b")
+    open_model(kv, MODEL)
+    assert cached(kv, pages(1, 2)) == cached(kv, pages(2, 1)) == 0
 
 
 def test_memory_that_cannot_be_had() -> None:
-    kv = KvCache(1 << 40, torch.device("cpu"))
+    kv = KvCache(1 << 20, torch.device("cpu"))
     with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
-        kv.open_model(MODEL, 100, n_kv_heads=100, head_dim=128, dtype=torch.float32)
+        kv.open_model(MODEL, 1_000_000, n_kv_heads=10_000, head_dim=128, dtype=torch.float32)
 
 
-Steps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 200)), max_size=60)
+# --- whatever happens -------------------------------------------------------
+
+PAGES = 24
+PROMPTS = st.tuples(
+    st.sampled_from([MODEL, MODEL, OTHER]),
+    st.lists(st.sampled_from([1, 2, 3]), max_size=4).map(
+        lambda firsts: [token for first in firsts for token in pages(first, 1)]
+    ),
+    st.integers(1, 20),
+)
+"""(model, pages that others have too, tokens of its own)"""
 
 
-@given(Steps)
-def test_sequences_never_overlap_nor_leak(steps: list[tuple[int, int]]) -> None:
-    """Each step ends the sequence of that name, or starts it with that limit."""
-    kv = cache(capacity=600, sequences=10)
-    live: dict[str, int] = {}
-    for number, limit in steps:
-        key = f"s{number}"
-        if key in live:
-            assert (read(kv, key)[:, : live.pop(key)] == number).all()
-            kv.free((key,))
-        elif sum(live.values()) + limit <= 600:
-            reserve(kv, (key, limit))
-            write(kv, key, limit, float(number))
-            live[key] = limit
-        else:
+def value_of(tokens: list[int]) -> float:
+    """What a position holds depends on all tokens up to it, as KV does."""
+    return float(hash(tuple(tokens)) % 65_521)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.kv = cache(PAGES)
+        self.tokens: dict[str, list[int]] = {}
+        self.made = 0
+
+    @rule(prompt=PROMPTS)
+    def begin_one(self, prompt: tuple[ModelId, list[int], int]) -> None:
+        model_id, shared, own = prompt
+        self.made += 1
+        tokens = [*shared, *range(own)]
+        sequence = start(self.kv, f"s{self.made}", model_id=model_id)
+        found = self.kv.adopt(sequence, tuple(tokens))
+        assert found < len(tokens)
+        self.tokens[sequence.key] = tokens[:found]
+        self.check(sequence)
+        self.run(sequence, tokens[found:])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def grow(self, data: st.DataObject, count: int) -> None:
+        sequence = self.kv.find(data.draw(st.sampled_from(sorted(self.tokens))))
+        assert sequence is not None
+        self.run(sequence, list(range(count)))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.tokens)))
+        del self.tokens[key]
+        self.kv.free((key,))
+
+    @rule()
+    def close_and_open_a_model(self) -> None:
+        self.kv.close_model(OTHER)
+        self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
+        open_model(self.kv, OTHER)
+
+    def run(self, sequence: Sequence, new: list[int]) -> None:
+        """A step: all or nothing, never a page that another reads."""
+        tokens = self.tokens[sequence.key]
+        free, had = self.kv.available, len(sequence.pages)
+        needed = whole_pages(len(tokens) + len(new)) // PAGE - had
+        all_tokens = tokens + new
+        values = [value_of(all_tokens[: i + 1]) for i in range(len(tokens), len(all_tokens))]
+        if needed > free:
             with pytest.raises(CapacityExceeded):
-                reserve(kv, (key, limit))
-        assert kv.used == sum(live.values())
-        for other, length in live.items():
-            assert (read(kv, other)[:, :length] == int(other[1:])).all()
-            assert found(kv, other).first % GRANULE == 0
-    kv.free(tuple(live))
-    assert kv.used == 0
+                self.kv.extend(sequence, len(new))
+            assert (self.kv.available, len(sequence.pages)) == (free, had)
+            return
+        write(self.kv, sequence, values)
+        written = {slot // PAGE for slot in sequence.slots(len(tokens), len(new))}
+        readers = self.readers()
+        assert all(readers[page] == 1 for page in written)
+        self.kv.keep(sequence, new)
+        self.tokens[sequence.key] = all_tokens
+
+    def readers(self) -> Counter[int]:
+        live = [self.kv.find(key) for key in self.tokens]
+        return Counter(page for sequence in live if sequence for page in sequence.pages)
+
+    def check(self, sequence: Sequence) -> None:
+        """What is read is what was written."""
+        tokens = self.tokens[sequence.key]
+        assert sequence.length == len(tokens)
+        if tokens:
+            got = read(self.kv, sequence)
+            expected = torch.tensor([value_of(tokens[: i + 1]) for i in range(len(tokens))])
+            assert (got[:, : len(tokens)] == expected.view(1, -1, 1, 1, 1)).all()
+            assert got.isfinite().all()
+
+    @invariant()
+    def every_page_is_counted_once(self) -> None:
+        readers = self.readers()
+        assert [readers[page] for page in range(PAGES)] == self.kv._readers
+        assert self.kv.used == len(readers) * PAGE
+        assert self.kv.available == PAGES - len(readers)
+        assert not set(self.kv._idle) & set(readers)
+        assert {page: prefix for prefix, page in self.kv._page_of.items()} == self.kv._prefix_of
+
+    @invariant()
+    def what_is_read_is_what_was_written(self) -> None:
+        for key in self.tokens:
+            sequence = self.kv.find(key)
+            assert sequence is not None
+            self.check(sequence)
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            self.kv.free(tuple(self.tokens))
+            whole = start(self.kv, "whole")
+            self.kv.extend(whole, PAGES * PAGE)
+            assert sorted(whole.pages) == list(range(PAGES)), "pages were lost"
+
+
+TestPages = Machine.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
