@@ -10,6 +10,7 @@ from services.planner.core.choose import AUTO
 from shared.errors import BadInput, ConfigError
 
 ALL = "all"
+DTYPES = ("float32", "bfloat16")
 MULTICAST = """\
 How long a model takes from one node to all others, by strategy, against what the links allow and
 against torch.distributed over gloo. The nodes are real ones, each on a host of its own: network
@@ -22,15 +23,22 @@ another: at a link paced to half and at the whole link, against the same node le
 against a plain socket copy of the same bytes. Engines have one thread: give the machine two cores
 or more, and nothing else to do. Needs root and iproute2, as `multicast` does.
 """
+ENGINE = """\
+How fast the engine computes on this machine's processor: decode steps of one and of many sequences,
+prefills, what a step spends outside of torch's operators, what a shared prefix saves. Beside it, in
+the same run, transformers with the same checkpoint, threads and prompts, where it is installed, and
+the rate at which the machine reads memory. The model is a Llama with random weights.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     parser = subparsers.add_parser(
-        "bench", help="measure this machine's data plane", description="Measurements."
+        "bench", help="measure on this machine", description="Measurements."
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
     _add_multicast(benches)
     _add_serving_source(benches)
+    _add_engine(benches)
 
 
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
@@ -96,6 +104,40 @@ def _add_serving_source(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run_serving_source)
 
 
+def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "engine",
+        help="tokens/s of the engine beside transformers, and of what memory allows",
+        description=ENGINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layers", type=_count, default=12, help="of the model (12)")
+    parser.add_argument(
+        "--hidden", type=_count, default=768, help="width of the model, a multiple of 192 (768)"
+    )
+    parser.add_argument("--vocab", type=_count, default=32000, help="of the model (32000)")
+    parser.add_argument(
+        "--dtypes", type=_dtypes, default=DTYPES, metavar="T,T,..",
+        help=f"of the weights ({','.join(DTYPES)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=_count, default=16, help="sequences of the large decode batch (16)"
+    )
+    parser.add_argument(
+        "--prompt", type=_count, default=512, help="tokens of the longest prompt (512)"
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=16, help="decode steps of each a round (16)"
+    )
+    parser.add_argument("--rounds", type=_count, default=5, help="of each (5)")
+    parser.add_argument(
+        "--threads", type=_count, default=0, help="that torch may use (as many as it would)"
+    )
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    add_json_option(parser)
+    parser.set_defaults(run=run_engine)
+
+
 def run_multicast(args: argparse.Namespace) -> int:
     with _in_a_checkout():
         from benchmarks.multicast import (  # torch and matplotlib: a second or two
@@ -149,6 +191,31 @@ def run_serving_source(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_engine(args: argparse.Namespace) -> int:
+    with _in_a_checkout():
+        from benchmarks.engine import bench, results  # torch: a second or two
+    settings = results.Settings(
+        layers=args.layers,
+        hidden=args.hidden,
+        vocab=args.vocab,
+        dtypes=args.dtypes,
+        batch=args.batch,
+        prompt=args.prompt,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        threads=args.threads,
+        peer=not args.no_peer,
+    )
+    found = bench.measure(settings, say)
+    verdict = [str(bar) for bar in results.bars(found)]
+    if args.json:
+        print_json(results.document(found))
+        say("\n".join(verdict))
+    else:
+        print("\n".join([*results.table(found), "", *verdict]))
+    return 0
+
+
 @contextmanager
 def _in_a_checkout() -> Iterator[None]:
     """ConfigError if what is imported meanwhile is not there."""
@@ -187,6 +254,13 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _racks(text: str) -> tuple[int, ...]:
     return () if text == "none" else tuple(_count(part) for part in text.split(","))
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(DTYPES)}")
+    return names
 
 
 def _amount(text: str) -> float:

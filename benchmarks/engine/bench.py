@@ -1,0 +1,216 @@
+"""The engine beside transformers: the same checkpoint, threads and prompts, in one process.
+
+A Llama with random weights is made for the run. Every round measures every case of every side once,
+so that what drifts on the machine hits all alike.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine import peer as peers
+from benchmarks.engine.ours import STEP_TOKENS, Ours
+from benchmarks.engine.ranges import Ranges
+from benchmarks.engine.results import (
+    DECODE_ONE,
+    MILLISECONDS,
+    OVERHEAD,
+    PREFILL,
+    PREFIX,
+    SWEEP,
+    TOKENS_PER_S,
+    Results,
+    Row,
+    Settings,
+    batched,
+)
+from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.node.model.store import Store
+from shared.errors import BadInput
+
+HEAD_DIM, GROUP = 64, 3
+"""As in small Llamas: three query heads share a KV head."""
+PREFIX_TOKENS = 1000
+OWN_TOKENS = 8
+"""What follows the shared prefix."""
+CONTEXT = 4096
+READ_BYTES = 1 << 30
+"""More than any processor's caches hold."""
+PROFILED = 8
+"""Decode steps under the profiler."""
+
+
+def measure(settings: Settings, say: Callable[[str], None]) -> Results:
+    """BadInput: a model or requests that can't be."""
+    if settings.prompt + settings.tokens > CONTEXT // 2:
+        raise BadInput(f"--prompt and --tokens: more than {CONTEXT // 2} positions together")
+    if settings.hidden % (GROUP * HEAD_DIM):
+        raise BadInput(f"--hidden: {settings.hidden} is not a multiple of {GROUP * HEAD_DIM}")
+    without = peers.missing() if settings.peer else "left out (--no-peer)"
+    if without:
+        say(f"no peer: {without}")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    memory = Memory()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
+        for dtype in settings.dtypes:
+            say(f"making the model in {dtype}")
+            checkpoint = Path(folder) / dtype
+            make_checkpoint(checkpoint, replace(spec(settings), dtype=getattr(torch, dtype)))
+            store = Store(Path(folder) / f"store-{dtype}")
+            imported = store.import_checkpoint(checkpoint)
+            ours = Ours(store, imported, slots=settings.batch + 1, threads=torch.get_num_threads())
+            peer = None if without else peers.Peer(checkpoint, dtype)
+            cases = Cases(settings, dtype, ours, peer, memory)
+            for number in range(-1, settings.rounds):
+                cases.run(warm=number < 0)
+                if number >= 0:
+                    say(f"{dtype}: round {number + 1} of {settings.rounds}")
+            rows += cases.rows
+            parameters = (
+                sum(tensor.nbytes for block in imported.manifest.blocks for tensor in block.tensors)
+                // getattr(torch, dtype).itemsize
+            )
+    return Results(
+        settings, parameters, torch.get_num_threads(), memory.bandwidth, tuple(rows), without
+    )
+
+
+def spec(settings: Settings) -> CheckpointSpec:
+    heads = settings.hidden // HEAD_DIM
+    return CheckpointSpec(
+        layers=settings.layers,
+        hidden=settings.hidden,
+        intermediate=settings.hidden * 8 // 3,
+        heads=heads,
+        kv_heads=heads // GROUP,
+        vocab_size=settings.vocab,
+        context_length=CONTEXT,
+    )
+
+
+class Memory:
+    """The rate at which all threads together read memory: the roofline of a decode step."""
+
+    def __init__(self) -> None:
+        self._values = torch.ones(READ_BYTES // 4)
+        self._rates: list[float] = []
+
+    def measure(self) -> float:
+        """bytes/s, best of three."""
+        best = 0.0
+        for _ in range(3):
+            began = time.perf_counter()
+            self._values.sum()
+            best = max(best, READ_BYTES / (time.perf_counter() - began))
+        self._rates.append(best)
+        return best
+
+    @property
+    def bandwidth(self) -> float:
+        return median(self._rates)
+
+
+class Cases:
+    """All that is measured of one model."""
+
+    def __init__(
+        self, settings: Settings, dtype: str, ours: Ours, peer: peers.Peer | None, memory: Memory
+    ) -> None:
+        self._settings, self._ours, self._peer, self._memory = settings, ours, peer, memory
+        self._random = random.Random(0)
+        self._ranges = Ranges(ours)
+        self._rows: dict[str, Row] = {}
+        for case, unit in (
+            (DECODE_ONE, TOKENS_PER_S),
+            (batched(settings.batch), TOKENS_PER_S),
+            (PREFILL, TOKENS_PER_S),
+            (OVERHEAD, MILLISECONDS),
+            (PREFIX, MILLISECONDS),
+            (SWEEP, MILLISECONDS),
+        ):
+            self._rows[case] = Row(case, dtype, unit)
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        yield from self._rows.values()
+
+    def run(self, *, warm: bool) -> None:
+        """A round. `warm`: it is not counted."""
+        self._decode()
+        self._prefill()
+        self._overhead()
+        self._prefix()
+        together, apart = self._ranges.step_s()
+        row = self._rows[SWEEP]
+        row.ours.append(together * 1e3)
+        row.peers.setdefault("a sweep each", []).append(apart * 1e3)
+        if warm:
+            for row in self.rows:
+                row.ours, row.peers, row.limits = [], {}, []
+
+    def _decode(self) -> None:
+        settings = self._settings
+        lengths = {
+            DECODE_ONE: [settings.prompt // 4],
+            batched(settings.batch): [
+                max(1, settings.prompt * (number + 1) // settings.batch)
+                for number in range(settings.batch)
+            ],
+        }
+        for case, lengths_ in lengths.items():
+            row, batch = self._rows[case], len(lengths_)
+            prompts = [self._prompt(length) for length in lengths_]
+            times = self._ours.decode(prompts, settings.tokens)
+            row.ours.append(batch / median(times))
+            if case == DECODE_ONE:
+                row.limits.append(self._memory.measure() / self._ours.step_bytes)
+            if self._peer is not None:
+                _, step_s = self._peer.generate(prompts, settings.tokens)
+                row.peers.setdefault(peers.NAME, []).append(batch / step_s)
+                if self._peer.batches and batch > 1:
+                    step_s = self._peer.generate_batch(prompts, settings.tokens, STEP_TOKENS)
+                    row.peers.setdefault(peers.BATCHING, []).append(batch / step_s)
+
+    def _prefill(self) -> None:
+        row, prompt = self._rows[PREFILL], self._prompt(self._settings.prompt)
+        row.ours.append(len(prompt) / self._ours.first(prompt))
+        if self._peer is not None:
+            first_s, _ = self._peer.generate([prompt], 1)
+            row.peers.setdefault(peers.NAME, []).append(len(prompt) / first_s)
+
+    def _overhead(self) -> None:
+        """What of a decode step is not spent in torch's operators, by its profiler. What the
+        profiler itself takes between two operators counts as ours."""
+        settings = self._settings
+        prompts = [self._prompt(settings.prompt // 4) for _ in range(settings.batch)]
+        with self._ours.decoding(prompts, 1 + PROFILED) as step:
+            step()
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+                began = time.perf_counter()
+                for _ in range(PROFILED):
+                    step()
+                took = time.perf_counter() - began
+        inside = sum(
+            event.time_range.elapsed_us() for event in profiled.events() if event.cpu_parent is None
+        )
+        row = self._rows[OVERHEAD]
+        row.ours.append((took * 1e3 - inside / 1e3) / PROFILED)
+        row.limits.append(took * 1e3 / PROFILED)
+
+    def _prefix(self) -> None:
+        row, prefix = self._rows[PREFIX], self._prompt(PREFIX_TOKENS)
+        first, second = (self._ours.first([*prefix, *self._prompt(OWN_TOKENS)]) for _ in range(2))
+        row.ours.append(second * 1e3)
+        row.limits.append(first * 1e3)
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choices(range(10, self._settings.vocab), k=length)

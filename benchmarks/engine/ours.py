@@ -1,0 +1,139 @@
+"""The engine under its scheduler, driven as a node's engine thread drives it (worker.py)."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from services.node.engine.engine import TorchEngine
+from services.node.memory.arena import Arena
+from services.node.model.store import Imported, Store
+from services.node.steps import Steps
+from shared.errors import LambdaScaleError
+from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.messages.instances import Stage
+from shared.messages.serving import Cancel, Sampling, Submit, Tokens
+
+Step = Callable[[], None]
+NODE, ADDRESS = NodeId("bench"), "bench"
+STEP_TOKENS = 512
+"""What node.step_tokens is by default."""
+
+
+class EngineFailed(LambdaScaleError):
+    code = "engine_failed"
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times are perf_counter's."""
+
+    began: float
+    came: list[float] = field(default_factory=list)
+    """When each token did."""
+
+
+class Ours:
+    """A node's engine with one model, from a store and in an arena as in a node."""
+
+    def __init__(self, store: Store, imported: Imported, *, slots: int, threads: int) -> None:
+        manifest = imported.manifest
+        self.model: ModelId = imported.model_id
+        self.manifest = manifest
+        context = int(manifest.config["max_position_embeddings"])
+        self.engine = TorchEngine("cpu", slots * context, threads)
+        self.steps = Steps(
+            node=NODE,
+            engine=self.engine,
+            slots=slots,
+            step_tokens=STEP_TOKENS,
+            send=lambda *_: None,
+            emit=self._hear,
+            ran=lambda *_: self._swept(),
+        )
+        self.steps.open_model(self.model, manifest)
+        self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
+        for index, block in enumerate(manifest.blocks):
+            buffer = self._arena.allocate(block.nbytes).memory
+            store.fill(self.model, index, buffer)
+            self.steps.attach(self.model, index, buffer)
+        self._answers: dict[RequestId, Answer] = {}
+        self._made = 0
+        self._sweeps = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Read at a decode step, without KV: all weights but the embedding, of which a few rows."""
+        blocks = self.manifest.blocks
+        table = next(t for t in blocks[0].tensors if t.name == "model.embed_tokens.weight")
+        return sum(tensor.nbytes for b in blocks for tensor in b.tensors) - table.nbytes
+
+    def submit(self, prompt: Sequence[int], tokens: int) -> Answer:
+        self._made += 1
+        request = RequestId(f"r{self._made}")
+        answer = self._answers[request] = Answer(time.perf_counter())
+        stages = (Stage(NODE, ADDRESS, 0, self.manifest.n_blocks),)
+        self.steps.submit(
+            Submit(
+                request=request,
+                attempt=0,
+                gateway=GatewayId("bench"),
+                model_id=self.model,
+                instance=InstanceId("bench"),
+                stages=stages,
+                tokens=tuple(prompt),
+                prompt_tokens=len(prompt),
+                max_tokens=tokens,
+                stop_ids=(),
+                sampling=Sampling(),
+            )
+        )
+        return answer
+
+    def sweep(self) -> None:
+        """Once through the model with all that can run."""
+        swept = self._sweeps
+        while self._sweeps == swept:
+            if self.steps.begin(time.monotonic()) is None:
+                raise EngineFailed("there is nothing to run")
+            self.steps.finish(time.monotonic())
+            self.steps.flush()
+
+    def first(self, prompt: Sequence[int]) -> float:
+        """Time to the only token of an answer, in seconds."""
+        answer = self.submit(prompt, 1)
+        while not answer.came:
+            self.sweep()
+        return answer.came[0] - answer.began
+
+    @contextmanager
+    def decoding(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Step]:
+        """Gives a decode step of all prompts, which may be done `tokens` times."""
+        meanwhile = len(prompts) + sum(map(len, prompts)) // STEP_TOKENS
+        answers = [self.submit(prompt, tokens + 1 + meanwhile) for prompt in prompts]
+        while not all(answer.came for answer in answers):
+            self.sweep()
+        yield self.sweep
+        for request in self._answers:
+            self.steps.cancel(Cancel(request=request, attempt=0))
+        self._answers.clear()
+
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
+        """Seconds of each decode step of all prompts."""
+        times = []
+        with self.decoding(prompts, steps) as step:
+            for _ in range(steps):
+                began = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - began)
+        return times
+
+    def _hear(self, _: GatewayId, message: Tokens) -> None:
+        now = time.perf_counter()
+        for failed in message.failed:
+            raise EngineFailed(failed.message)
+        for token in message.tokens:
+            self._answers[token.request].came.append(now)
+
+    def _swept(self) -> None:
+        self._sweeps += 1

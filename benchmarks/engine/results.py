@@ -1,0 +1,185 @@
+"""What was measured of the engine, what it is held to, and both in words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from benchmarks.multicast.bars import Bar
+from benchmarks.serving_source.results import machine
+
+DECODE_ONE = "decode, batch 1"
+PREFILL = "prefill"
+OVERHEAD = "engine overhead"
+PREFIX = "shared prefix, second request"
+SWEEP = "one sweep for four block ranges"
+TOKENS_PER_S = "tokens/s"
+MILLISECONDS = "ms"
+
+OVER_PEER_ONE = 1.3
+OVER_PEER_BATCH = 2.0
+OVER_PEER_PREFILL = 1.0
+OF_ROOFLINE = 0.70
+MOST_OVERHEAD = 0.10
+MOST_PREFIX = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    layers: int
+    hidden: int
+    vocab: int
+    dtypes: tuple[str, ...]
+    batch: int
+    """Sequences of the large decode batch."""
+    prompt: int
+    """Tokens of the longest prompt, and of the prefill."""
+    tokens: int
+    """Decode steps of each a round."""
+    rounds: int
+    threads: int
+    """0: torch's default."""
+    peer: bool
+
+
+@dataclass(slots=True)
+class Row:
+    """One case. Values by round; a rate is better when larger, a time when smaller."""
+
+    case: str
+    dtype: str
+    unit: str
+    ours: list[float] = field(default_factory=list)
+    peers: dict[str, list[float]] = field(default_factory=dict)
+    """By the peer's name."""
+    limits: list[float] = field(default_factory=list)
+    """What the machine allows, or what `ours` is a part of; measured in the same rounds."""
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.case}, {self.dtype}"
+
+    @property
+    def value(self) -> float:
+        return median(self.ours)
+
+    @property
+    def peer(self) -> tuple[str, float] | None:
+        """The best of them, and its value."""
+        best = max if self.unit == TOKENS_PER_S else min
+        values = {name: median(values) for name, values in self.peers.items() if values}
+        return best(values.items(), key=lambda item: item[1]) if values else None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as good as the best peer."""
+        if self.peer is None:
+            return None
+        _, peer = self.peer
+        return self.value / peer if self.unit == TOKENS_PER_S else peer / self.value
+
+    @property
+    def limit(self) -> float | None:
+        return median(self.limits) if self.limits else None
+
+    @property
+    def of_limit(self) -> float | None:
+        return None if self.limit is None else self.value / self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    settings: Settings
+    parameters: int
+    threads: int
+    bandwidth: float
+    """bytes/s that the machine reads from memory, median of the rounds."""
+    rows: tuple[Row, ...]
+    without: str = ""
+    """Why there is no peer; empty: there is."""
+
+
+def batched(batch: int) -> str:
+    return f"decode, batch {batch}, mixed lengths"
+
+
+def bars(results: Results) -> Iterator[Bar]:
+    """Those that the measured rows say something about."""
+    for row in results.rows:
+        least = {
+            DECODE_ONE: OVER_PEER_ONE,
+            batched(results.settings.batch): OVER_PEER_BATCH,
+            PREFILL: OVER_PEER_PREFILL,
+        }.get(row.case)
+        if least is not None and row.ratio is not None and row.peer is not None:
+            what = f"{row.name}: {row.ratio:.2f} x {row.peer[0]}, at least {least:.1f}"
+            yield Bar(what, row.ratio >= least)
+        if (share := row.of_limit) is None:
+            continue
+        if row.case == DECODE_ONE:
+            what = f"{row.name}: {share:.0%} of the roofline, at least {OF_ROOFLINE:.0%}"
+            yield Bar(what, share >= OF_ROOFLINE)
+        elif row.case == OVERHEAD:
+            what = f"{row.name}: {share:.1%} of the step, at most {MOST_OVERHEAD:.0%}"
+            yield Bar(what, share <= MOST_OVERHEAD)
+        elif row.case == PREFIX:
+            what = f"{row.name}: TTFT {share:.1%} of the first's, at most {MOST_PREFIX:.0%}"
+            yield Bar(what, share <= MOST_PREFIX)
+
+
+def document(results: Results) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "rows": [
+            {
+                "case": row.name,
+                "device": row.device,
+                "ours": _rounded(row.value),
+                "peer": _rounded(row.peer[1]) if row.peer else None,
+                "unit": row.unit,
+                "ratio": _rounded(row.ratio),
+                "limit": _rounded(row.limit),
+                "of_limit": _rounded(row.of_limit),
+                "peer_name": row.peer[0] if row.peer else None,
+                "rounds": len(row.ours),
+            }
+            for row in results.rows
+        ],
+        "parameters": results.parameters,
+        "threads": results.threads,
+        "bandwidth_bytes_per_s": round(results.bandwidth),
+        "machine": machine(),
+    }
+
+
+def table(results: Results) -> Iterator[str]:
+    """For people."""
+    settings = results.settings
+    yield (
+        f"{results.parameters / 1e6:.1f}M parameters, {results.threads} threads; memory is read at "
+        f"{results.bandwidth / 1e9:.1f} GB/s; medians of {settings.rounds} rounds"
+    )
+    yield machine()
+    if results.without:
+        yield f"no peer: {results.without}"
+    width = max(len(row.name) for row in results.rows)
+    yield (
+        f"{'case':<{width}}  {'unit':<8}  {'ours':>8} {'spread':>17}  {'peer':>8} {'ratio':>6}  "
+        f"{'limit':>8} {'of it':>6}  of peers the best"
+    )
+    for row in results.rows:
+        spread = f"{min(row.ours):.1f} .. {max(row.ours):.1f}"
+        yield (
+            f"{row.name:<{width}}  {row.unit:<8}  {row.value:>8.1f} {spread:>17}  "
+            f"{_cell(row.peer and row.peer[1], '.1f'):>8} {_cell(row.ratio, '.2f'):>6}  "
+            f"{_cell(row.limit, '.1f'):>8} {_cell(row.of_limit, '.2f'):>6}  "
+            f"{row.peer[0] if row.peer else ''}"
+        ).rstrip()
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,70 @@
+"""`lambdascale bench engine`, small: the engine under its scheduler, transformers beside it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SMALL = ["--layers", "2", "--hidden", "192", "--vocab", "512", "--batch", "3", "--prompt", "24",
+         "--tokens", "2", "--rounds", "1", "--threads", "1"]  # fmt: skip
+CASES = [
+    "decode, batch 1",
+    "decode, batch 3, mixed lengths",
+    "prefill",
+    "engine overhead",
+    "shared prefix, second request",
+    "one sweep for four block ranges",
+]
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", "bench", "engine", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_small_run() -> None:
+    done = bench(*SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    rows = document["rows"]
+    assert [row["case"] for row in rows] == [
+        f"{case}, {dtype}" for dtype in ("float32", "bfloat16") for case in CASES
+    ]
+    assert (document["threads"], document["machine"] != "") == (1, True)
+    for row in rows:
+        assert row["device"] == "cpu"
+        assert row["rounds"] == 1
+        assert row["ours"] > 0
+        timed = row["case"].startswith(("engine", "shared"))
+        assert (row["peer"] is None) == timed
+        if row["limit"] is not None:
+            assert row["of_limit"] == pytest.approx(row["ours"] / row["limit"], rel=0.01)
+    assert "decode, batch 1, float32" in done.stderr
+    assert "of the roofline" in done.stderr
+
+
+def test_without_the_peer() -> None:
+    done = bench(*SMALL, "--dtypes", "float32", "--no-peer")
+    assert done.returncode == 0, done.stderr
+    assert "no peer: left out (--no-peer)" in done.stdout
+    assert "transformers" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--hidden", "100"], "multiple of 192"),
+        (["--dtypes", "int4"], "int4"),
+        (["--prompt", "4000"], "positions"),
+        (["--rounds", "0"], "less than 1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], word: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert word in done.stderr
