@@ -12,7 +12,8 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from shared.errors import BadInput
 
-MAX_CHARS = 1 << 16
+MAX_CHARS = 1 << 13
+"""llguidance follows a chain of rules by recursion, and overflows the stack at some 900 links."""
 SPACES = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON; not any number, or a model might never come to the next part."""
 

@@ -21,6 +21,7 @@ MAX_STOP_CHARS = 1024
 MAX_TOP_K = 1 << 30
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 ANY_OBJECT = {"type": "object"}
 
@@ -249,8 +250,8 @@ def _check_common(body: _Common) -> None:
     _check_range(body, "presence_penalty", -2, 2)
     _check_range(body, "frequency_penalty", -2, 2)
     penalty = body.repetition_penalty
-    if penalty is not None and not 0 < penalty <= MAX_REPETITION_PENALTY:
-        message = f"must be above 0 and at most {MAX_REPETITION_PENALTY}"
+    if penalty is not None and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        message = f"must be {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
         invalid("repetition_penalty", f"{message} (1: no penalty)")
     _check_bias(body.logit_bias or {})
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
@@ -270,7 +271,9 @@ def _check_bias(bias: Mapping[str, float]) -> None:
     if len(bias) > MAX_BIASED:
         invalid("logit_bias", f"at most {MAX_BIASED} tokens")
     for token, value in bias.items():
-        if not (token.isascii() and token.isdecimal() and int(token[:11]) <= MAX_TOKEN_ID):
+        if not (
+            token.isascii() and token.isdecimal() and len(token) < 11 and int(token) <= MAX_TOKEN_ID
+        ):
             invalid("logit_bias", f"the keys are token ids, which {token[:20]!r} is not")
         if not -100 <= value <= 100:
             invalid("logit_bias", f"must be -100 to 100, which that of token {token} is not")

@@ -34,6 +34,8 @@ _MAX_BUFFERS = 64
 """Buffers handed to one sendmsg."""
 AT_ONCE = 1024 * 1024
 """Bytes that are waited for together, if so many are to come: waking costs more than copying."""
+DEEP = 4 << 20
+"""The largest buffer of a socket that is asked for."""
 MANY = 64 * 1024
 """So many are not there yet when the first of them are: more than one packet."""
 USED_S = 5.0
@@ -254,7 +256,8 @@ class Connection:
         """For a frame that the kernel is to take at once, as far as its limits let it."""
         if nbytes > self._room:
             self._room = nbytes
-            set_buffer(self.sock, socket.SO_SNDBUF, nbytes)
+            if 2 * nbytes > self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF):
+                set_buffer(self.sock, socket.SO_SNDBUF, nbytes)
         self._limit_unsent(2 * self._room)
 
     def _limit_unsent(self, nbytes: int) -> None:
@@ -352,6 +355,7 @@ class Connection:
 
     async def _wait_readable(self, wanted: int) -> None:
         """Until so many bytes are there, or some of very many, or of a slow link."""
+        self.check()
         loop = asyncio.get_running_loop()
         self._wake_at(min(wanted, AT_ONCE))
         self._readable = loop.create_future()
@@ -379,6 +383,7 @@ class Connection:
 
     async def _wait_writable(self) -> None:
         """Several may wait at a time."""
+        self.check()
         if self._writable is None or self._writable.done():
             loop = asyncio.get_running_loop()
             self._writable = loop.create_future()
@@ -391,9 +396,9 @@ class Connection:
 
 
 def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
-    """SO_RCVBUF or SO_SNDBUF, if the kernel allows so much: less would end its own sizing, which
-    goes further."""
-    if nbytes <= _most[option]:
+    """SO_RCVBUF or SO_SNDBUF, where the kernel allows DEEP ones: else it would end its own sizing,
+    which goes further."""
+    if _most[option] >= DEEP:
         sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 

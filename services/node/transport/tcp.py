@@ -18,7 +18,12 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
-from services.node.transport.connection import Connection, readable, set_buffer
+from services.node.transport.connection import (
+    DEEP,
+    Connection,
+    readable,
+    set_buffer,
+)
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
@@ -39,9 +44,6 @@ from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, Tr
 SHALLOW = 64 * 1024
 """Receive buffer of a connection for reads on a paced link, so that a receiver that has enough to
 do holds its senders back."""
-DEEP = 4 << 20
-"""Receive buffer of one that is not paced, where the kernel allows it (`net.core.rmem_max`); where
-it does not, its own choice is the larger."""
 SILENCE_S = 0.75
 """A peer that has said nothing for so long is lost."""
 BEATS_PER_SILENCE = 5
@@ -290,7 +292,10 @@ class TcpTransport:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if purpose is Purpose.READS:
-            set_buffer(sock, socket.SO_RCVBUF, SHALLOW if self._paced else DEEP)
+            if self._paced:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SHALLOW)
+            else:
+                set_buffer(sock, socket.SO_RCVBUF, DEEP)
 
     # --- accepting -------------------------------------------------------------
 
