@@ -103,8 +103,8 @@ def allowed(logits: Logits, sampling: Sampling) -> tuple[npt.NDArray[np.intp], W
     ids: npt.NDArray[np.intp] = np.arange(len(logits))
     if 0 < sampling.top_k < len(logits):
         ids = _top_k(logits, sampling.top_k)
-    # At most 0, however low the temperature: never infinite, never no number.
-    weights = np.exp((logits[ids] - logits[ids].max()) / sampling.temperature)
+    with np.errstate(over="ignore"):  # at a very low temperature all but the best weigh nothing
+        weights = np.exp((logits[ids] - logits[ids].max()) / sampling.temperature)
     if sampling.min_p > 0:
         kept = np.flatnonzero(weights >= sampling.min_p)  # the most probable one weighs 1
         ids, weights = ids[kept], weights[kept]

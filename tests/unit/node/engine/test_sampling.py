@@ -43,6 +43,11 @@ def test_temperature_one_draws_from_the_distribution() -> None:
         assert shares[token] / count == pytest.approx(probability, abs=0.03)
 
 
+@pytest.mark.parametrize(("top_p", "min_p"), [(1, 0), (0.9, 0), (1, 0.1)])
+def test_any_temperature_draws(top_p: float, min_p: float) -> None:
+    assert drawn(Sampling(temperature=1e-308, top_p=top_p, min_p=min_p), count=5) == {0: 5}
+
+
 def test_temperature_sharpens() -> None:
     cold = drawn(Sampling(temperature=0.25, seed=1))
     assert cold[0] / 2000 == pytest.approx(0.4**4 / (PROBABILITIES**4).sum().item(), abs=0.03)

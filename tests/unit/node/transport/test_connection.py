@@ -88,3 +88,29 @@ async def test_heartbeats_come_less_often_over_an_idle_one(
     connection.busy = lambda: busy
     connection.beat_after(now() + after_s, LIMIT_S)
     assert connection.posted == beats
+
+
+class Scratch:
+    def room(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def came(self, nbytes: int) -> None:
+        pass
+
+
+async def test_a_closed_one_is_waited_on_by_nobody(connection: Connection) -> None:
+    """It may be closed between a frame's prefix and its payload."""
+    connection.close(PeerLost("gone"))
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(PeerLost, match="gone"):
+            await connection.receive(Scratch(), 1 << 20)
+
+
+@pytest.mark.parametrize("most", [212992, 1 << 30], ids=["stock kernel", "raised limits"])
+async def test_small_frames_leave_the_kernels_buffers_as_they_are(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setitem(module._most, socket.SO_SNDBUF, most)
+    before = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    await connection.send([CANCEL])
+    assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
