@@ -8,7 +8,7 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 
 - A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
   other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows
-  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and in llama.py has a
+  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and in decoder.py has a
   multiple of 4 rows.
 - Softmax over a row and more columns of -inf: the same bits.
 - Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
@@ -17,7 +17,7 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 - All this for head_dim 8 to 256, multiples of 4. (With less, some products are so small that torch
   has another loop for them; with 10, and only 10, MKL sums the values in another order.)
 - fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
-  does not; see llama.py.
+  does not; see decoder.py.
 - scaled_dot_product_attention fails all of this, and is slower than the three calls here for the
   few queries of a decode step.
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from services.node.engine.base import SequenceKey, Weights
+from services.node.engine.decoder import Decoder
 from services.node.engine.kv import KvCache
-from services.node.engine.llama import Llama
 from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, TorchSweep
 from services.node.engine.warmup import warm_up
@@ -44,19 +44,19 @@ class TorchEngine:
             raise Conflict(f"model {model_id} is open already")
         config = ModelConfig.from_hf(manifest.config)
         dtype = check_manifest(manifest, config)
-        llama = Llama(config, dtype, self._device, self._kv.capacity)
-        attention = llama.attention
+        decoder = Decoder(config, dtype, self._device, self._kv.capacity)
+        attention = decoder.attention
         self._kv.open_model(
             model_id, config.n_layers, config.n_kv_heads, config.head_dim, attention.dtype
         )
-        self._models[model_id] = Model(manifest, llama, Processors(manifest.config))
+        self._models[model_id] = Model(manifest, decoder, Processors(manifest.config))
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
         if self._device.type != "cpu":
             model = self._model(model_id)
-            for _ in warm_up(model.llama):
+            for _ in warm_up(model.decoder):
                 yield
                 if self._models.get(model_id) is not model:
                     return
@@ -65,7 +65,7 @@ class TorchEngine:
         model = self._model(model_id)
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
-        spec, config = model.manifest.blocks[block], model.llama.config
+        spec, config = model.manifest.blocks[block], model.decoder.config
         tensors = BlockTensors(spec, weights)
         units = range(spec.first_unit, spec.last_unit + 1)
         model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)

@@ -13,8 +13,8 @@ import torch
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kv import KvCache, Sequence
-from services.node.engine.llama import LayerStep, Llama
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import EmbeddingUnit, HeadUnit, LayerUnit, Unit
@@ -26,13 +26,13 @@ from shared.layout import Manifest
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
-    llama: Llama
+    decoder: Decoder
     processors: Processors
     blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
         """Decoder layers of blocks start <= block < stop, from 0."""
-        blocks, n_layers = self.manifest.blocks, self.llama.config.n_layers
+        blocks, n_layers = self.manifest.blocks, self.decoder.config.n_layers
         return range(
             max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
         )
@@ -150,24 +150,24 @@ class TorchSweep:
 
     def _run(self, model: Model) -> None:
         if not self._packed:
-            self._pack(model.llama)
+            self._pack(model.decoder)
         kv = self._kv.tensor(self._model_id)
         layer = model.layers(self._at, self._at + 1).start
         for unit in model.blocks[self._at]:
             if isinstance(unit, LayerUnit):
                 if self._step is None:
-                    self._step = LayerStep(model.llama, self._spans(), len(self._hidden))
+                    self._step = LayerStep(model.decoder, self._spans(), len(self._hidden))
                 self._step.run(unit, self._hidden, kv[layer])
                 layer += 1
             elif isinstance(unit, HeadUnit):
                 self._sample(model, unit)
 
-    def _pack(self, llama: Llama) -> None:
+    def _pack(self, decoder: Decoder) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
         n = sum(counts)
         n_padded = pad_rows(n)
-        hidden = self._aboard[0].hidden.new_empty(n_padded, llama.config.hidden_size)
+        hidden = self._aboard[0].hidden.new_empty(n_padded, decoder.config.hidden_size)
         torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
         hidden[n:] = 0
         for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
@@ -261,7 +261,7 @@ class TorchSweep:
 
 
 def _embedded(part: StagePart, model: Model) -> torch.Tensor:
-    n, vocab_size = sum(row.count for row in part.rows), model.llama.config.vocab_size
+    n, vocab_size = sum(row.count for row in part.rows), model.decoder.config.vocab_size
     tokens = [token for row in part.rows for token in row.tokens]
     if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
         raise BadInput(
@@ -270,15 +270,15 @@ def _embedded(part: StagePart, model: Model) -> torch.Tensor:
         )
     embedding = model.blocks[0][0]
     assert isinstance(embedding, EmbeddingUnit)
-    return embedding.table[torch.tensor(tokens, device=model.llama.device)]
+    return embedding.table[torch.tensor(tokens, device=model.decoder.device)]
 
 
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
-    expected = (sum(row.count for row in part.rows), model.llama.config.hidden_size)
+    expected = (sum(row.count for row in part.rows), model.decoder.config.hidden_size)
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return part.hidden.to(model.llama.device, model.llama.dtype)
+    return part.hidden.to(model.decoder.device, model.decoder.dtype)
 
 
 def _drawn(
@@ -294,7 +294,7 @@ def _drawn(
             drawing.append((index, last))
             processors.append(model.processors.of(row.sequence))
     if draws:
-        logits = model.llama.head(unit, hidden, [position for _, position in drawing])
+        logits = model.decoder.head(unit, hidden, [position for _, position in drawing])
         for (index, _), one in zip(drawing, sample(logits, draws, processors), strict=True):
             drawn[index] = one
     return tuple(drawn)

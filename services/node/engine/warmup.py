@@ -13,8 +13,8 @@ import torch
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import Draw, SequenceKey
+from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kv import Sequence
-from services.node.engine.llama import LayerStep, Llama
 from services.node.engine.sampling import sample
 from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
 from services.node.model.packing import UnitTensor, lay_out
@@ -25,36 +25,36 @@ BATCHES = ((1, 1), (8, 1), (64, 1), (1, 64), (1, 512))
 """(sequences, positions of each): decode steps, and prefills."""
 
 
-def warm_up(llama: Llama) -> Iterator[None]:
+def warm_up(decoder: Decoder) -> Iterator[None]:
     """One batch at each step of the iterator."""
-    kinds = {layer: unit for unit, layer in enumerate(llama.config.layers, start=1)}
+    kinds = {layer: unit for unit, layer in enumerate(decoder.config.layers, start=1)}
     for unit in kinds.values():
-        layer = _without_weights(llama, unit)
+        layer = _without_weights(decoder, unit)
         assert isinstance(layer, LayerUnit)
         for sequences, positions in BATCHES:
-            _run_layer(llama, layer, sequences, positions)
+            _run_layer(decoder, layer, sequences, positions)
             yield
         del layer
-    head = _without_weights(llama, llama.config.n_units - 1)
+    head = _without_weights(decoder, decoder.config.n_units - 1)
     assert isinstance(head, HeadUnit)
     for sequences in sorted({sequences for sequences, _ in BATCHES}):
-        _run_head(llama, head, sequences)
+        _run_head(decoder, head, sequences)
         yield
 
 
-def _without_weights(llama: Llama, unit: int) -> Unit:
-    dtype = str(llama.dtype).removeprefix("torch.")
-    shapes = llama.config.unit_tensors(unit)
+def _without_weights(decoder: Decoder, unit: int) -> Unit:
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    shapes = decoder.config.unit_tensors(unit)
     (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
-    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=llama.device)
-    return BlockTensors(block, zeros).unit(llama.config, unit)
+    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=decoder.device)
+    return BlockTensors(block, zeros).unit(decoder.config, unit)
 
 
 @torch.inference_mode()
-def _run_layer(llama: Llama, layer: LayerUnit, sequences: int, positions: int) -> None:
-    attention, pages = llama.attention, pages_of(positions)
+def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: int) -> None:
+    attention, pages = decoder.attention, pages_of(positions)
     shape = (sequences * pages * PAGE, 2, attention.n_kv_heads, attention.head_dim)
-    kv = torch.zeros(shape, dtype=attention.dtype, device=llama.device)
+    kv = torch.zeros(shape, dtype=attention.dtype, device=decoder.device)
     spans: list[Span] = [
         (
             Sequence(
@@ -70,16 +70,16 @@ def _run_layer(llama: Llama, layer: LayerUnit, sequences: int, positions: int) -
         )
         for i in range(sequences)
     ]
-    hidden = _hidden(llama, sequences * positions)
-    LayerStep(llama, spans, len(hidden)).run(layer, hidden, kv)
+    hidden = _hidden(decoder, sequences * positions)
+    LayerStep(decoder, spans, len(hidden)).run(layer, hidden, kv)
 
 
 @torch.inference_mode()
-def _run_head(llama: Llama, head: HeadUnit, sequences: int) -> None:
-    logits = llama.head(head, _hidden(llama, sequences), range(sequences))
+def _run_head(decoder: Decoder, head: HeadUnit, sequences: int) -> None:
+    logits = decoder.head(head, _hidden(decoder, sequences), range(sequences))
     sample(logits, [Draw(0, Sampling())] * sequences)
 
 
-def _hidden(llama: Llama, rows: int) -> torch.Tensor:
-    shape = (pad_rows(rows), llama.config.hidden_size)
-    return torch.zeros(shape, dtype=llama.dtype, device=llama.device)
+def _hidden(decoder: Decoder, rows: int) -> torch.Tensor:
+    shape = (pad_rows(rows), decoder.config.hidden_size)
+    return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)

@@ -92,7 +92,7 @@ def test_the_wire_form_is_pinned() -> None:
 
 def test_tokens_are_arrays_on_the_wire() -> None:
     token = Token(RequestId("r-1"), 2, 3, 4, "stop")
-    assert msgpack.unpackb(msgspec.msgpack.encode(token)) == ["r-1", 2, 3, 4, "stop"]
+    assert msgpack.unpackb(msgspec.msgpack.encode(token)) == ["r-1", 2, 3, 4, "stop", None]
 
 
 def test_a_message_in_a_trace_is_otherwise_the_same() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from services.node.engine.base import PartResult, Row, StagePart, Sweep
+from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
-from services.node.engine.llama import LayerStep
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
 from tests.unit.node.engine.models import MODEL, Model, part, row, run, run_all

@@ -6,7 +6,7 @@ import torch
 from services.node.engine import warmup
 from services.node.engine.attention import pad_rows
 from services.node.engine.base import Draw
-from services.node.engine.llama import LayerStep
+from services.node.engine.decoder import LayerStep
 from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import ExpertMlp, LayerUnit, Mlp
 from tests.unit.node.engine.models import MODEL, Model, make_model
@@ -17,7 +17,7 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(attention_bias=True, dtype=dtype)
-    llama = model.engine(0, 0)._model(MODEL).llama
+    decoder = model.engine(0, 0)._model(MODEL).decoder
     layers: list[int] = []
     heads: list[int] = []
     run = LayerStep.run
@@ -32,7 +32,7 @@ def test_every_batch_goes_through_a_layer_and_the_head(
 
     monkeypatch.setattr(LayerStep, "run", spy)
     monkeypatch.setattr(warmup, "sample", drawn)
-    pieces = list(warmup.warm_up(llama))
+    pieces = list(warmup.warm_up(decoder))
     assert layers == [pad_rows(n * count) for n, count in warmup.BATCHES]
     assert heads == [1, 8, 64]
     assert len(pieces) == len(layers) + len(heads)
@@ -54,7 +54,7 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
         warmed.append(type(layer.mlp))
 
     monkeypatch.setattr(LayerStep, "run", spy)
-    list(warmup.warm_up(model.engine(0, 0)._model(MODEL).llama))
+    list(warmup.warm_up(model.engine(0, 0)._model(MODEL).decoder))
     batches = len(warmup.BATCHES)
     assert sorted(warmed, key=str) == [ExpertMlp] * batches + [Mlp] * batches
 

@@ -1,6 +1,6 @@
 """The decoder, unit by unit: embedding, layers, and final norm with the head.
 
-Llama's, and what other families have in other places: see services.node.model.families.
+What a family of models has in other places than Llama: see services.node.model.families.
 
 All products have a multiple of ROWS rows: see attention.py for why.
 """
@@ -18,7 +18,7 @@ from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit, Linear
 from services.node.model.config import ModelConfig
 
 
-class Llama:
+class Decoder:
     """What a model's steps share."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Llama:
 class LayerStep:
     """Runs layers over one step's packed rows; its buffers are used by one layer after another."""
 
-    def __init__(self, model: Llama, spans: Rows[Span], n_padded: int) -> None:
+    def __init__(self, model: Decoder, spans: Rows[Span], n_padded: int) -> None:
         config = model.config
         self._shape, self._eps = (config.hidden_size,), config.norm_eps
         self._experts = config.experts
