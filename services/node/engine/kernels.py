@@ -146,7 +146,8 @@ def attend(
         summed = summed * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         best = highest
 
-    summed = summed / tl.where(total > 0, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)  # no key here: best says so
+    summed = summed / total[:, None]
     if not DIVIDED:
         target = out + (row + r // group)[:, None] * (HEADS * HEAD_DIM)
         target = target + at[:, None] * HEAD_DIM + d[None, :]

@@ -1,10 +1,9 @@
 """The GPU's kernels beside the CPU's attention, over any pages, lengths, windows and groups.
 
-On a machine without a GPU they run in Triton's interpreter, on the CPU: that shows what they
-compute, not how they are compiled.
+On a machine without a GPU they run in Triton's interpreter (tests/conftest.py), on the CPU: that
+shows what they compute, not what they are compiled to.
 """
 
-import os
 import random
 
 import pytest
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
+
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from services.node.core.kv import PAGE, pages_of  # noqa: E402
 from services.node.engine import paged_attention  # noqa: E402
@@ -27,6 +25,8 @@ from services.node.model.config import ModelConfig  # noqa: E402
 from shared.ids import ModelId  # noqa: E402
 
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+"""The interpreter multiplies the bits of bfloat16 as integers."""
 CAPACITY = 64 * PAGE
 LONGEST = 300
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -67,18 +67,18 @@ def spans_of(lengths: list[tuple[int, int]], rng: random.Random) -> list[Span]:
 
 @given(
     lengths=st.lists(
-        st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 17, 70])),
+        st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 8, 9, 40])),
         min_size=1,
-        max_size=4,
+        max_size=3,
     ),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (4, 1), (8, 1)]),
     head_dim=st.sampled_from([8, 12, 64, 128]),
     window=st.sampled_from([0, 0, 1, 16, 50, 128]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    processors=st.sampled_from([1, 3, 40]),
+    dtype=st.sampled_from(DTYPES),
+    processors=st.sampled_from([1, 5]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60 if GPU else 25, deadline=None)
+@settings(max_examples=200 if GPU else 15, deadline=None)
 def test_what_a_cpu_gets(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -102,7 +102,7 @@ def test_what_a_cpu_gets(
         fused = paged_attention.planned(attention, frequencies.to(DEVICE), spans, pad_rows(n))
     kv = torch.randn(CAPACITY, 2, shape.n_kv_heads, head_dim).to(dtype)
     qkv = torch.randn(pad_rows(n), plain.qkv.shape[1]).to(dtype)
-    ours = kv.to(DEVICE)
+    ours = kv.clone().to(DEVICE)
     ours[written_after(spans)] = torch.nan
     fused.qkv.copy_(qkv)
     fused.run(ours, window)
