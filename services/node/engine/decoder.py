@@ -6,36 +6,60 @@ All products have a multiple of ROWS rows: see attention.py for why.
 """
 
 from collections.abc import Sequence as Rows
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from services.node.engine.activation import silu_times
+from services.node.engine.activation import fused_silu_times, silu_times
 from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
+from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit
 from services.node.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from services.node.engine.paged_attention import PagedStep
 
 
 class Decoder:
     """What a model's steps share."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, longest: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        *,
+        fused: bool = False,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        """`fused`: with the kernels for GPUs."""
+        self.config, self.dtype, self.device, self.fused = config, dtype, device, fused
         # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
         # KV in fp32 is cheap.
-        kv_dtype = torch.float32 if device.type == "cpu" else dtype
+        kv_dtype = dtype if fused else torch.float32
         self.attention = Attention(config, longest, kv_dtype, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+
+    def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
+        """Of these rows."""
+        attention: AttentionStep | PagedStep
+        if self.fused:
+            from services.node.engine.paged_attention import paged_step
+
+            attention = paged_step(self.attention, self.frequencies, spans, n_padded)
+        else:
+            attention = AttentionStep(self.attention, self.frequencies, spans, n_padded)
+        return LayerStep(self, attention, sum(count for _, _, count in spans), n_padded)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
         config = self.config
         picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
-        picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
+        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
         normed = functional.rms_norm(picked, (config.hidden_size,), unit.norm, config.norm_eps)
         return unit.head(normed)[: len(rows)].float()
 
@@ -43,24 +67,37 @@ class Decoder:
 class LayerStep:
     """Runs layers over one step's packed rows; its buffers are used by one layer after another."""
 
-    def __init__(self, model: Decoder, spans: Rows[Span], n_padded: int) -> None:
+    def __init__(
+        self, model: Decoder, attention: "AttentionStep | PagedStep", n: int, n_padded: int
+    ) -> None:
+        """`n`: rows that do not only pad."""
         config = model.config
         self._shape, self._eps = (config.hidden_size,), config.norm_eps
         self._experts = config.experts
-        self._n = sum(count for _, _, count in spans)
-        self._attention = AttentionStep(model.attention, model.frequencies, spans, n_padded)
-        self._qkv, self._attended = self._attention.qkv, self._attention.attended
+        self._n, self._attention = n, attention
+        self._qkv, self._attended = attention.qkv, attention.attended
         if model.dtype != model.attention.dtype:
             self._qkv = torch.empty_like(self._qkv, dtype=model.dtype)
             self._attended = torch.empty_like(self._attended, dtype=model.dtype)
         shape = (n_padded, 2 * config.intermediate_size)
         self._gate_up = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self._gate, self._up = self._gate_up.chunk(2, dim=1)
-        self._active = torch.empty_like(self._up, memory_format=torch.contiguous_format)
-        self._sigmoid = torch.empty_like(self._active, dtype=torch.float32)
+        gate, up = self._gate_up.chunk(2, dim=1)
+        self._active = torch.empty_like(up, memory_format=torch.contiguous_format)
+        if model.fused:
+            self._activate = partial(fused_silu_times, self._gate_up, self._active)
+        else:
+            sigmoid = torch.empty_like(self._active, dtype=torch.float32)
+            self._activate = partial(silu_times, gate, up, sigmoid, self._active)
 
-    def run(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """hidden [padded rows, hidden_size] is updated; kv: see AttentionStep.run."""
+    def run(
+        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        heads, head_dim], is added to."""
+        for layer, own in zip(layers, kv, strict=True):
+            self._run_layer(layer, hidden, own)
+
+    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         normed = functional.rms_norm(hidden, self._shape, layer.input_norm, self._eps)
         layer.qkv(normed, self._qkv)
         self._attend(layer, kv)
@@ -71,7 +108,7 @@ class LayerStep:
             add_experts(hidden, normed, self._n, layer.mlp, self._experts)
             return
         layer.mlp.gate_up(normed, self._gate_up)
-        silu_times(self._gate, self._up, self._sigmoid, self._active)
+        self._activate()
         hidden.add_(layer.mlp.down(self._active))
 
     def _attend(self, layer: LayerUnit, kv: torch.Tensor) -> None:

@@ -178,6 +178,10 @@ class KvCache:
         slots i * PAGE and on."""
         return self._tensors[model_id]
 
+    def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
+        """[len(layers), slots, 2, kv heads, head_dim], see `tensor`."""
+        return self._tensors[model_id][layers.start : layers.stop]
+
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)
 

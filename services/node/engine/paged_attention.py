@@ -12,6 +12,7 @@ how many others are in the step: the promise of attention.py is not made here.
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import chain
 from math import e, log2
@@ -38,8 +39,6 @@ PROGRAMS = 4
 MOST_SPLITS = 64
 ROTATED_HEADS = 8
 """That a program has."""
-ACTIVATED = 1024
-"""Numbers that a program of the activation has."""
 _TILE = 4
 """Numbers that describe a tile: see kernels.attend."""
 
@@ -89,6 +88,8 @@ class PagedStep:
         self._partial = torch.empty(*parts, a.head_dim, device=a.device)
         self._weight = torch.empty(parts, device=a.device)
         self._plan = plan
+        if plan is not None:
+            self._divide(plan)
 
     def fill(self, spans: Iterable[Span]) -> None:
         """These are the step's rows now, and fit its shape."""
@@ -112,18 +113,20 @@ class PagedStep:
         self._set(torch.frombuffer(planned, dtype=torch.int32))
 
     def _set(self, planned: torch.Tensor) -> None:
-        rows, shape = self._shape.rows, self._shape
+        there = to_device(planned, self._attention.device)
         if self._plan is None:
-            plan = to_device(planned, self._attention.device)
+            self._divide(there)
         else:
-            plan = self._plan
-            plan[: len(planned)].copy_(to_device(planned, plan.device))
-        sizes = (rows, rows, _TILE * shape.few, _TILE * shape.many)
-        parts = plan.split([*sizes, len(plan) - sum(sizes)])
-        self._positions, self._slots, self._few, self._many, self._pages = parts
+            self._plan[: len(there)].copy_(there)
         cos, sin = rotations(self._positions, self._frequencies)
         self._cos.copy_(cos[:, 0])
         self._sin.copy_(sin[:, 0])
+
+    def _divide(self, plan: torch.Tensor) -> None:
+        rows, shape = self._shape.rows, self._shape
+        sizes = (rows, rows, _TILE * shape.few, _TILE * shape.many)
+        parts = torch.split(plan, [*sizes, len(plan) - sum(sizes)])
+        self._positions, self._slots, self._few, self._many, self._pages = parts
 
     def run(self, kv: torch.Tensor, window: int) -> None:
         """From `qkv` to `attended`. kv: the layer's [slots, 2, kv heads, head_dim]; it is added to.
@@ -189,11 +192,10 @@ class PagedStep:
         )
 
 
-def planned(
-    attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
+def paged_step(
+    attention: Attention, frequencies: torch.Tensor, spans: Rows[Span], n_padded: int
 ) -> PagedStep:
     """A step of just these spans."""
-    spans = tuple(spans)
     counts = [count for _, _, count in spans]
     few = [count for count in counts if count <= FEW]
     queries = _tile_rows(attention) // attention.group
@@ -207,12 +209,6 @@ def planned(
 def plan_size(rows: int, longest: int) -> int:
     """Numbers for a step of so many sequences, a position each, up to `longest` positions."""
     return rows * (2 + _TILE + pages_of(longest))
-
-
-def silu_times(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """out [rows, width] = silu of the first half of gate_up [rows, 2 x width], times the second."""
-    rows, width = out.shape
-    kernels.silu_times[rows, -(-width // ACTIVATED)](gate_up, out, width, TILE=ACTIVATED)
 
 
 def _tile_rows(attention: Attention) -> int:

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
+from services.node.core.kv import PAGE, pages_of
+from services.node.engine import paged_attention
+from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
+from services.node.engine.base import SequenceKey
+from services.node.engine.kv import Sequence
+from services.node.engine.rope import inverse_frequencies
+from services.node.model.config import ModelConfig
+from shared.ids import ModelId
+
 GPU = torch.cuda.is_available()
-
-from services.node.core.kv import PAGE, pages_of  # noqa: E402
-from services.node.engine import paged_attention  # noqa: E402
-from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows  # noqa: E402
-from services.node.engine.base import SequenceKey  # noqa: E402
-from services.node.engine.kv import Sequence  # noqa: E402
-from services.node.engine.rope import inverse_frequencies  # noqa: E402
-from services.node.model.config import ModelConfig  # noqa: E402
-from shared.ids import ModelId  # noqa: E402
-
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 """The interpreter multiplies the bits of bfloat16 as integers."""
@@ -99,7 +98,7 @@ def test_what_a_cpu_gets(
     attention = Attention(shape, LONGEST, dtype, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "_processors", lambda _: processors)
-        fused = paged_attention.planned(attention, frequencies.to(DEVICE), spans, pad_rows(n))
+        fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans, pad_rows(n))
     kv = torch.randn(CAPACITY, 2, shape.n_kv_heads, head_dim).to(dtype)
     qkv = torch.randn(pad_rows(n), plain.qkv.shape[1]).to(dtype)
     ours = kv.clone().to(DEVICE)
