@@ -227,16 +227,17 @@ class KvCache:
         """Makes room for `count` more positions, to be written before the next attention.
         CapacityExceeded changes nothing.
 
-        The page they end in is read whole: what is left in it by an earlier sequence is erased,
-        since masking makes a foreign value weigh nothing only if it is finite.
+        On a CPU the page they end in is read whole: what is left in it by an earlier sequence is
+        erased, since masking makes a foreign value weigh nothing only if it is finite.
         """
         end = sequence.length + count
         new = pages_of(end) - len(sequence.pages)
         if sequence.layers and new > 0:
             sequence.pages += self._take(new, sequence.pages[-1] if sequence.pages else None)
-            layers = slice(sequence.layers.start, sequence.layers.stop)
-            last = sequence.pages[-1] * PAGE
-            self._tensors[sequence.model_id][layers, last : last + PAGE].zero_()
+            if self._device.type == "cpu":
+                last = sequence.pages[-1] * PAGE
+                layers = self.of_layers(sequence.model_id, sequence.layers)
+                layers[:, last : last + PAGE].zero_()
         sequence.length = end
 
     def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:
