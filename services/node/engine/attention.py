@@ -83,6 +83,7 @@ class Attention:
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         self.group = config.n_heads // config.n_kv_heads
+        self.norm_eps = config.norm_eps
         self.scale = config.head_dim**-0.5 * config.rope.attention_factor**2
         self.dtype, self.device = dtype, device
         self.q_size = self.n_heads * self.head_dim

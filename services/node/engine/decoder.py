@@ -5,14 +5,14 @@ What a family of models has in other places than Llama: see services.node.model.
 All products have a multiple of ROWS rows: see attention.py for why.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from services.node.engine.activation import fused_silu_times, silu_times
+from services.node.engine.activation import silu_times
 from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
 from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
@@ -22,6 +22,7 @@ from services.node.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from services.node.engine.paged_attention import PagedStep
+    from services.node.engine.triton_ops import TritonOps
 
 
 class Decoder:
@@ -37,7 +38,8 @@ class Decoder:
         fused: bool = False,
     ) -> None:
         """`fused`: with the kernels for GPUs."""
-        self.config, self.dtype, self.device, self.fused = config, dtype, device, fused
+        self.config, self.dtype, self.device = config, dtype, device
+        self.ops = _triton_ops() if fused else None
         # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
         # KV in fp32 is cheap.
         kv_dtype = dtype if fused else torch.float32
@@ -46,14 +48,12 @@ class Decoder:
 
     def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
         """Of these rows."""
-        attention: AttentionStep | PagedStep
-        if self.fused:
-            from services.node.engine.paged_attention import paged_step
-
-            attention = paged_step(self.attention, self.frequencies, spans, n_padded)
-        else:
-            attention = AttentionStep(self.attention, self.frequencies, spans, n_padded)
-        return LayerStep(self, attention, sum(count for _, _, count in spans), n_padded)
+        n = sum(count for _, _, count in spans)
+        if self.ops is not None:
+            fused = self.ops.attention(self.attention, self.frequencies, spans, n_padded)
+            return FusedLayerStep(self, self.ops, fused, n)
+        attention = AttentionStep(self.attention, self.frequencies, spans, n_padded)
+        return PlainLayerStep(self, attention, n, n_padded)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
@@ -64,12 +64,52 @@ class Decoder:
         return unit.head(normed)[: len(rows)].float()
 
 
-class LayerStep:
-    """Runs layers over one step's packed rows; its buffers are used by one layer after another."""
+def _triton_ops() -> "TritonOps":
+    from services.node.engine.triton_ops import TritonOps
 
-    def __init__(
-        self, model: Decoder, attention: "AttentionStep | PagedStep", n: int, n_padded: int
+    return TritonOps()
+
+
+class LayerStep(ABC):
+    """Runs layers over one step's packed rows."""
+
+    def run(
+        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        heads, head_dim], is added to."""
+        for layer, own in zip(layers, kv, strict=True):
+            self._run_layer(layer, hidden, own)
+
+    @abstractmethod
+    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None: ...
+
+
+class FusedLayerStep(LayerStep):
+    """With the kernels for GPUs."""
+
+    def __init__(self, model: Decoder, ops: "TritonOps", attention: "PagedStep", n: int) -> None:
+        """`n`: rows that do not only pad."""
+        self._ops, self._eps = ops, model.config.norm_eps
+        self._experts, self._n, self._attention = model.config.experts, n, attention
+
+    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        ops = self._ops
+        qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
+        attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)
+        hidden.add_(layer.o(attended))
+        normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
+        if isinstance(layer.mlp, ExpertMlp):
+            assert self._experts is not None
+            add_experts(hidden, normed, self._n, layer.mlp, self._experts)
+        else:
+            hidden.add_(layer.mlp.down(ops.silu_times(layer.mlp.gate_up(normed))))
+
+
+class PlainLayerStep(LayerStep):
+    """With torch's operators, into buffers that are used by one layer after another."""
+
+    def __init__(self, model: Decoder, attention: AttentionStep, n: int, n_padded: int) -> None:
         """`n`: rows that do not only pad."""
         config = model.config
         self._shape, self._eps = (config.hidden_size,), config.norm_eps
@@ -81,21 +121,9 @@ class LayerStep:
             self._attended = torch.empty_like(self._attended, dtype=model.dtype)
         shape = (n_padded, 2 * config.intermediate_size)
         self._gate_up = torch.empty(shape, dtype=model.dtype, device=model.device)
-        gate, up = self._gate_up.chunk(2, dim=1)
-        self._active = torch.empty_like(up, memory_format=torch.contiguous_format)
-        if model.fused:
-            self._activate = partial(fused_silu_times, self._gate_up, self._active)
-        else:
-            sigmoid = torch.empty_like(self._active, dtype=torch.float32)
-            self._activate = partial(silu_times, gate, up, sigmoid, self._active)
-
-    def run(
-        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
-    ) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
-        heads, head_dim], is added to."""
-        for layer, own in zip(layers, kv, strict=True):
-            self._run_layer(layer, hidden, own)
+        self._gate, self._up = self._gate_up.chunk(2, dim=1)
+        self._active = torch.empty_like(self._up, memory_format=torch.contiguous_format)
+        self._sigmoid = torch.empty_like(self._active, dtype=torch.float32)
 
     def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         normed = functional.rms_norm(hidden, self._shape, layer.input_norm, self._eps)
@@ -108,7 +136,7 @@ class LayerStep:
             add_experts(hidden, normed, self._n, layer.mlp, self._experts)
             return
         layer.mlp.gate_up(normed, self._gate_up)
-        self._activate()
+        silu_times(self._gate, self._up, self._sigmoid, self._active)
         hidden.add_(layer.mlp.down(self._active))
 
     def _attend(self, layer: LayerUnit, kv: torch.Tensor) -> None:

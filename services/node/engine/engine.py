@@ -1,6 +1,7 @@
 """The torch engine: models' blocks as they come, batches over any run of them."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,7 +160,12 @@ class TorchEngine:
 
 def _own_stream(device: torch.device) -> "Capture":
     """From now on this thread computes on a stream of its own: copies on others run meanwhile, and
-    what it launches can be recorded."""
+    what it launches can be recorded. ConfigError: there is no Triton, whose kernels it runs."""
+    if find_spec("triton") is None:
+        raise ConfigError(
+            f"node.device {device} needs Triton, which torch's builds for CUDA bring with them: "
+            f"pip install the version that this torch requires"
+        )
     from services.node.engine.graphs import CudaCapture
 
     torch.cuda.set_device(device)

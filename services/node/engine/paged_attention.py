@@ -4,7 +4,7 @@ Two launches attend all rows of a step. Those of few positions (decode steps) ar
 KV: each sequence's keys are divided over as many programs as fill the GPU (Flash-Decoding: Dao et
 al. 2023), by a number that depends on the batch alone, so that a CUDA graph of the step serves
 every length. Those of many (prefills) are cut into tiles of queries, which fill it by themselves.
-`kernels.py` has the mathematics.
+`triton_kernels.py` has the mathematics.
 
 What the kernels need to know of a step goes to the device in one copy. A row's bits may depend on
 how many others are in the step: the promise of attention.py is not made here.
@@ -20,7 +20,7 @@ from math import e, log2
 import torch
 
 from services.node.core.kv import PAGE, pages_of
-from services.node.engine import kernels
+from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention, Span
 from services.node.engine.copies import to_device
 from services.node.engine.rope import rotations
@@ -40,7 +40,7 @@ MOST_SPLITS = 64
 ROTATED_HEADS = 8
 """That a program has."""
 _TILE = 4
-"""Numbers that describe a tile: see kernels.attend."""
+"""Numbers that describe a tile: see triton_kernels.attend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StepShape:
 
 
 class PagedStep:
-    """`AttentionStep` (see attention.py) of a GPU: `qkv`, `qk`, `attended` and `run` are the same.
+    """One step's attention: planned once, run in every layer of the stage.
 
     A step of given spans; or, kept for a CUDA graph, one of a shape that is filled anew.
     """
@@ -74,10 +74,8 @@ class PagedStep:
         None: the step's own, as large as it is filled."""
         self._attention, self._frequencies, self._shape = attention, frequencies, shape
         a, rows = attention, shape.rows
-        self.qkv = torch.zeros(rows, a.q_size + 2 * a.kv_size, dtype=a.dtype, device=a.device)
         # Rows that only pad are multiplied too, and must be finite.
-        self.attended = torch.zeros(rows, a.q_size, dtype=a.dtype, device=a.device)
-        self.qk = self.qkv[:, : a.q_size + a.kv_size].view(rows, -1, a.head_dim)
+        self._attended = torch.zeros(rows, a.q_size, dtype=a.dtype, device=a.device)
         self._cos, self._sin = torch.empty(2, rows, a.head_dim // 2, device=a.device)
         self._dim = max(LEAST_ROWS, _power_of_2(a.head_dim))
         self._keys = max(LEAST_ROWS, min(64, KEYS_BYTES // (self._dim * a.dtype.itemsize)))
@@ -128,13 +126,18 @@ class PagedStep:
         parts = torch.split(plan, [*sizes, len(plan) - sum(sizes)])
         self._positions, self._slots, self._few, self._many, self._pages = parts
 
-    def run(self, kv: torch.Tensor, window: int) -> None:
-        """From `qkv` to `attended`. kv: the layer's [slots, 2, kv heads, head_dim]; it is added to.
-        `window`: the layer's."""
+    def run(
+        self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """[padded rows, heads x head_dim], attended, from qkv [padded rows, (heads + 2 kv heads) x
+        head_dim] of a layer, which is used up; `qk_norm`: see LayerUnit. kv: the layer's [slots, 2,
+        kv heads, head_dim], which is added to. Keys are cached rotated."""
         a, shape = self._attention, self._shape
         heads = a.n_heads + 2 * a.n_kv_heads
         kernels.rotate_and_store[shape.rows, -(-heads // ROTATED_HEADS)](
-            self.qkv,
+            qkv,
+            qkv if qk_norm is None else qk_norm,
+            a.norm_eps,
             self._cos,
             self._sin,
             self._slots,
@@ -144,14 +147,15 @@ class PagedStep:
             HEAD_DIM=a.head_dim,
             HALF=_power_of_2(a.head_dim // 2),
             TILE=ROTATED_HEADS,
+            NORMED=qk_norm is not None,
             num_warps=1,
         )
         if shape.few:
-            self._attend(kv, window, self._few, self._few_rows, self._splits)
+            self._attend(qkv, kv, window, self._few, self._few_rows, self._splits)
             kernels.combine[shape.few, a.n_kv_heads, self._few_rows](
                 self._partial,
                 self._weight,
-                self.attended,
+                self._attended,
                 self._few,
                 self._splits,
                 HEADS=a.n_heads,
@@ -162,17 +166,24 @@ class PagedStep:
                 MOST_SPLITS=MOST_SPLITS,
             )
         if shape.many:
-            self._attend(kv, window, self._many, self._many_rows, 0)
+            self._attend(qkv, kv, window, self._many, self._many_rows, 0)
+        return self._attended
 
     def _attend(
-        self, kv: torch.Tensor, window: int, tiles: torch.Tensor, rows: int, splits: int
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor,
+        window: int,
+        tiles: torch.Tensor,
+        rows: int,
+        splits: int,
     ) -> None:
         """`splits` 0: the keys are not divided."""
         a = self._attention
         kernels.attend[len(tiles) // _TILE, a.n_kv_heads, splits or 1](
-            self.qkv,
+            qkv,
             kv,
-            self.attended,
+            self._attended,
             self._partial,
             self._weight,
             tiles,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
@@ -74,6 +75,7 @@ def spans_of(lengths: list[tuple[int, int]], rng: random.Random) -> list[Span]:
     head_dim=st.sampled_from([8, 12, 64, 128]),
     window=st.sampled_from([0, 0, 1, 16, 50, 128]),
     dtype=st.sampled_from(DTYPES),
+    normed=st.booleans(),
     processors=st.sampled_from([1, 5]),
     seed=st.integers(0, 2**32),
 )
@@ -84,10 +86,11 @@ def test_what_a_cpu_gets(
     head_dim: int,
     window: int,
     dtype: torch.dtype,
+    normed: bool,
     processors: int,
     seed: int,
 ) -> None:
-    """`processors`: how many the GPU has, so into how many parts keys are divided."""
+    """`normed`: queries and keys, as in Qwen3. `processors`: how many the GPU has, so into how many parts keys are divided."""
     torch.manual_seed(seed)
     spans = spans_of(lengths, random.Random(seed))
     shape = config(*heads, head_dim, window)
@@ -103,14 +106,17 @@ def test_what_a_cpu_gets(
     qkv = torch.randn(pad_rows(n), plain.qkv.shape[1]).to(dtype)
     ours = kv.clone().to(DEVICE)
     ours[written_after(spans)] = torch.nan
-    fused.qkv.copy_(qkv)
-    fused.run(ours, window)
+    norm = torch.randn(shape.n_heads + shape.n_kv_heads, head_dim).to(dtype) if normed else None
+    on_device = None if norm is None else norm.to(DEVICE)
+    attended = fused.run(qkv.clone().to(DEVICE), on_device, ours, window)
     theirs = kv.float()
     plain.qkv.copy_(qkv)
+    if norm is not None:
+        plain.qk.copy_(functional.rms_norm(plain.qk, (head_dim,), None, shape.norm_eps) * norm)
     plain.run(theirs, window)
     limit = TOLERANCE[dtype]
-    assert torch.isfinite(fused.attended).all()
-    got, expected = fused.attended[:n].cpu().float(), plain.attended[:n]
+    assert torch.isfinite(attended).all()
+    got, expected = attended[:n].cpu().float(), plain.attended[:n]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
     slots = [slot for sequence, first, count in spans for slot in sequence.slots(first, count)]
     torch.testing.assert_close(ours[slots].cpu().float(), theirs[slots], atol=limit, rtol=limit)

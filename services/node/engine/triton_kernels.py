@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: what torch has no fused call for. `paged_attention.py` launches them.
+"""Triton kernels for GPUs: what torch has no fused call for. `triton_ops.py` launches them.
 
 Nothing imports this file on a machine without a GPU, but its tests: they run it in Triton's
 interpreter. All sums are in float32; float32 operands are multiplied as such, not as TF32.
@@ -11,6 +11,8 @@ import triton.language as tl
 @triton.jit
 def rotate_and_store(
     qkv,
+    norm,
+    eps,
     cos,
     sin,
     slots,
@@ -20,13 +22,16 @@ def rotate_and_store(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """RoPE of a row's queries, in place, and of its keys, which go to the row's slot of the cache
-    with its values. One program a row and TILE of its heads (queries', keys', values').
+    with its values. NORMED: after an RMS norm of each head. One program a row and TILE of its heads
+    (queries', keys', values').
 
-    qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; cos, sin [rows, HEAD_DIM / 2] float32; slots [rows],
-    less than 0 for rows that only pad; kv [slots, 2, KV_HEADS, HEAD_DIM]. HALF: HEAD_DIM / 2 or
-    more, a power of two. Dimension i is paired with i + HEAD_DIM / 2.
+    qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; norm [HEADS + KV_HEADS, HEAD_DIM]; cos, sin [rows,
+    HEAD_DIM / 2] float32; slots [rows], less than 0 for rows that only pad; kv [slots, 2, KV_HEADS,
+    HEAD_DIM]. HALF: HEAD_DIM / 2 or more, a power of two. Dimension i is paired with i +
+    HEAD_DIM / 2.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -34,18 +39,25 @@ def rotate_and_store(
     i = tl.arange(0, HALF)
     half: tl.constexpr = HEAD_DIM // 2
     there = (head < HEADS + 2 * KV_HEADS)[:, None] & (i < half)[None, :]
-    low = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + i[None, :]
-    a = tl.load(low, mask=there, other=0.0)
-    b = tl.load(low + half, mask=there, other=0.0)
+    turns = (head < HEADS + KV_HEADS)[:, None]
+    own = head[:, None] * HEAD_DIM + i[None, :]
+    low = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + own
+    a = tl.load(low, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(low + half, mask=there, other=0.0).to(tl.float32)
     c = tl.load(cos + row * half + i, mask=i < half, other=0.0)[None, :]
     s = tl.load(sin + row * half + i, mask=i < half, other=0.0)[None, :]
-    turns = (head < HEADS + KV_HEADS)[:, None]
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+        w = tl.load(norm + own, mask=there & turns, other=0.0).to(tl.float32)
+        a = tl.where(turns, a * scale * w, a)
+        w = tl.load(norm + own + half, mask=there & turns, other=0.0).to(tl.float32)
+        b = tl.where(turns, b * scale * w, b)
     x = tl.where(turns, a * c - b * s, a).to(qkv.dtype.element_ty)
     y = tl.where(turns, b * c + a * s, b).to(qkv.dtype.element_ty)
     query = (head < HEADS)[:, None]
     tl.store(low, x, mask=there & query)
     tl.store(low + half, y, mask=there & query)
-    place = kv + slot * (2 * KV_HEADS * HEAD_DIM) + (head - HEADS)[:, None] * HEAD_DIM + i[None, :]
+    place = kv + slot * (2 * KV_HEADS * HEAD_DIM) - HEADS * HEAD_DIM + own
     cached = there & (head >= HEADS)[:, None] & (slot >= 0)
     tl.store(place, x, mask=cached)
     tl.store(place + half, y, mask=cached)
