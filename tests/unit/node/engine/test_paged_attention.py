@@ -4,7 +4,11 @@ On a machine without a GPU they run in Triton's interpreter (tests/conftest.py),
 shows what they compute, not what they are compiled to.
 """
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +29,9 @@ from shared.ids import ModelId
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
+SHARED = {80: 99 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may take, by compute capability; of 8.x the least (CUDA C++
+Programming Guide, table "Technical Specifications per Compute Capability")."""
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 """The interpreter multiplies the bits of bfloat16 as integers."""
 CAPACITY = 64 * PAGE
@@ -90,7 +97,8 @@ def test_what_a_cpu_gets(
     processors: int,
     seed: int,
 ) -> None:
-    """`normed`: queries and keys, as in Qwen3. `processors`: how many the GPU has, so into how many parts keys are divided."""
+    """`normed`: queries and keys, as in Qwen3. `processors`: how many the GPU has,
+    so into how many parts keys are divided."""
     torch.manual_seed(seed)
     spans = spans_of(lengths, random.Random(seed))
     shape = config(*heads, head_dim, window)
@@ -128,3 +136,17 @@ def written_after(spans: list[Span]) -> torch.Tensor:
     for sequence, first, count in spans:
         unread[sequence.slots(0, first + count)] = False
     return unread
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_the_kernels_compile(capability: int, tmp_path: Path) -> None:
+    """For GPUs that are not here."""
+    compiled = subprocess.run(
+        [sys.executable, "-m", "tests.unit.node.engine.compile_kernels", str(capability)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert compiled.returncode == 0, compiled.stderr[-2000:]
+    assert 0 < int(compiled.stdout) <= SHARED[capability]
