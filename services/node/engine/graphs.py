@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from services.node.engine.attention import Span, pad_rows
-from services.node.engine.decoder import Decoder, FusedLayerStep
+from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.paged_attention import PagedStep, StepShape, plan_size
 from services.node.engine.weights import LayerUnit
 
@@ -89,8 +89,7 @@ class GraphedStep:
         rows = pad_rows(batch)
         shape = StepShape(rows, few=batch)
         self._attention = PagedStep(decoder.attention, decoder.frequencies, shape, plan)
-        assert decoder.ops is not None
-        self._layers = FusedLayerStep(decoder, decoder.ops, self._attention, batch)
+        self._layers = LayerStep(decoder, self._attention, batch)
         width = decoder.config.hidden_size
         self._hidden = torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
         self._capture = capture

@@ -12,7 +12,6 @@ how many others are in the step: the promise of attention.py is not made here.
 
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import chain
 from math import e, log2
@@ -58,7 +57,7 @@ class StepShape:
 
 
 class PagedStep:
-    """One step's attention: planned once, run in every layer of the stage.
+    """Implements services.node.engine.ops.Step on a GPU.
 
     A step of given spans; or, kept for a CUDA graph, one of a shape that is filled anew.
     """
@@ -129,9 +128,7 @@ class PagedStep:
     def run(
         self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
     ) -> torch.Tensor:
-        """[padded rows, heads x head_dim], attended, from qkv [padded rows, (heads + 2 kv heads) x
-        head_dim] of a layer, which is used up; `qk_norm`: see LayerUnit. kv: the layer's [slots, 2,
-        kv heads, head_dim], which is added to. Keys are cached rotated."""
+        """`qkv` is changed; the result is the step's own memory."""
         a, shape = self._attention, self._shape
         heads = a.n_heads + 2 * a.n_kv_heads
         kernels.rotate_and_store[shape.rows, -(-heads // ROTATED_HEADS)](
@@ -204,9 +201,10 @@ class PagedStep:
 
 
 def paged_step(
-    attention: Attention, frequencies: torch.Tensor, spans: Rows[Span], n_padded: int
+    attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
 ) -> PagedStep:
     """A step of just these spans."""
+    spans = tuple(spans)
     counts = [count for _, _, count in spans]
     few = [count for count in counts if count <= FEW]
     queries = _tile_rows(attention) // attention.group

@@ -1,10 +1,10 @@
-"""What a decoder computes on a GPU besides products with weights: by fused kernels.
+"""What a decoder computes on a GPU besides products with weights (see ops.py): by fused kernels.
 
 A decode step reads each weight once and does little else; what torch's operators for the rest would
 read, write and launch one by one is a good part of it.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.nn import functional
@@ -29,6 +29,6 @@ class TritonOps:
         return out
 
     def attention(
-        self, attention: Attention, frequencies: Tensor, spans: Rows[Span], n_padded: int
+        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
     ) -> PagedStep:
         return paged_step(attention, frequencies, spans, n_padded)

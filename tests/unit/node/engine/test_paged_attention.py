@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
@@ -111,21 +110,18 @@ def test_what_a_cpu_gets(
         patch.setattr(paged_attention, "_processors", lambda _: processors)
         fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans, pad_rows(n))
     kv = torch.randn(CAPACITY, 2, shape.n_kv_heads, head_dim).to(dtype)
-    qkv = torch.randn(pad_rows(n), plain.qkv.shape[1]).to(dtype)
+    qkv = torch.randn(pad_rows(n), exact.q_size + 2 * exact.kv_size).to(dtype)
     ours = kv.clone().to(DEVICE)
     ours[written_after(spans)] = torch.nan
     norm = torch.randn(shape.n_heads + shape.n_kv_heads, head_dim).to(dtype) if normed else None
     on_device = None if norm is None else norm.to(DEVICE)
     attended = fused.run(qkv.clone().to(DEVICE), on_device, ours, window)
     theirs = kv.float()
-    plain.qkv.copy_(qkv)
-    if norm is not None:
-        plain.qk.copy_(functional.rms_norm(plain.qk, (head_dim,), None, shape.norm_eps) * norm)
-    plain.run(theirs, window)
+    expected = plain.run(qkv.float(), None if norm is None else norm.float(), theirs, window)
     limit = TOLERANCE[dtype]
     assert torch.isfinite(attended).all()
-    got, expected = attended[:n].cpu().float(), plain.attended[:n]
-    torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
+    got = attended[:n].cpu().float()
+    torch.testing.assert_close(got, expected[:n], atol=limit, rtol=limit)
     slots = [slot for sequence, first, count in spans for slot in sequence.slots(first, count)]
     torch.testing.assert_close(ours[slots].cpu().float(), theirs[slots], atol=limit, rtol=limit)
 
