@@ -69,7 +69,7 @@ def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
     """BadInput if there is no such grammar."""
     found = LLMatcher(vocabulary.tokens, grammar, log_level=0)
     if found.is_error():
-        raise BadInput(f"the grammar cannot be used: {_brief(found.get_error())}")
+        raise BadInput(f"the grammar cannot be used: {brief(found.get_error())}")
     return found
 
 
@@ -79,8 +79,9 @@ def check(grammar: str) -> None:
         raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
-        raise BadInput(_brief(messages[0]))
+        raise BadInput(brief(messages[0]))
 
 
-def _brief(error: str) -> str:
+def brief(error: str) -> str:
+    """What llguidance says of an error, less the parser's state."""
     return error.split("<state>")[0].strip()

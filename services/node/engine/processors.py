@@ -26,8 +26,8 @@ class Processor:
     """The rules of one sequence, and what they have seen of it."""
 
     def __init__(self, context: Context, vocabulary: Vocabulary | None) -> None:
-        """`vocabulary` is needed where the rules name a grammar; BadInput if its tokens so far
-        break that."""
+        """`vocabulary` is needed where the rules name a grammar; BadInput if the tokens so far do
+        not fit that, or nothing can be drawn by it."""
         self._rules = rules = context.rules
         self._stop_ids = np.array(context.stop_ids, dtype=np.intp)
         self._seen = _Seen(context.tokens[: context.prompt_tokens])
@@ -40,13 +40,8 @@ class Processor:
             self._ends = vocabulary.tokens.eos_tokens
         for token in context.tokens[context.prompt_tokens :]:
             self.accept(token)
-        if self.broken:
-            raise BadInput("the tokens so far do not fit the request's grammar")
-
-    @property
-    def broken(self) -> bool:
-        """The grammar came to where it can't be followed on (it met one of llguidance's limits)."""
-        return self._matcher is not None and bool(self._matcher.is_error())
+        if self._matcher is not None:
+            _mask(self._matcher)
 
     def accept(self, token: int) -> None:
         """This one was drawn."""
@@ -75,12 +70,21 @@ class Processor:
 
     def _allowed(self, matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.bool_]:
         """The request's stop ids stand for the grammar's end."""
-        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        packed = np.frombuffer(_mask(matcher), dtype=np.uint8)
         allowed = np.unpackbits(packed, bitorder="little")[:vocab_size].astype(bool)
         may_end = bool(matcher.is_accepting())
         allowed[self._ends] = False
         allowed[self._stop_ids[self._stop_ids < vocab_size]] |= may_end
         return allowed
+
+
+def _mask(matcher: LLMatcher) -> bytes:
+    """A bit for each token that may follow. BadInput if that can't be told: a token did not fit, or
+    the grammar came to one of llguidance's limits."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadInput(f"the grammar cannot be followed: {grammar.brief(matcher.get_error())}")
+    return mask
 
 
 class Processors:
@@ -104,6 +108,9 @@ class Processors:
                 made[row.sequence] = Processor(context, vocabulary)
             except LambdaScaleError as error:
                 raise RowsRefused((row.sequence,), error) from error
+            except Exception as error:  # a row's boundary, as in drawing
+                why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
+                raise RowsRefused((row.sequence,), why) from error
         return made
 
     def use_tokenizer(self, tokenizer_json: bytes) -> None:
