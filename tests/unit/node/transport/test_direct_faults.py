@@ -308,7 +308,12 @@ async def test_grants_of_a_source_that_does_not_read_that_they_were_taken(
         connection = (await own.node.transport._readers.get(address)).connection
         post = connection.post
         posted = asyncio.Semaphore(0)
-        monkeypatch.setattr(connection, "post", lambda frame: (post(frame), posted.release()))
+
+        def watched(frame: bytes) -> None:
+            post(frame)
+            posted.release()
+
+        monkeypatch.setattr(connection, "post", watched)
         async with connection._writing:  # as if the kernel took no more
             for _ in range(NBYTES):
                 writer.write(grant(0, 0, 1)(prefix.id))
