@@ -29,6 +29,7 @@ from shared.errors import (
     LambdaScaleError,
     NoResponders,
     NotFound,
+    NotReady,
     StaleEpoch,
 )
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
@@ -127,7 +128,10 @@ class Model:
 
     def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
         """The node refused the attempt, did not answer, or gave it up."""
-        if isinstance(error, REFUSALS):
+        if isinstance(error, NotReady):
+            self._put_back(request, "refused", str(error), now)
+        elif isinstance(error, REFUSALS):
+            self._route(request).avoid(now)
             self._put_back(request, "refused", str(error), now)
         elif isinstance(error, BadInput):
             self._detach(self._route(request), request)
@@ -137,6 +141,7 @@ class Model:
 
     def lost(self, request: Request, reason: str, detail: str, now: float) -> None:
         request.failures += 1
+        self._route(request).avoid(now)
         self._put_back(request, reason, detail, now)
 
     def leave(self, request: Request, state: State, why: str, now: float) -> None:
@@ -267,9 +272,8 @@ class Model:
         )
 
     def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:
-        """Ends the attempt; its instance is left alone for a while, most of all by the request."""
+        """Ends the attempt; the request keeps away from its instance for a while."""
         route = self._route(request)
-        route.avoid(now)
         request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
         request.refusals += 1
         self._take_off(route, request, detail, now)

@@ -7,7 +7,6 @@ resumed elsewhere goes on as if it had stayed.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from llguidance import LLMatcher
 
 from services.node.engine.base import Context, Row, RowsRefused, SequenceKey
 from shared import grammar
-from shared.errors import BadInput, LambdaScaleError, NotFound
+from shared.errors import BadInput, LambdaScaleError, NotReady
 from shared.grammar import Vocabulary
 
 Logits = npt.NDArray[np.float64]
@@ -94,6 +93,8 @@ class Processors:
         """`config`: the model's."""
         self._config = config
         self._tokenizer_json: bytes | None = None
+        self._made: Vocabulary | BadInput | None = None
+        """Of the tokenizer; None before the first request that needs it."""
         self._of: dict[SequenceKey, Processor] = {}
 
     def made(self, rows: Iterable[Row]) -> dict[SequenceKey, Processor]:
@@ -104,7 +105,7 @@ class Processors:
             if context is None:
                 continue
             try:
-                vocabulary = self._vocabulary if context.rules.grammar else None
+                vocabulary = self._vocabulary() if context.rules.grammar else None
                 made[row.sequence] = Processor(context, vocabulary)
             except LambdaScaleError as error:
                 raise RowsRefused((row.sequence,), error) from error
@@ -114,16 +115,25 @@ class Processors:
         return made
 
     def use_tokenizer(self, tokenizer_json: bytes) -> None:
-        self._tokenizer_json = tokenizer_json
+        self._tokenizer_json, self._made = tokenizer_json, None
 
-    @cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
-        llguidance lets no other thread run. Errors are not kept: the tokenizer may yet come."""
+        """NotReady before the tokenizer is there; BadInput if grammars can't be followed with it.
+
+        Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
+        llguidance lets no other thread run.
+        """
         if self._tokenizer_json is None:
-            raise NotFound("the model's tokenizer is not on this node yet")
-        config = self._config
-        return Vocabulary(self._tokenizer_json, config["vocab_size"], grammar.eos_of(config))
+            raise NotReady("the model's tokenizer is not on this node yet")
+        if self._made is None:
+            vocab_size, eos = self._config["vocab_size"], grammar.eos_of(self._config)
+            try:
+                self._made = Vocabulary(self._tokenizer_json, vocab_size, eos)
+            except BadInput as error:
+                self._made = error
+        if isinstance(self._made, BadInput):
+            raise BadInput(str(self._made))
+        return self._made
 
     def keep(self, made: Mapping[SequenceKey, Processor]) -> None:
         self._of.update(made)

@@ -8,10 +8,17 @@ from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD
 from services.gateway.core.streams import Verdict, judge
-from shared.errors import BadInput, BusTimeout, CapacityExceeded, NotFound, StaleEpoch
+from shared.errors import (
+    BadInput,
+    BusTimeout,
+    CapacityExceeded,
+    NotFound,
+    NotReady,
+    StaleEpoch,
+)
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
-from shared.messages.serving import Sampling, Token, Tokens
+from shared.messages.serving import AttemptFailed, Sampling, Token, Tokens
 from tests.unit.gateway.support import path, replica
 
 NAME, MODEL = ModelName("m"), ModelId("m-id")
@@ -133,6 +140,21 @@ def test_who_is_refused_lets_others_go_first() -> None:
     assert sent(driver.later(AVOID_S)) == [("small", "replica-1", 1)]
     assert sent(driver.give("small", 1, 0, "stop")) == []
     assert sent(driver.later(AVOID_S)) == [("large", "replica-1", 2)]
+
+
+def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
+    """The instance serves the others, and another one perhaps the request."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    error = NotReady("no tokenizer")
+    assert not sent(driver.dispatch.on_not_taken(RequestId("a"), 1, error, driver.now))
+    assert sent(driver.admit("b")) == [("b", "replica-1", 1)]
+    assert sent(driver.publish(replica(1), replica(2))) == [("a", "replica-2", 2)]
+    node = replica(2).leader
+    failed = AttemptFailed(RequestId("a"), 2, error.code, "no tokenizer")
+    driver.dispatch.on_tokens(Tokens(node=node, tokens=(), failed=(failed,)), driver.now)
+    starts = [start for _ in range(20) for start in sent(driver.later(AVOID_S))]
+    assert starts[0] == ("a", "replica-1", 3)
 
 
 def test_a_lost_last_token_is_noticed() -> None:

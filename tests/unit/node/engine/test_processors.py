@@ -18,7 +18,7 @@ from services.node.engine.base import Context, Draw, Row, RowsRefused
 from services.node.engine.processors import Logits, Processor, Processors
 from services.node.engine.sampling import sample
 from shared import grammar
-from shared.errors import BadInput, LambdaScaleError, NotFound
+from shared.errors import BadInput, LambdaScaleError, NotReady
 from shared.grammar import Vocabulary
 from shared.messages.serving import LogitRules, Sampling
 
@@ -173,7 +173,7 @@ def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
     plain = drawing("plain", LogitRules(presence_penalty=1.0))
     with pytest.raises(RowsRefused, match="tokenizer") as early:
         found.made([plain, drawing("early", regex)])
-    assert (early.value.sequences, type(early.value.why)) == (("early",), NotFound)
+    assert (early.value.sequences, type(early.value.why)) == (("early",), NotReady)
     found.use_tokenizer(TOKENIZER.to_str().encode())
     wrong = drawing("wrong", regex, TOKENIZER.encode("b").ids[-1:])
     with pytest.raises(RowsRefused) as misfit:
@@ -184,6 +184,29 @@ def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
     assert found.of("early")
     found.free(("early", "unknown"))
     assert found.of("early") is None
+
+
+def test_a_tokenizer_that_cannot_be_used_is_read_once_and_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[bytes] = []
+
+    def watched(data: bytes, vocab_size: int, eos: int | None) -> Vocabulary:
+        read.append(data)
+        return Vocabulary(data, vocab_size, eos)
+
+    monkeypatch.setattr("services.node.engine.processors.Vocabulary", watched)
+    found = Processors({"vocab_size": VOCAB, "eos_token_id": EOS})
+    regex = drawing("r", LogitRules(grammar=grammar.from_regex("ab")))
+    found.use_tokenizer(b"{}")
+    for _ in range(2):
+        with pytest.raises(RowsRefused, match="can't be used for structured output") as refused:
+            found.made([regex])
+        assert isinstance(refused.value.why, BadInput)
+    assert read == [b"{}"]
+    found.use_tokenizer(TOKENIZER.to_str().encode())
+    assert found.made([regex, regex])
+    assert len(read) == 2
 
 
 def ambiguous(rules: int, letters: str) -> str:
