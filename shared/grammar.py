@@ -12,8 +12,13 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from shared.errors import BadInput
 
-MAX_CHARS = 1 << 13
-"""llguidance follows a chain of rules by recursion, and overflows the stack at some 900 links."""
+MAX_CHARS = 1 << 17
+CHECK_STACK = 8 << 20
+"""Stack that a grammar is checked with: llguidance follows chains of rules by recursion, and a
+process whose stack overflows dies."""
+FOLLOW_STACK = 8 * CHECK_STACK
+"""Stack of threads that follow grammars that were checked: what the same code needs there for the
+same rules, and any vocabulary."""
 SPACES = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON; not any number, or a model might never come to the next part."""
 
@@ -46,7 +51,7 @@ def from_schema(schema: Mapping[str, Any]) -> str:
     try:
         text = msgspec.json.encode(schema).decode()
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"the JSON schema cannot be used: {error}") from error
 
 
@@ -74,12 +79,20 @@ def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def check(grammar: str) -> None:
-    """BadInput if it cannot be followed, whatever the vocabulary."""
+    """BadInput if it cannot be followed, whatever the vocabulary.
+
+    It is made and begun as a node does it, over the vocabulary of single bytes. Hostile ones take
+    any time and end the process: for use in one of its own (services.gateway.grammar_process).
+    """
     if len(grammar) > MAX_CHARS:
         raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
         raise BadInput(brief(messages[0]))
+    begun = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    begun.compute_bitmask()
+    if begun.is_error():
+        raise BadInput(brief(begun.get_error()))
 
 
 def brief(error: str) -> str:
