@@ -131,6 +131,11 @@ def test_a_choice_is_one_of_its_texts(seed: int) -> None:
     assert generate(grammar.from_choice(choices), seed, 1) in choices
 
 
+def test_a_choice_of_very_many() -> None:
+    choices = [f"text {i}" for i in range(4000)]
+    assert generate(grammar.from_choice(choices), 5, 1) in choices
+
+
 def test_greedy_text_is_held_to_the_grammar_too() -> None:
     processor = Processor(
         context(LogitRules(grammar=grammar.from_regex("ab")), [1], []), VOCABULARY
