@@ -159,8 +159,9 @@ class Model:
         patience = self._rules.queue_timeout_s
         for request in [r for r in self.queue if now - r.waiting_since >= patience]:
             self.queue.remove(request)
-            message = f"no instance of model {self.name!r} had room for {patience:g} s"
-            self._fail(request, CapacityExceeded(f"{message}: try again later"))
+            message = f"no instance of model {self.name!r} took the request for {patience:g} s"
+            said = f" (the last one said: {request.refusal})" if request.refusals else ""
+            self._fail(request, CapacityExceeded(f"{message}{said}: try again later"))
         for route in self.table.routes.values():
             for request in route.requests.values():
                 if now - (request.asked_at or request.progress_at) >= self._rules.stall_s:
@@ -276,6 +277,7 @@ class Model:
         route = self._route(request)
         request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
         request.refusals += 1
+        request.refusal = detail
         self._take_off(route, request, detail, now)
         self._requeue([request], reason, detail)
 

@@ -61,6 +61,8 @@ class Request:
     failures: int = 0
     refusals: int = 0
     """Of its attempts, since its last token."""
+    refusal: str = ""
+    """What the last of them said."""
     shunned: dict[InstanceId, float] = field(default_factory=dict)
     """Instances that refused it, and until when it keeps away from them."""
     instance: InstanceId | None = None

@@ -157,6 +157,20 @@ def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
     assert starts[0] == ("a", "replica-1", 3)
 
 
+def test_who_was_refused_for_too_long_is_told_why() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    ends: list[End] = []
+    attempt = 0
+    while not ends:
+        attempt += 1
+        error = NotReady("no tokenizer here")
+        driver.dispatch.on_not_taken(RequestId("a"), attempt, error, driver.now)
+        ends = [c for c in driver.later(2.0) if isinstance(c, End)]
+    assert "for 60 s (the last one said: no tokenizer here): try again" in str(ends[0].error)
+    assert attempt == QUEUE_S / 2
+
+
 def test_a_lost_last_token_is_noticed() -> None:
     driver = Driver(replica(1))
     driver.admit("a")
