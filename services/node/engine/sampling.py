@@ -25,7 +25,7 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: its rules leave none."""
+    """None: its rules leave none, or what it would follow was not drawn."""
     logprobs: Logprobs | None = None
 
 
@@ -33,15 +33,22 @@ def sample(
     logits: torch.Tensor,
     draws: Sequence[Draw],
     processors: Sequence[Processor | None] | None = None,
+    proposed: Sequence[int | None] | None = None,
 ) -> list[Drawn]:
-    """One token for each row of `logits` [n, vocab]; the processors are told of theirs."""
+    """One token for each row of `logits` [n, vocab]; the processors are told of theirs.
+
+    A row with a `proposed` token follows the row before if that draws this token; if not, nothing
+    is drawn for it."""
     # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
     drawn = [Drawn(token) for token in logits.argmax(-1).tolist()]
     of = processors or [None] * len(draws)
     rest = [row for row, draw in enumerate(draws) if of[row] or not _is_plain(draw.sampling)]
-    if rest:
-        values = logits[rest].to(torch.float64).cpu().numpy()
-        for row, own in zip(rest, values, strict=True):
+    values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
+    for row, due in enumerate(proposed or [None] * len(draws)):
+        if due is not None and drawn[row - 1].token != due:
+            drawn[row] = Drawn(None)
+        elif row in values:
+            own = values[row].to(torch.float64).numpy()
             drawn[row] = _sampled(own, draws[row], of[row])
     return drawn
 

@@ -68,8 +68,8 @@ def test_a_payload_that_cannot_be_written_to_is_copied() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Sampled(5, (("r1#1", None), ("r2#4", 99))),
-        Sampled(5, (("r2#4", 99),), {"r2#4": Logprobs(-0.5, ((99, -0.5), (3, -1.25)))}),
+        Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
+        Sampled(5, (("r2#4", (99,)),), {"r2#4": (Logprobs(-0.5, ((99, -0.5), (3, -1.25))),)}),
         Free(("r1#1", "r2#4")),
         Failed(("r1#1",), "capacity", "no room"),
     ],

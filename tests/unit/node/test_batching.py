@@ -67,7 +67,7 @@ def take(core: Batcher) -> Work:
 def run(core: Batcher, work: Work, token: int = 1) -> list[Command]:
     commands: list[Command] = []
     for part in work:
-        sampled = [token if row.draw else None for row in part.rows]
+        sampled = [(token,) if row.draw else () for row in part.rows]
         commands += core.ran(part, sampled, f"hidden {part.batch}")
     return commands
 
@@ -106,7 +106,7 @@ def test_log_probabilities_go_out_with_their_tokens() -> None:
     queue(core, one("r", WHOLE), one("s", WHOLE))
     (part,) = take(core)
     found = Logprobs(-0.5, ((4, -0.5),))
-    commands = core.ran(part, [4, 5], None, {"r#1": found})
+    commands = core.ran(part, [(4,), (5,)], None, {"r#1": (found,)})
     said = [c.what for c in commands if isinstance(c, Emit)]
     assert [what.logprobs for what in said if isinstance(what, Token)] == [found, None]
 
@@ -138,7 +138,7 @@ def test_a_prompt_that_waits_for_another_holds_up_no_other_path() -> None:
         steps.append(rows(work))
         for command in run(core, work):
             if isinstance(command, Send) and isinstance(command.message, Forward):
-                core.received(Sampled(command.message.batch, (("decode#1", 1),)))
+                core.received(Sampled(command.message.batch, (("decode#1", (1,)),)))
     assert steps == [
         [("decode#1", 0, 1), ("long#1", 0, 3)],
         [("long#1", 3, 4), ("decode#1", 1, 1)],
@@ -157,7 +157,7 @@ def test_prompts_of_two_paths_take_turns() -> None:
         chunks.append([key for key, _, count in rows(work) if count > 1])
         for command in run(core, work):
             if isinstance(command, Send) and isinstance(command.message, Forward):
-                back = tuple((row.sequence, 1) for row in command.message.rows)
+                back = tuple((row.sequence, (1,)) for row in command.message.rows)
                 core.received(Sampled(command.message.batch, back))
     assert chunks == [["w1#1"], ["two#1"]] * 3
 
@@ -181,7 +181,7 @@ def test_a_path_of_two_stages_has_two_even_micro_batches_in_flight() -> None:
     assert [len(first.rows), len(second.rows)] == [3, 2]
     run(core, (first, second))
     assert not core.take()
-    core.received(Sampled(first.batch, tuple((k, 1) for k in first.keys)))
+    core.received(Sampled(first.batch, tuple((k, (1,)) for k in first.keys)))
     assert {row[0] for row in rows(take(core))} == set(first.keys)
     assert not core.take()
 
@@ -201,10 +201,10 @@ def test_an_answer_to_another_micro_batch_is_ignored() -> None:
     work = take(core)
     run(core, work)
     batch = work[0].batch
-    assert core.received(Sampled(batch + 1, (("r#1", 5),))) == []
-    (out,) = core.received(Sampled(batch, (("r#1", 5),)))
+    assert core.received(Sampled(batch + 1, (("r#1", (5,)),))) == []
+    (out,) = core.received(Sampled(batch, (("r#1", (5,)),)))
     assert isinstance(out, Emit)
-    assert core.received(Sampled(batch, (("r#1", 5),))) == []
+    assert core.received(Sampled(batch, (("r#1", (5,)),))) == []
 
 
 def test_a_missing_token_fails_the_attempt() -> None:
@@ -212,7 +212,7 @@ def test_a_missing_token_fails_the_attempt() -> None:
     queue(core, one("r", TWO))
     work = take(core)
     run(core, work)
-    commands = core.received(Sampled(work[0].batch, (("r#1", None),)))
+    commands = core.received(Sampled(work[0].batch, (("r#1", ()),)))
     assert [
         c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
     ] == ["protocol"]
@@ -315,7 +315,7 @@ def test_preemption_frees_every_stage_and_what_is_under_way_is_ignored() -> None
         Send("mem://b", Free(("young#1",))),
         Send("mem://c", Free(("young#1",))),
     ]
-    assert core.received(Sampled(part.batch, (("young#1", 5),))) == []
+    assert core.received(Sampled(part.batch, (("young#1", (5,)),))) == []
     assert core.received(Failed(("young#1",), "not_found", "gone")) == []
     assert (core.running, core.waiting) == (1, 1)
     assert rows(take(core)) == [("young#1~1", 0, 1)]
@@ -401,8 +401,8 @@ def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None
     work = take(core)
     assert [part.hidden for part in work] == ["from c", "from d"]
     assert not core.take()
-    assert core.ran(work[0], [5], None) == [Send("mem://c", Sampled(4, (("x#1", 5),)))]
-    assert core.ran(work[1], [None], None) == [Send("mem://d", Sampled(7, (("y#1", None),)))]
+    assert core.ran(work[0], [(5,)], None) == [Send("mem://c", Sampled(4, (("x#1", (5,)),)))]
+    assert core.ran(work[1], [()], None) == [Send("mem://d", Sampled(7, (("y#1", ()),)))]
     assert core.tokens_out == 1
 
 
@@ -464,7 +464,7 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
     path = Path(MODEL, THREE)
     row = Row("x#1", 0, 2, 9)
     core.received(forward(path, row, batch=3), "in")
-    assert core.ran(take(core)[0], [None], "out") == [
+    assert core.ran(take(core)[0], [()], "out") == [
         Send("mem://c", Forward(path, 2, 3, (row,)), "out")
     ]
 
@@ -529,7 +529,7 @@ def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     core.received(forward(path, Row("x#1", 0, 2, 9)))
     work = take(core)
     core.received(Free(("x#1",)))
-    assert core.ran(work[0], [None], "out") == []
+    assert core.ran(work[0], [()], "out") == []
 
 
 def test_keys_name_an_attempt() -> None:

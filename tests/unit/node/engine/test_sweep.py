@@ -94,8 +94,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
             if stream.stop < LAST:
                 late = replace(one, sequence=f"{one.sequence} after", tokens=())
                 result = run(others, part([late], stream.stop, LAST, result.hidden))
-            (token,) = result.sampled
-            assert token is not None
+            ((token,),) = result.sampled
             stream.tokens.append(token)
             stream.position += one.count
     for stream in streams:
@@ -115,7 +114,7 @@ def test_parts_get_off_where_they_stop(model: Model) -> None:
     left |= sweep.advance()
     assert hidden is not None
     assert torch.equal(hidden, expected)
-    assert list(left[late].sampled) == model.expected_tokens(PROMPT, 1)
+    assert list(*left[late].sampled) == model.expected_tokens(PROMPT, 1)
     assert (sweep.at, sweep.advance()) == (LAST, {})
 
 
@@ -129,7 +128,7 @@ def test_joining_on_the_way(model: Model) -> None:
     joined = sweep.join(from_block(model, 2, row("joined", 0, PROMPT[:5], draw=0)))
     later = sweep.join(from_block(model, 5, row("later", 0, PROMPT[:3], draw=0)))
     left = finish(sweep, 3)
-    assert {number: list(result.sampled) for number, result in left.items()} == {
+    assert {number: list(*result.sampled) for number, result in left.items()} == {
         first: model.expected_tokens(PROMPT, 1),
         joined: model.expected_tokens(PROMPT[:5], 1),
         later: model.expected_tokens(PROMPT[:3], 1),
@@ -147,8 +146,8 @@ def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
     with pytest.raises(NotFound):
         engine.begin(MODEL).join(part([row("early", 0, [1])], 0, LAST))
     left = finish(sweep, 2)
-    assert list(left[first].sampled) == model.expected_tokens(PROMPT, 1)
-    assert list(left[fits].sampled) == model.expected_tokens([1] * 32, 1)
+    assert list(*left[first].sampled) == model.expected_tokens(PROMPT, 1)
+    assert list(*left[fits].sampled) == model.expected_tokens([1] * 32, 1)
     assert engine.kv_used == engine.kv_capacity == 48
 
 
@@ -167,10 +166,10 @@ def test_freed_rows_leave_and_their_pages_can_be_had(model: Model) -> None:
     assert left[first].rows == (rows[0], rows[2])
     for index, name in ((0, "a"), (2, "c")):
         (expected,) = model.expected_tokens([*PROMPT, index], 1)
-        assert left[first].sampled["ac".index(name)] == expected
-    assert list(left[second].sampled) == model.expected_tokens([5] * 20, 1)
+        assert left[first].sampled["ac".index(name)] == (expected,)
+    assert list(*left[second].sampled) == model.expected_tokens([5] * 20, 1)
     (again,) = run(engine, part([row("a", 8, [44], limit=30, draw=1)], 0, LAST)).sampled
-    assert [again] == model.expected_tokens([*PROMPT, 0, 44], 1)
+    assert list(again) == model.expected_tokens([*PROMPT, 0, 44], 1)
 
 
 def test_hidden_states_of_those_who_stay_when_others_are_freed(model: Model) -> None:
