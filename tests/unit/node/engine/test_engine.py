@@ -116,6 +116,54 @@ def test_rows_that_do_not_fit(model: Model, bad: Row, error: type[Exception]) ->
     assert list(tokens[0]) == model.expected_tokens([1, 2, 3], 1)
 
 
+def proposing(key: str, position: int, tokens: list[int], *proposed: int, index: int = 0) -> Row:
+    draw = Draw(index, Sampling(), proposed=proposed)
+    return replace(row(key, position, [*tokens, *proposed]), draw=draw)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (1, 3, 5)])
+@pytest.mark.parametrize("right", range(5))
+def test_what_is_drawn_of_proposed_tokens(model: Model, cuts: tuple[int, ...], right: int) -> None:
+    path, expected = Path(model, cuts), model.expected_tokens([1, 2, 3], 8)
+    proposed = expected[:right] + [(token + 1) % 96 for token in expected[right:4]]
+    (drawn,) = path.run([proposing("s", 0, [1, 2, 3], *proposed)])
+    assert list(drawn) == expected[: right + 1]
+    (drawn,) = path.run([row("s", 3 + right, [expected[right]], draw=right + 1)])
+    assert list(drawn) == [expected[right + 1]]
+
+
+def test_a_sequence_goes_on_where_the_accepted_tokens_end_and_nowhere_else(model: Model) -> None:
+    engine, expected = model.engine(), model.expected_tokens([1, 2, 3], 2)
+    wrong = (expected[1] + 1) % 96
+    run(engine, part([proposing("s", 0, [1, 2, 3], expected[0], wrong)], 0, LAST))
+    for position in (0, 2, 3, 5):
+        with pytest.raises(Conflict):
+            run(engine, part([row("s", position, [1])], 0, LAST))
+    first = model.engine(0, 2)
+    run(first, part([proposing("s", 0, [1, 2, 3], expected[0], wrong)], 0, 2))
+    for position in (2, 6):
+        with pytest.raises(Conflict):
+            run(first, part([row("s", position, [1])], 0, 2))
+    run(first, part([row("s", 3, [1])], 0, 2))
+    with pytest.raises(BadInput, match="proposed"):
+        run(first, part([replace(proposing("s", 4, [], 5), tokens=(5,))], 0, 2))
+
+
+def test_only_accepted_tokens_are_found_by_others(model: Model) -> None:
+    engine = model.engine()
+    prompt = [i % 96 for i in range(28)]
+    expected = model.expected_tokens(prompt, 3)
+    wrong = [(token + 1) % 96 for token in expected]
+    proposed = [expected[0], expected[1], *wrong[:2]]
+    run(engine, part([proposing("s", 0, prompt, *proposed)], 0, LAST))
+    assert engine.adopt(MODEL, "wrong", (*prompt, *proposed, 1), 60) == 16
+    run(engine, part([row("s", 30, [expected[2], 7, 8])], 0, LAST))
+    right = (*prompt, *expected, 7, 8)
+    assert engine.adopt(MODEL, "right", right, 60) == 32
+    (drawn,) = run(engine, part([row("right", 32, [8], draw=0)], 0, LAST)).sampled
+    assert list(drawn) == model.expected_tokens(list(right), 1)
+
+
 @pytest.mark.parametrize("hidden", [None, torch.zeros(2, 32), torch.zeros(1, 31)])
 def test_hidden_states_that_do_not_fit(model: Model, hidden: torch.Tensor | None) -> None:
     with pytest.raises(BadInput, match="hidden"):
