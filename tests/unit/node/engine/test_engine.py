@@ -149,6 +149,15 @@ def test_a_sequence_goes_on_where_the_accepted_tokens_end_and_nowhere_else(model
         run(first, part([replace(proposing("s", 4, [], 5), tokens=(5,))], 0, 2))
 
 
+def test_a_page_that_was_proposed_into_need_not_be_found_again(model: Model) -> None:
+    engine, expected = model.engine(kv_tokens=32), model.expected_tokens([1] * 14, 2)
+    wrong = [(expected[0] + 1) % 96] * 4
+    run(engine, part([proposing("s", 0, [1] * 14, *wrong)], 0, LAST))
+    assert engine.kv_used == 32
+    (drawn,) = run(engine, part([proposing("s", 14, expected[:1], *wrong)], 0, LAST)).sampled
+    assert list(drawn) == expected[1:]
+
+
 def test_only_accepted_tokens_are_found_by_others(model: Model) -> None:
     engine = model.engine()
     prompt = [i % 96 for i in range(28)]

@@ -333,9 +333,7 @@ class Machine(RuleBasedStateMachine):
         self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
         open_model(self.kv, OTHER)
 
-    def run(
-        self, sequence: Sequence, new: list[int], proposed: int = 0, refused: int = 0
-    ) -> None:
+    def run(self, sequence: Sequence, new: list[int], proposed: int = 0, refused: int = 0) -> None:
         """A step: all or nothing, never a page that another reads, nor one that may be shared. The
         last `refused` of the positions are taken back."""
         tokens = self.tokens[sequence.key]
