@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.node.core.kv import PAGE
-from services.node.engine.attention import ROWS
 from services.node.engine import sweep
+from services.node.engine.attention import ROWS
 from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv import FreePages
