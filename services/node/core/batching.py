@@ -6,7 +6,8 @@ micro-batches of led lanes and micro-batches that came from other nodes. The eng
 oldest, together with all others of the same model that fit in a step, in one sweep over the blocks
 (`services.node.engine.base`): a pass over the weights serves every path at once, and no decode
 waits for more than the sweep before it. What arrives during a sweep may still join it, if it begins
-at a block ahead.
+at a block ahead. A step with room to spare also runs tokens that are proposed to follow
+(`services.node.core.speculation`).
 
 Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
 which comes back through `ran` or `failed`, or is tried again after `no_room`. Events may come in

@@ -105,7 +105,7 @@ class Sequence:
         start, stop = self.position, self.position + count
         draw = None
         if self.speculation:
-            self.speculation.learn(stop)
+            self.speculation.learn()
         if stop == len(self.tokens):
             context = None if self.decodes else self._context()
             draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)

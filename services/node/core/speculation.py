@@ -21,6 +21,8 @@ LONGEST_PAUSE = 63
 """Steps."""
 STEP_POSITIONS = 16
 """Most positions of a step in which anything is proposed."""
+LEARNT_A_STEP = 1024
+"""Tokens, at 2 us each: a long prompt is learnt while it is prefilled, and holds up no step."""
 
 
 class Lookup:
@@ -33,19 +35,22 @@ class Lookup:
         self._after: dict[tuple[int, ...], int] = {}
         """The position after the last occurrence of an n-gram."""
 
-    def learn(self, stop: int) -> None:
-        """Takes in the tokens before position `stop`."""
+    def learn(self) -> None:
+        """Takes in the next tokens that there are, LEARNT_A_STEP at most."""
+        stop = min(self._learnt + LEARNT_A_STEP, len(self._tokens))
         for at in range(self._learnt, stop):
             for size in SIZES:
                 if size <= at:
                     self._after[tuple(self._tokens[at - size : at])] = at
-        self._learnt = max(self._learnt, stop)
+        self._learnt = stop
 
     def propose(self, count: int) -> tuple[int, ...]:
-        """The next `count` tokens; none if no n-gram at the end was there before. What followed an
-        n-gram up to the end goes on from its beginning, as in a copy of LZ77."""
+        """The next `count` tokens; none if no n-gram at the end was there before, or not all tokens
+        are learnt. What followed an n-gram up to the end goes on from its beginning, as in a copy
+        of LZ77."""
         tokens = self._tokens
-        self.learn(len(tokens))
+        if self._learnt < len(tokens):
+            return ()
         for size in SIZES:
             at = self._after.get(tuple(tokens[-size:]))
             if at is not None:
@@ -67,13 +72,12 @@ class Speculation:
         self._pause = 0
         """Steps until the next proposal."""
 
-    def learn(self, stop: int) -> None:
-        """Takes in the tokens before position `stop`. Done as a prompt is prefilled: so that a long
-        one does not hold up the first step after it."""
-        self._lookup.learn(stop)
+    def learn(self) -> None:
+        """To be called once a step."""
+        self._lookup.learn()
 
     def propose(self, most: int) -> tuple[int, ...]:
-        """To be asked once a step."""
+        """To be called once a step, after `learn`."""
         if self._pause:
             self._pause -= 1
             return ()
