@@ -59,6 +59,8 @@ class Sequence:
     """The micro-batch that it is in."""
     row: Row | None = None
     """What of it is in that micro-batch."""
+    asked_in: int | None = None
+    """The micro-batch that it was in when its gateway last asked whether it goes on."""
 
     @classmethod
     def of(cls, submit: Submit, speculation: int) -> "Sequence":

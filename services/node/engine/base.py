@@ -52,6 +52,8 @@ class PartResult:
     rules leave none; several where proposed ones were accepted."""
     logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] = field(default_factory=dict)
     """Of the tokens whose draws asked for them, one each."""
+    failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
+    """Rows whose draws could not be made, and why; the others are not concerned."""
 
 
 class RowsRefused(LambdaScaleError):

@@ -4,7 +4,7 @@ A row's result depends neither on its place nor on the other rows (attention.py 
 does not matter who else rides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -65,7 +65,12 @@ class _Rider:
             for row, ones in zip(self.rows, drawn, strict=True)
             if (found := tuple(one.logprobs for one in ones if one.logprobs))
         }
-        return PartResult(tuple(self.rows), hidden, sampled, logprobs)
+        failed = {
+            row.sequence: error
+            for row, ones in zip(self.rows, drawn, strict=True)
+            if (error := next((one.error for one in ones if one.error), None))
+        }
+        return PartResult(tuple(self.rows), hidden, sampled, logprobs, failed)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
@@ -204,7 +209,7 @@ class TorchSweep:
     def _settle(self, rider: _Rider) -> None:
         """Takes back what was proposed and not accepted; pages with the rest may be shared."""
         for sequence, row, drawn in zip(rider.sequences, rider.rows, rider.drawn, strict=True):
-            kept = row.kept(len(drawn))
+            kept = row.kept(sum(one.token is not None for one in drawn))
             if row.proposed:
                 self._kv.truncate(sequence, row.position + kept)
             if rider.start == 0:
@@ -318,9 +323,11 @@ def _drawn(
         return ((),) * len(rows)
     logits = model.decoder.head(unit, hidden, positions)
     drawn = iter(sample(logits, draws, processors, proposed))
-    return tuple(
-        tuple(one for one in islice(drawn, 1 + row.proposed) if one.token is not None)
-        if row.draw
-        else ()
-        for row in rows
-    )
+    return tuple(_accepted(islice(drawn, 1 + row.proposed)) if row.draw else () for row in rows)
+
+
+def _accepted(drawn: Iterable[Drawn]) -> tuple[Drawn, ...]:
+    """One or more tokens, or why there is none. What comes after tokens and is none is left to the
+    next step."""
+    first, *rest = drawn
+    return (first, *(one for one in rest if one.token is not None))

@@ -17,6 +17,8 @@ enum { PAGE = 16, BLOCK = 16 };
 
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -58,6 +60,30 @@ INLINE void put(void *x, int64_t i, float value, int narrow) {
     if (narrow) ((uint16_t *)x)[i] = narrowed(value);
     else ((float *)x)[i] = value;
 }
+/* 16 elements from i on. */
+INLINE lanes take(const void *x, int64_t i, int narrow) {
+    if (!narrow) return load((const float *)x + i);
+    halves small;
+    memcpy(&small, (const uint16_t *)x + i, sizeof small);
+    words bits = __builtin_convertvector(small, words) << 16;
+    lanes v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+INLINE void give(void *x, int64_t i, lanes v, int narrow) {
+    if (!narrow) {
+        store((float *)x + i, v);
+        return;
+    }
+    words bits;
+    memcpy(&bits, &v, sizeof bits);
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words is_number = (words)(v == v);
+    halves small =
+        __builtin_convertvector((is_number & rounded) | (~is_number & 0x7fc0), halves);
+    memcpy((uint16_t *)x + i, &small, sizeof small);
+}
+
 INLINE float sum_of(lanes v) {
     float total = 0;
     for (int i = 0; i < 16; i++) total += v[i];
@@ -104,8 +130,7 @@ INLINE float squares(const void *x, int64_t at, int64_t width, int narrow) {
     lanes sums = {0};
     int64_t i = 0;
     for (; i + 16 <= width; i += 16) {
-        lanes v;
-        for (int j = 0; j < 16; j++) v[j] = get(x, at + i + j, narrow);
+        lanes v = take(x, at + i, narrow);
         sums += v * v;
     }
     float total = sum_of(sums);
@@ -122,10 +147,13 @@ INLINE void norm(Norm *n, int narrow) {
         int64_t at = row * width;
         float mean = squares(n->x, at, width, narrow) / (float)width;
         float scale = 1.0f / sqrtf(mean + (float)n->eps);
-        for (int64_t i = 0; i < width; i++) {
-            float normed = get(n->x, at + i, narrow) * scale;
-            put(n->out, at + i, normed * get(n->weight, i, narrow), narrow);
-        }
+        int64_t i = 0;
+        for (; i + 16 <= width; i += 16)
+            give(n->out, at + i, take(n->x, at + i, narrow) * scale * take(n->weight, i, narrow),
+                 narrow);
+        for (; i < width; i++)
+            put(n->out, at + i, get(n->x, at + i, narrow) * scale * get(n->weight, i, narrow),
+                narrow);
     }
 }
 
@@ -142,21 +170,24 @@ typedef struct {
     void *out;           /* [rows, width] */
 } Gated;
 
+/* x / (1 + e^-x), without overflow. */
+INLINE lanes silu(lanes x) {
+    ints below = x < 0.0f;
+    lanes small = exp_of(pick(below, x, -x));
+    return pick(below, x * small, x) / (1.0f + small);
+}
+
 INLINE void gated(Gated *g, int narrow) {
     int64_t row, width = g->width;
     while ((row = __atomic_fetch_add(&g->next, 1, __ATOMIC_RELAXED)) < g->rows) {
-        int64_t at = row * width, from = 2 * at;
-        for (int64_t i = 0; i < width; i += 16) {
-            int64_t n = width - i < 16 ? width - i : 16;
-            lanes x = {0}, small;
-            for (int j = 0; j < n; j++) x[j] = get(g->gate_up, from + i + j, narrow);
-            ints below = x < 0.0f;
-            small = exp_of(pick(below, x, -x)); /* silu(x) = x / (1 + e^-x), without overflow */
-            lanes active = pick(below, x * small, x) / (1.0f + small);
-            for (int j = 0; j < n; j++) {
-                float up = get(g->gate_up, from + width + i + j, narrow);
-                put(g->out, at + i + j, active[j] * up, narrow);
-            }
+        int64_t at = row * width, from = 2 * at, i = 0;
+        for (; i + 16 <= width; i += 16) {
+            lanes active = silu(take(g->gate_up, from + i, narrow));
+            give(g->out, at + i, active * take(g->gate_up, from + width + i, narrow), narrow);
+        }
+        for (; i < width; i++) {
+            float active = silu(all(get(g->gate_up, from + i, narrow)))[0];
+            put(g->out, at + i, active * get(g->gate_up, from + width + i, narrow), narrow);
         }
     }
 }
@@ -181,7 +212,7 @@ typedef struct {
     const float *cos, *sin; /* [rows, head_dim / 2] */
     const int32_t *slots;   /* [rows] */
     float *kv;              /* the layer's */
-    float *queries;         /* [rows, heads x head_dim] */
+    float *queries;         /* [kv heads, rows, group x head_dim] */
     void *attended;         /* [rows, heads x head_dim] */
     const int32_t *spans;   /* [n_spans, 4]: first row, rows (at most BLOCK), position of the first,
                                where its sequence's pages begin in: */
@@ -195,35 +226,37 @@ INLINE float *head_of(const Attention *a, int64_t page, int64_t head) {
     return a->kv + (page * a->kv_heads + head) * 2 * PAGE * a->head_dim;
 }
 
+INLINE float *queries_of(const Attention *a, int64_t head, int64_t row) {
+    return a->queries + (head * a->rows + row) * (a->heads / a->kv_heads) * a->head_dim;
+}
+
 /* One head of one row, normed if it is to be, and turned (RoPE pairs i with i + head_dim / 2). */
 INLINE void turned(const Attention *a, int64_t row, int64_t head, float *out, int narrow) {
     int64_t dim = a->head_dim, half = dim / 2;
     int64_t at = (row * (a->heads + 2 * a->kv_heads) + head) * dim;
     const float *cos = a->cos + row * half, *sin = a->sin + row * half;
-    float scale = 1;
-    if (a->qk_norm)
-        scale = 1.0f / sqrtf(squares(a->qkv, at, dim, narrow) / (float)dim + (float)a->eps);
+    float x[dim];
+    for (int64_t i = 0; i < dim; i++) x[i] = get(a->qkv, at + i, narrow);
+    if (a->qk_norm) {
+        float scale = 1.0f / sqrtf(squares(x, 0, dim, 0) / (float)dim + (float)a->eps);
+        for (int64_t i = 0; i < dim; i++) x[i] *= scale * get(a->qk_norm, head * dim + i, narrow);
+    }
     for (int64_t i = 0; i < half; i++) {
-        float low = get(a->qkv, at + i, narrow), high = get(a->qkv, at + half + i, narrow);
-        if (a->qk_norm) {
-            low = low * scale * get(a->qk_norm, head * dim + i, narrow);
-            high = high * scale * get(a->qk_norm, head * dim + half + i, narrow);
-        }
-        out[i] = low * cos[i] - high * sin[i];
-        out[half + i] = high * cos[i] + low * sin[i];
+        out[i] = x[i] * cos[i] - x[half + i] * sin[i];
+        out[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
     }
 }
 
 INLINE void prepare(Attention *a, int narrow) {
-    int64_t row, dim = a->head_dim;
+    int64_t row, dim = a->head_dim, group = a->heads / a->kv_heads;
     float key[dim];
     while ((row = __atomic_fetch_add(&a->next, 1, __ATOMIC_RELAXED)) < a->rows) {
-        for (int64_t head = 0; head < a->heads; head++)
-            turned(a, row, head, a->queries + (row * a->heads + head) * dim, narrow);
         int64_t page = a->slots[row] / PAGE, at = a->slots[row] % PAGE;
         int64_t values = (row * (a->heads + 2 * a->kv_heads) + a->heads + a->kv_heads) * dim;
         for (int64_t head = 0; head < a->kv_heads; head++) {
-            float *kv = head_of(a, page, head);
+            float *queries = queries_of(a, head, row), *kv = head_of(a, page, head);
+            for (int64_t g = 0; g < group; g++)
+                turned(a, row, head * group + g, queries + g * dim, narrow);
             turned(a, row, a->heads + head, key, narrow);
             for (int64_t i = 0; i < dim; i++) kv[i * PAGE + at] = key[i];
             kv += PAGE * dim + at * dim;
@@ -239,16 +272,28 @@ void write_kv(void *argument) {
     else prepare(a, 0);
 }
 
-/* Scores of n queries, `step` apart, with a page's keys. */
-INLINE void score(const float *queries, int64_t step, const float *keys, int64_t dim, float scale,
-                  float *scores, int64_t stride, int n) {
+/* Scores of n queries with a page's keys. */
+INLINE void score(const float *queries, const float *keys, int64_t dim, float scale, float *scores,
+                  int64_t stride, int n) {
     lanes sums[8];
     for (int r = 0; r < n; r++) sums[r] = (lanes){0};
     for (int64_t i = 0; i < dim; i++) {
         lanes key = load(keys + i * PAGE);
-        for (int r = 0; r < n; r++) sums[r] += queries[r * step + i] * key;
+        for (int r = 0; r < n; r++) sums[r] += queries[r * dim + i] * key;
     }
     for (int r = 0; r < n; r++) store(scores + r * stride, sums[r] * scale);
+}
+
+/* The same for any n. */
+INLINE void score_all(const float *queries, const float *keys, int64_t dim, float scale,
+                      float *scores, int64_t stride, int64_t n) {
+    int64_t r = 0;
+    for (; r + 8 <= n; r += 8)
+        score(queries + r * dim, keys, dim, scale, scores + r * stride, stride, 8);
+    for (; r + 3 <= n; r += 3)
+        score(queries + r * dim, keys, dim, scale, scores + r * stride, stride, 3);
+    for (; r < n; r++)
+        score(queries + r * dim, keys, dim, scale, scores + r * stride, stride, 1);
 }
 
 /* Adds weights x values of a page for n rows and `vectors` x 16 dimensions. */
@@ -268,7 +313,7 @@ INLINE void weigh(const float *weights, int64_t stride, const float *values, int
 INLINE void sum_values(const Attention *a, const int32_t *pages, int64_t first, int64_t last,
                        int64_t head, int64_t from, const float *weights, int64_t stride,
                        float *out, int64_t step, int n, int vectors) {
-    lanes sums[12];
+    lanes sums[24];
     for (int i = 0; i < n * vectors; i++) sums[i] = (lanes){0};
     for (int64_t page = first; page <= last; page++) {
         const float *values = head_of(a, pages[page], head) + PAGE * a->head_dim + from;
@@ -315,65 +360,45 @@ INLINE void attend_span(const Attention *a, const int32_t *span, int64_t head, f
                         int narrow) {
     int64_t row = span[0], count = span[1], position = span[2], dim = a->head_dim;
     const int32_t *pages = a->pages + span[3];
-    int64_t group = a->heads / a->kv_heads, n = count * group, width = a->heads * dim;
+    int64_t group = a->heads / a->kv_heads, n = count * group;
     int64_t seen = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
     int64_t first = seen / PAGE, last = (position + count - 1) / PAGE;
     int64_t length = (last - first + 1) * PAGE;
-    float *queries = a->queries + row * width + head * group * dim;
+    float *queries = queries_of(a, head, row), sums[n];
 
-    for (int64_t page = first; page <= last; page++) {
-        const float *keys = head_of(a, pages[page], head);
-        float *to = scores + (page - first) * PAGE;
-        for (int64_t i = 0; i < count; i++) {
-            const float *q = queries + i * width;
-            float *s = to + i * group * length;
-            int64_t g = 0;
-            for (; g + 8 <= group; g += 8)
-                score(q + g * dim, dim, keys, dim, (float)a->scale, s + g * length, length, 8);
-            for (; g + 4 <= group; g += 4)
-                score(q + g * dim, dim, keys, dim, (float)a->scale, s + g * length, length, 4);
-            if (group - g == 3)
-                score(q + g * dim, dim, keys, dim, (float)a->scale, s + g * length, length, 3);
-            else if (group - g == 2)
-                score(q + g * dim, dim, keys, dim, (float)a->scale, s + g * length, length, 2);
-            else if (group - g == 1)
-                score(q + g * dim, dim, keys, dim, (float)a->scale, s + g * length, length, 1);
-        }
-    }
-    float sums[n];
+    for (int64_t page = first; page <= last; page++)
+        score_all(queries, head_of(a, pages[page], head), dim, (float)a->scale,
+                  scores + (page - first) * PAGE, length, n);
     for (int64_t r = 0; r < n; r++) {
         int64_t at = position + r / group;
         int64_t start = a->window && at + 1 > a->window ? at + 1 - a->window : 0;
         start = start > first * PAGE ? start - first * PAGE : 0;
         sums[r] = softmax(scores + r * length, start, at - first * PAGE, length);
     }
-    for (int64_t i = 0; i < count; i++) {
-        float *out = queries + i * width; /* they are not needed any more */
-        const float *weights = scores + i * group * length;
-        for (int64_t g = 0; g < group; g++) {
-            int64_t from = 0;
-            const float *w = weights + g * length;
-            float *o = out + g * dim;
-            if (g + 3 <= group) {
-                for (; from + 64 <= dim; from += 64)
-                    sum_values(a, pages, first, last, head, from, w, length, o, dim, 3, 4);
-                for (; from + 16 <= dim; from += 16)
-                    sum_values(a, pages, first, last, head, from, w, length, o, dim, 3, 1);
-                for (int r = 0; r < 3; r++)
-                    sum_tail(a, pages, first, last, head, from, w + r * length, o + r * dim);
-                g += 2;
-                continue;
-            }
-            for (; from + 64 <= dim; from += 64)
+    float *out = queries; /* they are not needed any more */
+    for (int64_t r = 0; r < n;) {
+        int64_t from = 0, rows = r + 6 <= n ? 6 : r + 3 <= n ? 3 : 1;
+        const float *w = scores + r * length;
+        float *o = out + r * dim;
+        for (; from + 64 <= dim; from += 64)
+            if (rows == 6)
+                sum_values(a, pages, first, last, head, from, w, length, o, dim, 6, 4);
+            else if (rows == 3)
+                sum_values(a, pages, first, last, head, from, w, length, o, dim, 3, 4);
+            else
                 sum_values(a, pages, first, last, head, from, w, length, o, dim, 1, 4);
-            for (; from + 16 <= dim; from += 16)
-                sum_values(a, pages, first, last, head, from, w, length, o, dim, 1, 1);
-            sum_tail(a, pages, first, last, head, from, w, o);
-        }
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t j = 0; j < dim; j++)
-                put(a->attended, (row + i) * width + (head * group + g) * dim + j,
-                    out[g * dim + j] / sums[i * group + g], narrow);
+        for (; from + 16 <= dim; from += 16)
+            for (int64_t i = 0; i < rows; i++)
+                sum_values(a, pages, first, last, head, from, w + i * length, length, o + i * dim,
+                           dim, 1, 1);
+        for (int64_t i = 0; i < rows; i++)
+            sum_tail(a, pages, first, last, head, from, w + i * length, o + i * dim);
+        r += rows;
+    }
+    for (int64_t r = 0; r < n; r++) {
+        int64_t to = ((row + r / group) * a->heads + head * group + r % group) * dim;
+        for (int64_t j = 0; j < dim; j++)
+            put(a->attended, to + j, out[r * dim + j] / sums[r], narrow);
     }
 }
 
