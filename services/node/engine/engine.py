@@ -30,8 +30,8 @@ class TorchEngine:
     On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
     way its KV came to be (attention.py says how), on the same kind of CPU.
     On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
-    run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there; and
-    that path has not been run on a GPU yet, only its kernels and buffers on a CPU, in Triton's
+    run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
+    That path has not been run on a GPU yet: its kernels and buffers have on a CPU, in Triton's
     interpreter.
     """
 
