@@ -7,35 +7,81 @@ does not matter who else rides.
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span, pad_rows
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
-from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.base import (
+    PartResult,
+    Row,
+    RowsRefused,
+    SequenceKey,
+    StagePart,
+    Weights,
+)
 from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample
-from services.node.engine.weights import EmbeddingUnit, HeadUnit, LayerUnit, Unit
+from services.node.model.architecture import AnyConfig
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
-from shared.layout import Manifest
+from shared.layout import BlockSpec, Manifest
+
+
+class Step(Protocol):
+    def run(self, layer: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        """hidden [padded rows, hidden_size] is updated; kv: the layer's, see KvCache.tensor."""
+
+
+class Network(Protocol):
+    """A model as the sweep runs it: the decoder, or the encoder. The units are its own."""
+
+    @property
+    def config(self) -> AnyConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def whole(self) -> int:
+        """Positions of every sequence, which is run in one row and keeps no KV; 0: there may be
+        any number, in any rows."""
+
+    def units(self, spec: BlockSpec, weights: Weights) -> tuple[Any, ...]:
+        """A block's, as views of its bytes."""
+
+    def embed(self, unit: Any, rows: Rows[Row]) -> torch.Tensor:
+        """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
+        model."""
+
+    def step(self, spans: Rows[Span], n_padded: int) -> Step:
+        """To run layers over these rows, packed one after the other."""
+
+    def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+        """Logits [len(rows), tokens or classes] float32 after the given rows of hidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
-    decoder: Decoder
+    network: Network
     processors: Processors
-    blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
+    blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
-        """Decoder layers of blocks start <= block < stop, from 0."""
-        blocks, n_layers = self.manifest.blocks, self.decoder.config.n_layers
+        """Layers of blocks start <= block < stop, from 0."""
+        blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
         return range(
             max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
         )
+
+    def layers_with_kv(self, start: int, stop: int) -> range:
+        return range(0) if self.network.whole else self.layers(start, stop)
 
 
 @dataclass(slots=True)
@@ -100,7 +146,7 @@ class TorchSweep:
         # Of the rows aboard, packed one after the other:
         self._hidden = torch.empty(0)
         self._packed = False
-        self._step: LayerStep | None = None
+        self._step: Step | None = None
         """Planned when they come to a layer."""
 
     @property
@@ -115,7 +161,10 @@ class TorchSweep:
         model = self._find(self._model_id)
         self._check(part, model)
         with torch.inference_mode():
-            hidden = _embedded(part, model) if part.start == 0 else _checked_hidden(part, model)
+            if part.start == 0:
+                hidden = model.network.embed(model.blocks[0][0], part.rows)
+            else:
+                hidden = _checked_hidden(part, model)
         ends = part.stop == model.manifest.n_blocks
         processors = model.processors.made(part.rows) if ends else {}
         sequences = self._admit(part, model)
@@ -150,24 +199,23 @@ class TorchSweep:
 
     def _run(self, model: Model) -> None:
         if not self._packed:
-            self._pack(model.decoder)
+            self._pack(model.network)
         kv = self._kv.tensor(self._model_id)
-        layer = model.layers(self._at, self._at + 1).start
-        for unit in model.blocks[self._at]:
-            if isinstance(unit, LayerUnit):
-                if self._step is None:
-                    self._step = LayerStep(model.decoder, self._spans(), len(self._hidden))
-                self._step.run(unit, self._hidden, kv[layer])
-                layer += 1
-            elif isinstance(unit, HeadUnit):
+        first = model.manifest.blocks[self._at].first_unit
+        for number, unit in enumerate(model.blocks[self._at], first):
+            if number == model.network.config.n_units - 1:
                 self._sample(model, unit)
+            elif number > 0:
+                if self._step is None:
+                    self._step = model.network.step(self._spans(), len(self._hidden))
+                self._step.run(unit, self._hidden, kv[number - 1])
 
-    def _pack(self, decoder: Decoder) -> None:
+    def _pack(self, network: Network) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
         n = sum(counts)
         n_padded = pad_rows(n)
-        hidden = self._aboard[0].hidden.new_empty(n_padded, decoder.config.hidden_size)
+        hidden = self._aboard[0].hidden.new_empty(n_padded, network.config.hidden_size)
         torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
         hidden[n:] = 0
         for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
@@ -181,7 +229,7 @@ class TorchSweep:
             for sequence, row in zip(rider.sequences, rider.rows, strict=True)
         ]
 
-    def _sample(self, model: Model, unit: HeadUnit) -> None:
+    def _sample(self, model: Model, unit: Any) -> None:
         """All aboard get off after the head: it is the last unit."""
         rows = [row for rider in self._aboard for row in rider.rows]
         drawn = _drawn(model, unit, self._hidden, rows)
@@ -197,7 +245,8 @@ class TorchSweep:
         for rider in leaving:
             if rider.start == 0 and rider.ends:
                 for sequence, row in zip(rider.sequences, rider.rows, strict=True):
-                    self._kv.keep(sequence, row.tokens)
+                    if sequence.layers:
+                        self._kv.keep(sequence, row.tokens)
         return {rider.number: rider.result for rider in leaving}
 
     def _drop_freed(self) -> None:
@@ -210,7 +259,7 @@ class TorchSweep:
 
     def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
         """Starts the sequences that start here, and takes pages for every row."""
-        layers = model.layers(part.start, part.stop)
+        layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
             had = [s.length for key in ends if (s := self._kv.find(key))]
@@ -237,6 +286,12 @@ class TorchSweep:
         ends: dict[SequenceKey, int] = {}
         for row in part.rows:
             self._check_row(row, part, ends)
+            if (whole := model.network.whole) and (row.position, row.count) != (0, whole):
+                why = BadInput(
+                    f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
+                    f"expected all {whole} of an image"
+                )
+                raise RowsRefused((row.sequence,), why)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """`ends`: where sequences with earlier rows in the part will end after those."""
@@ -260,30 +315,15 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
-def _embedded(part: StagePart, model: Model) -> torch.Tensor:
-    n, vocab_size = sum(row.count for row in part.rows), model.decoder.config.vocab_size
-    tokens = [token for row in part.rows for token in row.tokens]
-    if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise BadInput(
-            f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
-            f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
-        )
-    embedding = model.blocks[0][0]
-    assert isinstance(embedding, EmbeddingUnit)
-    return embedding.table[torch.tensor(tokens, device=model.decoder.device)]
-
-
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
-    expected = (sum(row.count for row in part.rows), model.decoder.config.hidden_size)
+    expected = (sum(row.count for row in part.rows), model.network.config.hidden_size)
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return part.hidden.to(model.decoder.device, model.decoder.dtype)
+    return part.hidden.to(model.network.device, model.network.dtype)
 
 
-def _drawn(
-    model: Model, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[Row]
-) -> tuple[Drawn, ...]:
+def _drawn(model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]) -> tuple[Drawn, ...]:
     """Draws after the last position of each row that has a draw."""
     draws, last, drawing, processors = [], -1, [], []
     drawn = [Drawn(None)] * len(rows)
@@ -294,7 +334,7 @@ def _drawn(
             drawing.append((index, last))
             processors.append(model.processors.of(row.sequence))
     if draws:
-        logits = model.decoder.head(unit, hidden, [position for _, position in drawing])
+        logits = model.network.head(unit, hidden, [position for _, position in drawing])
         for (index, _), one in zip(drawing, sample(logits, draws, processors), strict=True):
             drawn[index] = one
     return tuple(drawn)
