@@ -19,6 +19,7 @@ from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import ApplyPlan
+from shared.vision import is_classifier
 
 ENGINE = "engine"
 """User of a span."""
@@ -145,7 +146,8 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
-            self._spawn(self._bring_tokenizer(hosted), f"tokenizer of {hosted.model}")
+            if not is_classifier(hosted.manifest.config):
+                self._spawn(self._bring_tokenizer(hosted), f"tokenizer of {hosted.model}")
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self._attach(hosted, block)
 

@@ -257,6 +257,7 @@ class Model:
             stop_ids=request.stop_ids,
             sampling=request.sampling,
             rules=request.rules,
+            image=request.image,
         )
         self._out.append(Send(instance.leader, submit))
 

@@ -52,6 +52,8 @@ class Request:
     waiting_since: float
     """When it began to wait for a token: its arrival, or its last resumption after progress."""
     rules: LogitRules | None = None
+    image: bytes = b""
+    """See `Submit.image`."""
     tokens: list[int] = field(default_factory=list)
     """Generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED
