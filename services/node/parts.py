@@ -144,6 +144,7 @@ class RealParts:
                 config.kv_tokens,
                 config.threads,
                 step_floor_s=config.step_floor_s,
+                cpu_weights=config.cpu_weights,
             ),
             device=device,
             slots=config.slots,

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import Row, RowsRefused, Weights
-from services.node.engine.weights import BlockTensors, Linear
+from services.node.engine.linear import Form, Linear
+from services.node.engine.weights import BlockTensors
 from services.node.model.vit_config import (
     CLASS_TOKEN,
     CLASSIFIER,
@@ -42,7 +43,7 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class PatchUnit:
     projection: Linear
-    """Of a patch's pixels: [channels x height x width, hidden]."""
+    """Of a patch's values, [channels x height x width]."""
     positions: torch.Tensor
     """[positions, hidden]: what is added to each; to the last, the class token itself."""
 
@@ -89,7 +90,7 @@ class EncoderTensors(BlockTensors):
         positions = self._joined([POSITIONS])[0]
         token = positions[:1] + self._joined([CLASS_TOKEN])[0]
         return PatchUnit(
-            Linear(kernel.t(), self._joined([PROJECTION + ".bias"])),
+            self._formed(kernel, self._joined([PROJECTION + ".bias"])),
             torch.cat((positions[1:], token)),
         )
 
@@ -104,8 +105,8 @@ class Encoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.whole = config.context_length
 
-    def units(self, spec: BlockSpec, weights: Weights) -> tuple[EncoderUnit, ...]:
-        tensors = EncoderTensors(spec, weights)
+    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[EncoderUnit, ...]:
+        tensors = EncoderTensors(spec, weights, form)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.encoder_unit(self.config, unit) for unit in units)
 
@@ -119,7 +120,7 @@ class Encoder:
         shape = (len(rows), self.whole, self.config.hidden_size)
         embedded = torch.empty(shape, dtype=self.dtype, device=self.device)
         for row, hidden in zip(rows, embedded, strict=True):
-            hidden[:-1] = _linear(self._patches(row.image), unit.projection)
+            hidden[:-1] = unit.projection(self._patches(row.image))
             hidden[-1] = 0
             hidden += unit.positions
         return embedded.flatten(0, 1)
@@ -132,7 +133,7 @@ class Encoder:
         picked = hidden.new_zeros(pad_rows(len(rows)), self.config.hidden_size)
         picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
         normed = self.normed(picked, unit.norm)
-        return _linear(normed, unit.classifier)[: len(rows)].float()
+        return unit.classifier(normed)[: len(rows)].float()
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         shape = (self.config.hidden_size,)
@@ -169,15 +170,9 @@ class EncoderStep:
         """[images, positions, hidden_size]."""
         encoder, n_heads = self._encoder, self._encoder.config.n_heads
         rows = images.flatten(0, 1)
-        qkv = _linear(encoder.normed(rows, layer.before), layer.qkv)
+        qkv = layer.qkv(encoder.normed(rows, layer.before))
         heads = qkv.view(*images.shape[:2], 3, n_heads, -1).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-        rows += _linear(attended.flatten(0, 1), layer.o)
-        active = functional.gelu(_linear(encoder.normed(rows, layer.after), layer.up))
-        rows += _linear(active, layer.down)
-
-
-def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    if linear.bias is None:
-        return x @ linear.weight
-    return torch.addmm(linear.bias, x, linear.weight)
+        rows += layer.o(attended.flatten(0, 1))
+        active = functional.gelu(layer.up(encoder.normed(rows, layer.after)))
+        rows += layer.down(active)

@@ -8,6 +8,7 @@ from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
+from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
@@ -30,12 +31,20 @@ class TorchEngine:
     """
 
     def __init__(
-        self, device: str, kv_tokens: int, threads: int, *, step_floor_s: float = 0.0
+        self,
+        device: str,
+        kv_tokens: int,
+        threads: int,
+        *,
+        step_floor_s: float = 0.0,
+        cpu_weights: Form = "packed",
     ) -> None:
         """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
-        (see NodeConfig). Make it on the thread that calls it."""
+        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. Make it on the thread that
+        calls it."""
         self._device = torch_device(device)
         self._step_floor_s = step_floor_s
+        self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         self._kv = KvCache(kv_tokens, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
@@ -75,7 +84,8 @@ class TorchEngine:
         model = self._model(model_id)
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
-        model.blocks[block] = model.network.units(model.manifest.blocks[block], weights)
+        spec = model.manifest.blocks[block]
+        model.blocks[block] = model.network.units(spec, weights, self._form)
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)

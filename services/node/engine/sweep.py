@@ -22,6 +22,7 @@ from services.node.engine.base import (
     Weights,
 )
 from services.node.engine.kv import KvCache, Sequence
+from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample
 from services.node.model.architecture import AnyConfig
@@ -52,8 +53,8 @@ class Network(Protocol):
         """Positions of every sequence, which is run in one row and keeps no KV; 0: there may be
         any number, in any rows."""
 
-    def units(self, spec: BlockSpec, weights: Weights) -> tuple[Any, ...]:
-        """A block's, as views of its bytes."""
+    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
+        """A block's: see BlockTensors."""
 
     def embed(self, unit: Any, rows: Rows[Row]) -> torch.Tensor:
         """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
