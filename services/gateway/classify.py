@@ -12,7 +12,7 @@ import binascii
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -100,8 +100,17 @@ class _Labels:
 
 
 async def _form(request: web.Request) -> Classify:
-    form = await request.post()
-    model, image, top_k = form.get("model"), form.get("image"), form.get("top_k")
+    fields = await request.post()
+    files = [field.file for field in fields.values() if isinstance(field, web.FileField)]
+    try:
+        return _of_form(fields)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _of_form(fields: Mapping[str, str | bytes | bytearray | web.FileField]) -> Classify:
+    model, image, top_k = fields.get("model"), fields.get("image"), fields.get("top_k")
     if not isinstance(model, str):
         invalid("model", "the form has no such text field")
     if not isinstance(image, web.FileField):
