@@ -151,9 +151,16 @@ def test_blocks_of_several_units(logits: Logits) -> None:
     assert_close(logits.take(), expected_logits(model, [image(1)]))
 
 
+WIDE = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12}
+"""Some processors have other products for such sizes and many rows."""
+
+
+@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_same_bits_whoever_else_is_in_the_step(dtype: str, logits: Logits) -> None:
-    model = make_vit(seed=1, dtype=dtype)
+def test_the_same_bits_whoever_else_is_in_the_step(
+    dtype: str, sizes: dict[str, int], logits: Logits
+) -> None:
+    model = make_vit(seed=1, dtype=dtype, **sizes)
     engine, last = model.engine(), model.n_blocks
     rows = [row(f"s{i}", image(i)) for i in range(7)]
     run_all(engine, [part([rows[0]], 0, last), part(rows[1:3], 0, last), part(rows[3:], 0, last)])
