@@ -158,7 +158,7 @@ WIDE = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12
 @pytest.mark.parametrize("sizes", [{}, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_same_bits_whoever_else_is_in_the_step(
-    dtype: str, sizes: dict[str, int], logits: Logits
+    dtype: str, sizes: dict[str, Any], logits: Logits
 ) -> None:
     model = make_vit(seed=1, dtype=dtype, **sizes)
     engine, last = model.engine(), model.n_blocks
