@@ -14,19 +14,23 @@ from services.gateway.answers import WAITING, Answers
 from services.gateway.catalog import Catalog
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation, choices_of, prompts_of
+from services.gateway.grammars import GrammarChecker
 from services.gateway.images import ImageDecoder
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.openai import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    grammar_field,
+    invalid,
     of_error,
     parse,
 )
 from shared.config import GatewayConfig
-from shared.errors import BusError, LambdaScaleError, ModelError, NotFound
+from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
+from shared.messages.serving import LogitRules
 
 KEEPALIVE_S = 3.0
 """A stream that has nothing to say says so this often."""
@@ -42,6 +46,7 @@ class Api:
         self,
         config: GatewayConfig,
         catalog: Catalog,
+        grammars: GrammarChecker,
         frontend: Frontend,
         metrics: Metrics,
         log: structlog.stdlib.BoundLogger,
@@ -53,6 +58,7 @@ class Api:
         self._max_image = config.max_image_bytes
         self._decoder = ImageDecoder()
         self._catalog = catalog
+        self._grammars = grammars
         self._frontend = frontend
         self._metrics = metrics
         self._log = log
@@ -138,6 +144,7 @@ class Api:
         lingo = await self._loaded(record, self._catalog.lingo)
         prompts = await prompts_of(body, lingo)
         choices = choices_of(body, record, lingo, prompts)
+        await self._check_grammar(body, choices[0].request.rules)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         trace = request.headers.get("traceparent", "")
         generation = Generation(
@@ -152,6 +159,17 @@ class Api:
                 for choice, text, *_ in deltas:
                     texts[choice.index].append(text)
             return web.Response(body=answers.whole(texts), content_type="application/json")
+
+    async def _check_grammar(
+        self, body: CompletionRequest | ChatRequest, rules: LogitRules | None
+    ) -> None:
+        """Of the rules that all choices have."""
+        if rules is None or not rules.grammar:
+            return
+        try:
+            await self._grammars.check(rules.grammar)
+        except BadInput as error:
+            invalid(grammar_field(body), str(error))
 
     # --- classification ------------------------------------------------------
 

@@ -110,7 +110,12 @@ class _Rider:
             for row, drawn in zip(self.rows, self.drawn, strict=False)
             if drawn.logprobs
         }
-        return PartResult(tuple(self.rows), hidden, sampled, logprobs)
+        failed = {
+            row.sequence: drawn.error
+            for row, drawn in zip(self.rows, self.drawn, strict=False)
+            if drawn.error
+        }
+        return PartResult(tuple(self.rows), hidden, sampled, logprobs, failed)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
