@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from services.node.engine import kernels
 from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import Encoder
@@ -45,6 +46,8 @@ class TorchEngine:
         self._device = torch_device(device)
         self._step_floor_s = step_floor_s
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
+        if self._device.type == "cpu":
+            kernels.load()  # compiled now, if they were not yet, and not while a model waits
         self._kv = KvCache(kv_tokens, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
