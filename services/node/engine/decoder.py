@@ -11,9 +11,10 @@ import torch
 
 from services.node.engine.attention import Attention, Span, pad_rows
 from services.node.engine.base import Row, Weights
+from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import Form
-from services.node.engine.ops import ops_for
+from services.node.engine.ops import Step, gpu_ops, ops_for
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import (
     BlockTensors,
@@ -34,13 +35,20 @@ class Decoder:
     whole = 0
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, longest: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        *,
+        fused: bool = False,
     ) -> None:
+        """`fused`: with the kernels for GPUs."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.ops = ops_for(device, dtype)
+        self.ops = gpu_ops() if fused else ops_for(device, dtype)
         # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
         # KV in fp32 is cheap.
-        kv_dtype = torch.float32 if device.type == "cpu" else dtype
+        kv_dtype = dtype if fused else torch.float32
         self.attention = Attention(config, longest, kv_dtype, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
@@ -58,16 +66,18 @@ class Decoder:
                 f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
                 f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
             )
-        return unit.table[torch.tensor(tokens, device=self.device)]
+        return unit.table[to_device(torch.tensor(tokens), self.device)]
 
     def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
-        return LayerStep(self, spans, n_padded)
+        """Of these rows."""
+        attention = self.ops.attention(self.attention, self.frequencies, spans, n_padded)
+        return LayerStep(self, attention, sum(count for _, _, count in spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
         config = self.config
         picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
-        picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
+        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.ops.rms_norm(picked, unit.norm, config.norm_eps)
         return unit.head(normed)[: len(rows)].float()
 
@@ -75,14 +85,21 @@ class Decoder:
 class LayerStep:
     """Runs layers over one step's packed rows."""
 
-    def __init__(self, model: Decoder, spans: Rows[Span], n_padded: int) -> None:
+    def __init__(self, model: Decoder, attention: Step, n: int) -> None:
+        """`n`: rows that do not only pad."""
         self._ops, self._eps = model.ops, model.config.norm_eps
         self._experts = model.config.experts
-        self._n = sum(count for _, _, count in spans)
-        self._attention = model.ops.attention(model.attention, model.frequencies, spans, n_padded)
+        self._n, self._attention = n, attention
 
-    def run(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """hidden [padded rows, hidden_size] is updated; kv: see Step.run."""
+    def run(
+        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        heads, head_dim], is added to."""
+        for layer, own in zip(layers, kv, strict=True):
+            self._run_layer(layer, hidden, own)
+
+    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         ops = self._ops
         qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
         attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)

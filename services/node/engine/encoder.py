@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import Row, RowsRefused, Weights
+from services.node.engine.copies import to_device
 from services.node.engine.linear import Form, Linear
 from services.node.engine.weights import BlockTensors
 from services.node.model.vit_config import (
@@ -130,7 +131,7 @@ class Encoder:
     def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), labels] float32 after the given rows of hidden [n, hidden_size]."""
         picked = hidden.new_zeros(pad_rows(len(rows)), self.config.hidden_size)
-        picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
+        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.normed(picked, unit.norm)
         return unit.classifier(normed)[: len(rows)].float()
 
@@ -142,7 +143,7 @@ class Encoder:
         """[patches, channels x height x width], rescaled and normalised."""
         how, size = self.config.image, self.config.patch_size
         side = how.size // size
-        pixels = torch.frombuffer(bytearray(image), dtype=torch.uint8).to(self.device)
+        pixels = to_device(torch.frombuffer(bytearray(image), dtype=torch.uint8), self.device)
         values = pixels.view(-1, CHANNELS).float() * how.factor
         values -= values.new_tensor(how.mean)
         values /= values.new_tensor(how.std)
@@ -158,12 +159,15 @@ class EncoderStep:
         self._images = images
         self._together = 1 if encoder.device.type == "cpu" else images
 
-    def run(self, layer: EncoderLayer, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """hidden [padded rows, hidden_size] is updated; kv stays empty."""
+    def run(
+        self, block: int, layers: Rows[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv stays empty."""
         whole = self._encoder.whole
         images = hidden[: self._images * whole].view(self._images, whole, -1)
-        for some in torch.split(images, self._together):
-            self._run(layer, some)
+        for layer in layers:
+            for some in torch.split(images, self._together):
+                self._run(layer, some)
 
     def _run(self, layer: EncoderLayer, images: torch.Tensor) -> None:
         """[images, positions, hidden_size]."""

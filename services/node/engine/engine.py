@@ -1,6 +1,8 @@
 """The torch engine: models' blocks as they come, batches over any run of them."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,15 +22,17 @@ from shared.errors import ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
+if TYPE_CHECKING:
+    from services.node.engine.graphs import Capture
+
 
 class TorchEngine:
     """Implements services.node.engine.base.Engine.
 
     On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
     way its KV came to be (attention.py says how), on the same kind of CPU.
-    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py).
-    That path is written with device-independent calls, but it has not been run on a GPU, and the
-    bit-for-bit promise is not made for it.
+    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
+    run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
     """
 
     def __init__(
@@ -39,11 +43,16 @@ class TorchEngine:
         *,
         step_floor_s: float = 0.0,
         cpu_weights: Form = "packed",
+        capture: "Capture | None" = None,
     ) -> None:
         """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
-        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. Make it on the thread that
-        calls it."""
+        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. `capture`: how
+        decode steps are recorded, None as the device can; given on a CPU, the kernels for GPUs are
+        run there, in Triton's interpreter. Make it on the thread that calls it."""
         self._device = torch_device(device)
+        if self._device.type == "cuda":
+            capture = capture or _own_stream(self._device)
+        self._capture = capture
         self._step_floor_s = step_floor_s
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         if self._device.type == "cpu":
@@ -59,11 +68,13 @@ class TorchEngine:
         config = read_config(manifest.config)
         dtype = check_manifest(manifest, config)
         network: Network
+        graphs = None
         if isinstance(config, VitConfig):
             network = Encoder(config, dtype, self._device)
             self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
         else:
-            network = decoder = Decoder(config, dtype, self._device, self._kv.capacity)
+            longest, fused = self._kv.capacity, self._capture is not None
+            network = decoder = Decoder(config, dtype, self._device, longest, fused=fused)
             self._kv.open_model(
                 model_id,
                 config.n_layers,
@@ -71,17 +82,28 @@ class TorchEngine:
                 config.head_dim,
                 decoder.attention.dtype,
             )
-        self._models[model_id] = Model(manifest, network, Processors(manifest.config))
+            if self._capture is not None and config.experts is None:  # whose rows the CPU sorts
+                from services.node.engine.graphs import DecodeGraphs
+
+                graphs = DecodeGraphs(decoder, longest, self._capture)
+        self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
         model = self._model(model_id)
-        if self._device.type != "cpu" and isinstance(model.network, Decoder):
+        if self._capture is not None and isinstance(model.network, Decoder):
             for _ in warm_up(model.network):
                 yield
                 if self._models.get(model_id) is not model:
                     return
+            if model.graphs is not None:
+                model.graphs.warm = True
+                for block in sorted(model.blocks):
+                    self._record(model_id, block)
+                    yield
+                    if self._models.get(model_id) is not model:
+                        return
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         model = self._model(model_id)
@@ -89,6 +111,10 @@ class TorchEngine:
             raise NotFound(f"model {model_id} has no block {block}")
         spec = model.manifest.blocks[block]
         model.blocks[block] = model.network.units(spec, weights, self._form)
+        if model.graphs is not None:
+            model.graphs.forget(block)
+            if model.graphs.warm:
+                self._record(model_id, block)
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)
@@ -131,10 +157,33 @@ class TorchEngine:
     def begin(self, model_id: ModelId) -> TorchSweep:
         return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)
 
+    @torch.inference_mode()
+    def _record(self, model_id: ModelId, block: int) -> None:
+        """A block's decode steps, ahead of the first one."""
+        model = self._model(model_id)
+        if model.graphs is not None and (layers := model.layer_units(block)):
+            kv = self._kv.of_layers(model_id, model.layers(block, block + 1))
+            model.graphs.prepare(block, layers, kv)
+
     def _model(self, model_id: ModelId) -> Model:
         if model_id not in self._models:
             raise NotFound(f"model {model_id} is not open here")
         return self._models[model_id]
+
+
+def _own_stream(device: torch.device) -> "Capture":
+    """From now on this thread computes on a stream of its own: copies on others run meanwhile, and
+    what it launches can be recorded. ConfigError: there is no Triton, whose kernels it runs."""
+    if find_spec("triton") is None:
+        raise ConfigError(
+            f"node.device {device} needs Triton, which torch's builds for CUDA bring with them: "
+            f"pip install the version that this torch requires"
+        )
+    from services.node.engine.graphs import CudaCapture
+
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return CudaCapture()
 
 
 def torch_device(name: str) -> torch.device:

@@ -7,7 +7,7 @@ does not matter who else rides.
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from services.node.engine.base import (
     StagePart,
     Weights,
 )
+from services.node.engine.copies import to_device, to_host
 from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
@@ -32,8 +33,9 @@ from shared.layout import BlockSpec, Manifest
 
 
 class Step(Protocol):
-    def run(self, layer: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """hidden [padded rows, hidden_size] is updated; kv: the layer's, see KvCache.tensor."""
+    def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: theirs, see
+        KvCache.of_layers."""
 
 
 class Network(Protocol):
@@ -67,11 +69,16 @@ class Network(Protocol):
         """Logits [len(rows), tokens or classes] float32 after the given rows of hidden."""
 
 
+if TYPE_CHECKING:
+    from services.node.engine.graphs import DecodeGraphs
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
     network: Network
     processors: Processors
+    graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
@@ -83,6 +90,23 @@ class Model:
 
     def layers_with_kv(self, start: int, stop: int) -> range:
         return range(0) if self.network.whole else self.layers(start, stop)
+
+    def layer_units(self, block: int) -> tuple[Any, ...]:
+        numbered = enumerate(self.blocks[block], self.manifest.blocks[block].first_unit)
+        return tuple(unit for number, unit in numbered if 0 < number < self._last)
+
+    def head_unit(self, block: int) -> Any | None:
+        ends = self.manifest.blocks[block].last_unit == self._last
+        return self.blocks[block][-1] if ends else None
+
+    @property
+    def _last(self) -> int:
+        return self.network.config.n_units - 1
+
+    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
+        """`hidden`: [padded rows, hidden_size]."""
+        graphed = self.graphs.step(spans, hidden) if self.graphs else None
+        return graphed or self.network.step(spans, len(hidden))
 
 
 @dataclass(slots=True)
@@ -103,7 +127,7 @@ class _Rider:
 
     @property
     def result(self) -> PartResult:
-        hidden = None if self.ends else self.hidden
+        hidden = None if self.ends else to_host(self.hidden)
         sampled = tuple(drawn.token for drawn in self.drawn) or (None,) * len(self.rows)
         logprobs = {
             row.sequence: drawn.logprobs
@@ -206,15 +230,13 @@ class TorchSweep:
     def _run(self, model: Model) -> None:
         if not self._packed:
             self._pack(model.network)
-        kv = self._kv.tensor(self._model_id)
-        first = model.manifest.blocks[self._at].first_unit
-        for number, unit in enumerate(model.blocks[self._at], first):
-            if number == model.network.config.n_units - 1:
-                self._sample(model, unit)
-            elif number > 0:
-                if self._step is None:
-                    self._step = model.network.step(self._spans(), len(self._hidden))
-                self._step.run(unit, self._hidden, kv[number - 1])
+        if layers := model.layer_units(self._at):
+            if self._step is None:
+                self._step = model.step(self._spans(), self._hidden)
+            kv = self._kv.of_layers(self._model_id, model.layers(self._at, self._at + 1))
+            self._step.run(self._at, layers, self._hidden, kv)
+        if (head := model.head_unit(self._at)) is not None:
+            self._sample(model, head)
 
     def _pack(self, network: Network) -> None:
         """Always into new memory: those who got off keep theirs."""
@@ -326,7 +348,7 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return part.hidden.to(model.network.device, model.network.dtype)
+    return to_device(part.hidden.to(model.network.dtype), model.network.device)
 
 
 def _drawn(model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]) -> tuple[Drawn, ...]:

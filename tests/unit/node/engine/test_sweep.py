@@ -1,5 +1,6 @@
 """Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import pytest
@@ -64,11 +65,13 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
 ) -> None:
     """One step of all streams is one sweep of the engine they share, and each layer runs once."""
     ran: list[LayerUnit] = []
-    run_layer = LayerStep.run
+    run_layers = LayerStep.run
 
-    def watched(self: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        ran.append(layer)
-        run_layer(self, layer, hidden, kv)
+    def watched(
+        self: LayerStep, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        ran.extend(layers)
+        run_layers(self, block, layers, hidden, kv)
 
     ranges = [(0, 6), (1, 6), (3, 6), (4, 6), (0, 2), (2, 5), (0, 6)]
     streams = [
