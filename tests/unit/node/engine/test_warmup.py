@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Sequence as Rows
 
 import pytest
@@ -71,3 +73,14 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_on_a_cpu_there_is_nothing_to_warm(model: Model) -> None:
     assert list(model.engine().warm_up(MODEL)) == []
+
+
+def test_an_engine_on_a_cpu_needs_no_triton() -> None:
+    """It is not there on machines with torch's CPU build. In a process of its own: in this one
+    other tests may have imported it."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from services.node.engine.engine import TorchEngine\n"
+        "TorchEngine('cpu', 64, 1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
