@@ -46,6 +46,10 @@ class WorkerLoad:
     kv_capacity: int = 0
     tokens_out: int = 0
     """Tokens drawn here since the start."""
+    tokens_proposed: int = 0
+    """By speculation, for sequences led here, since the start; and those of them that were drawn.
+    """
+    tokens_accepted: int = 0
     violations: int = 0
     """Messages of peers that were malformed or out of place."""
 
@@ -85,13 +89,16 @@ class Steps:
         engine: Engine,
         slots: int,
         step_tokens: int,
+        speculation: int = 0,
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
     ) -> None:
         self._node = node
         self._engine = engine
-        self._batcher = Batcher(node, slots=slots, step_tokens=step_tokens, kv=engine)
+        self._batcher = Batcher(
+            node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
+        )
         self._send = send
         self._emit = emit
         self._ran = ran
@@ -216,6 +223,8 @@ class Steps:
             kv_used=self._engine.kv_used,
             kv_capacity=self._engine.kv_capacity,
             tokens_out=self._batcher.tokens_out,
+            tokens_proposed=self._batcher.tokens_proposed,
+            tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,
         )
 

@@ -97,6 +97,10 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     kv_capacity: int = 0
     tokens_out: int = 0
     """Tokens drawn here since the node started."""
+    tokens_proposed: int = 0
+    """By speculation, for sequences that it leads, since then; and those of them that were drawn.
+    """
+    tokens_accepted: int = 0
     violations: int = 0
     """Malformed stage messages that were refused since then."""
     profile: Profile = Profile()

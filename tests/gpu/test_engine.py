@@ -72,8 +72,7 @@ class Batch:
     def step(self, members: Sequence[int]) -> None:
         rows = [self._row(number) for number in members]
         sampled = run(self._engine, part(rows, 0, self._blocks)).sampled
-        for number, one, token in zip(members, rows, sampled, strict=True):
-            assert token is not None
+        for number, one, (token,) in zip(members, rows, sampled, strict=True):
             self._done[number] += one.count
             self.tokens[number].append(token)
 

@@ -134,7 +134,7 @@ def test_every_form(form: str, logits: Logits) -> None:
     result = run(model.engine(), part(rows, 0, model.n_blocks))
     expected = expected_logits(model, images, FORMS[form].get("preprocessor"))
     assert_close(logits.take(), expected)
-    assert list(result.sampled) == expected.argmax(-1).tolist()
+    assert list(result.sampled) == [(label,) for label in expected.argmax(-1).tolist()]
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (3,), (5,), (1, 5), (2, 4), (1, 2, 4, 5)])
@@ -196,7 +196,7 @@ def test_log_probabilities_of_the_first_classes(vit: Model) -> None:
     result = run(vit.engine(), part([row("s", image(5), logprobs=3)], 0, 6))
     expected = torch.log_softmax(expected_logits(vit, [image(5)])[0], -1)
     best = expected.topk(3)
-    found = result.logprobs["s"]
+    (found,) = result.logprobs["s"]
     assert [index for index, _ in found.top] == best.indices.tolist()
     assert_close(torch.tensor([p for _, p in found.top]), best.values)
     assert found.drawn == found.top[0][1]
@@ -242,7 +242,7 @@ def test_only_the_wrong_image_is_refused(vit: Model, changes: dict[str, Any], sa
         sweep.join(part([row("right", image(0)), wrong], 0, 6))
     assert refused.value.sequences == ("wrong",)
     assert isinstance(refused.value.why, BadInput)
-    assert run(engine, part([row("right", image(0))], 0, 6)).sampled != (None,)
+    assert run(engine, part([row("right", image(0))], 0, 6)).sampled != ((),)
 
 
 def test_a_second_row_of_an_image_is_refused(vit: Model) -> None:
