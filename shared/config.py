@@ -57,6 +57,8 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """SHA-256 (hex) of each accepted key, from `lambdascale key`; empty: no key is asked for."""
     max_body_bytes: Count = 1 << 20
+    max_image_bytes: Count = 16 << 20
+    """Of a body with an image."""
     max_queue: Size = 1024
     """Requests that wait for an instance; more are answered 429."""
     queue_timeout_s: Seconds = 120.0

@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True):
     architecture: str
     """The first of the config's `architectures`, for example `LlamaForCausalLM`."""
     config: dict[str, Any]
-    """The checkpoint's config.json as it is."""
+    """The checkpoint's config.json as it is (see shared.vision for what is added to it)."""
     chunk_bytes: int
     blocks: tuple[BlockSpec, ...]
 

@@ -1,4 +1,5 @@
-"""Makes Llama checkpoints with random weights: real files in every respect but their training.
+"""Makes checkpoints with random weights, of Llama and of image classifiers (ViT): real files in
+every respect but their training.
 
 For trying the system out where no model can be downloaded, and for tests. What such a model says
 is word salad, but it is a hard case for a serving system: random attention is sharp, so that every
@@ -24,7 +25,9 @@ from services.cli.demo_tokenizer import (
     train_tokenizer,
 )
 from services.node.model.config import EMBEDDING, HEAD, ModelConfig
+from services.node.model.vit_config import CLASS_TOKEN, CLASSIFIER, POSITIONS, VitConfig
 from shared.errors import BadInput
+from shared.vision import CHANNELS, IN_CONFIG, PREPROCESSOR
 
 ROPE_THETA = 10000.0
 
@@ -32,7 +35,7 @@ ROPE_THETA = 10000.0
 # greedy decoding neither hangs on rounding nor falls into loops: queries and keys give attention
 # scores a deviation of about 2 (it looks at a few tokens, not at the mean of all); what the
 # sublayers add up to is as large as the embedding; logits have a deviation of about 4.
-GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.5, "down_proj": 0.5}
+GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.5, "down_proj": 0.5, "fc2": 0.5}
 HEAD_GAIN = 4.0
 # Log-deviation of the head's row lengths: it widens the gap between the best two tokens. More
 # than this, and a few tokens win everywhere.
@@ -63,6 +66,21 @@ class CheckpointSpec:
     """config.json as before transformers 5."""
     rope_scaling: dict[str, Any] | None = None
     """For example {"rope_type": "llama3", "factor": 8.0, ...}."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec:
+    """Sizes of a ViT; those of ViT-B are the defaults."""
+
+    layers: int = 12
+    hidden: int = 768
+    intermediate: int = 3072
+    heads: int = 12
+    image_size: int = 224
+    patch_size: int = 16
+    labels: int = 1000
+    dtype: torch.dtype = torch.float32
     seed: int = 0
 
 
@@ -102,7 +120,29 @@ def make_checkpoint(path: Path, spec: CheckpointSpec) -> None:
     _write_json(path / "generation_config.json", _SPECIAL_IDS)
     (path / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     (path / "tokenizer_config.json").write_text(tokenizer_config(spec.context_length))
-    _save(path, spec, _weights(spec, ModelConfig.from_hf(config), tokenizer))
+    weights = _weights(spec, ModelConfig.from_hf(config), tokenizer)
+    _save(path, spec.shards, weights)
+
+
+def make_classifier(path: Path, spec: ClassifierSpec) -> None:
+    """Writes config, image processor and weights into the directory `path`."""
+    processor = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": spec.image_size, "width": spec.image_size},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * CHANNELS,
+        "image_std": [0.5] * CHANNELS,
+    }
+    raw_config = _classifier_config(spec)
+    config = VitConfig.from_hf(raw_config | {IN_CONFIG: processor})
+    path.mkdir(parents=True, exist_ok=True)
+    _write_json(path / "config.json", raw_config)
+    _write_json(path / PREPROCESSOR, processor)
+    _save(path, 1, _classifier_weights(spec, config))
 
 
 def _config(spec: CheckpointSpec) -> dict[str, Any]:
@@ -133,6 +173,49 @@ def _config(spec: CheckpointSpec) -> dict[str, Any]:
         }
     scaling = spec.rope_scaling or {"rope_type": "default"}
     return config | {"dtype": dtype, "rope_parameters": {"rope_theta": ROPE_THETA, **scaling}}
+
+
+def _classifier_config(spec: ClassifierSpec) -> dict[str, Any]:
+    labels = [f"class {index}" for index in range(spec.labels)]
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "image_size": spec.image_size,
+        "patch_size": spec.patch_size,
+        "num_channels": CHANNELS,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "qkv_bias": True,
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "label2id": {label: index for index, label in enumerate(labels)},
+        "dtype": str(spec.dtype).removeprefix("torch."),
+    }
+
+
+def _classifier_weights(spec: ClassifierSpec, config: VitConfig) -> dict[str, torch.Tensor]:
+    """By the names that checkpoints have for them."""
+    tensors = {
+        name: shape
+        for unit in range(config.n_units)
+        for name, shape in config.unit_tensors(unit).items()
+    }
+    weights: dict[str, torch.Tensor] = {}
+    for index, (name, shape) in enumerate(tensors.items()):
+        random = np.random.default_rng([spec.seed, index])
+        tensor = torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
+        if len(shape) == 1:
+            tensor = tensor / 10 + ("layernorm" in name and name.endswith(".weight"))
+        elif name not in (CLASS_TOKEN, POSITIONS):
+            kind = name.split(".")[-2]
+            gain = HEAD_GAIN if kind == CLASSIFIER else GAINS.get(kind, 1.0)
+            tensor *= gain / tensor[0].numel() ** 0.5
+        (stored,) = config.sources(name, shape)[-1]
+        weights[stored] = tensor.to(spec.dtype)
+    return weights
 
 
 def _weights(
@@ -171,16 +254,16 @@ def _voices(random: np.random.Generator, vocab_size: int, tokenizer: Tokenizer) 
     return voices
 
 
-def _save(path: Path, spec: CheckpointSpec, weights: dict[str, torch.Tensor]) -> None:
+def _save(path: Path, shards: int, weights: dict[str, torch.Tensor]) -> None:
     metadata = {"format": "pt"}
-    if spec.shards == 1:
+    if shards == 1:
         save_file(weights, path / "model.safetensors", metadata=metadata)
         return
     names = list(weights)
     weight_map: dict[str, str] = {}
-    for shard in range(spec.shards):
-        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
-        part = names[shard * len(names) // spec.shards : (shard + 1) * len(names) // spec.shards]
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         save_file({name: weights[name] for name in part}, path / file, metadata=metadata)
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in weights.values())

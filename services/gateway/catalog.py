@@ -1,4 +1,5 @@
-"""The models that users can ask for, and what it takes to turn their text into tokens."""
+"""The models that users can ask for, and what it takes to turn text into tokens, or an image into
+a model's input."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,10 +11,11 @@ import msgspec
 from services.gateway.template import ChatTemplate
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
-from shared.errors import ModelError
+from shared.errors import BadInput, ModelError
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import ModelRecord, Task
+from shared.vision import ImageInput, image_input, labels
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -33,32 +35,65 @@ class Lingo:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What an image classifier sees and answers."""
+
+    input: ImageInput
+    labels: tuple[str, ...]
+    """By class."""
+
+
 class Catalog:
     def __init__(self, objects: ObjectStore) -> None:
         self.known = False
         """The registry has answered once."""
         self.records: dict[ModelName, ModelRecord] = {}
         self._objects = objects
-        self._lingos: dict[ModelId, Lingo] = {}
+        self._known: dict[ModelId, Lingo | Sight] = {}
         self._loading: dict[ModelId, asyncio.Lock] = {}
 
     def remove(self, name: ModelName, model_id: ModelId) -> None:
         record = self.records.get(name)
         if record is not None and record.model_id == model_id:
             del self.records[name]
-        self._lingos.pop(model_id, None)
+        self._known.pop(model_id, None)
         self._loading.pop(model_id, None)
 
     async def lingo(self, record: ModelRecord) -> Lingo:
-        """Loaded at the first call. ModelError, NotFound or BusError if that can't be done."""
-        if found := self._lingos.get(record.model_id):
+        """BadInput if the model is for images; else as `load`."""
+        found = await self.load(record)
+        if not isinstance(found, Lingo):
+            raise BadInput(f"model {record.name!r} classifies images: use /v1/classify")
+        return found
+
+    async def sight(self, record: ModelRecord) -> Sight:
+        """BadInput if the model is for text; else as `load`."""
+        found = await self.load(record)
+        if not isinstance(found, Sight):
+            raise BadInput(
+                f"model {record.name!r} generates text: use /v1/completions or /v1/chat/completions"
+            )
+        return found
+
+    async def load(self, record: ModelRecord) -> Lingo | Sight:
+        """At the first call. ModelError, NotFound or BusError if that can't be done."""
+        if found := self._known.get(record.model_id):
             return found
         async with self._loading.setdefault(record.model_id, asyncio.Lock()):
-            if record.model_id not in self._lingos:
-                self._lingos[record.model_id] = await self._load(record)
-            return self._lingos[record.model_id]
+            if record.model_id not in self._known:
+                load = self._sight if record.task is Task.CLASSIFY else self._lingo
+                self._known[record.model_id] = await load(record)
+            return self._known[record.model_id]
 
-    async def _load(self, record: ModelRecord) -> Lingo:
+    async def _sight(self, record: ModelRecord) -> Sight:
+        config = await self._config(record)
+        return Sight(image_input(config), labels(config))
+
+    async def _config(self, record: ModelRecord) -> dict[str, Any]:
+        return decode_manifest(await self._objects.get(record.manifest)).config
+
+    async def _lingo(self, record: ModelRecord) -> Lingo:
         if TOKENIZER not in record.files:
             raise ModelError(f"model {record.name!r} has no {TOKENIZER}: publish it with one")
         wanted = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
@@ -67,7 +102,7 @@ class Catalog:
             for name in wanted
             if name in record.files
         }
-        config = decode_manifest(await self._objects.get(record.manifest)).config
+        config = await self._config(record)
         # Parsing a tokenizer of 100,000 tokens takes a good part of a second.
         return await asyncio.to_thread(read_lingo, files, config)
 

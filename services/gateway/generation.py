@@ -22,7 +22,7 @@ from services.gateway.openai import (
     sampling_of,
     stops_of,
 )
-from services.gateway.text import DecodeStream, StopStrings
+from services.gateway.text import DecodeStream, StopStrings, TextStream
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.errors import BadInput, LambdaScaleError
@@ -41,7 +41,7 @@ class Choice:
         self,
         index: int,
         request: Request,
-        decode: DecodeStream,
+        decode: TextStream,
         stops: StopStrings,
         *,
         echo: str = "",

@@ -1,18 +1,21 @@
-"""The gateway's HTTP: OpenAI's API, health and metrics."""
+"""The gateway's HTTP: OpenAI's API, image classification, health and metrics."""
 
 import hashlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 from aiohttp import web
 
+from services.gateway import classify
 from services.gateway.answers import WAITING, Answers
-from services.gateway.catalog import Catalog, Lingo
+from services.gateway.catalog import Catalog
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation, choices_of, prompts_of
 from services.gateway.grammars import GrammarChecker
+from services.gateway.images import ImageDecoder
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.openai import (
     ApiError,
@@ -34,6 +37,7 @@ KEEPALIVE_S = 3.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ID = web.RequestKey("request_id", str)
 _NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Found = TypeVar("Found")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -51,6 +55,8 @@ class Api:
         """Nothing new is taken."""
         self._keys = [bytes.fromhex(key) for key in config.api_keys]
         self._max_body = config.max_body_bytes
+        self._max_image = config.max_image_bytes
+        self._decoder = ImageDecoder()
         self._catalog = catalog
         self._grammars = grammars
         self._frontend = frontend
@@ -66,7 +72,12 @@ class Api:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/classify", self._classify)
+        app.on_cleanup.append(self._close)
         return app
+
+    async def _close(self, _: web.Application) -> None:
+        self._decoder.close()
 
     # --- around every request ------------------------------------------------
 
@@ -130,7 +141,7 @@ class Api:
         self, request: web.Request, body: CompletionRequest | ChatRequest
     ) -> web.StreamResponse:
         record = self._record(body.model)
-        lingo = await self._lingo(record)
+        lingo = await self._loaded(record, self._catalog.lingo)
         prompts = await prompts_of(body, lingo)
         choices = choices_of(body, record, lingo, prompts)
         await self._check_grammar(body, choices[0].request.rules)
@@ -160,6 +171,25 @@ class Api:
         except BadInput as error:
             invalid(grammar_field(body), str(error))
 
+    # --- classification ------------------------------------------------------
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        body = await classify.read(request.clone(client_max_size=self._max_image))
+        record = self._record(body.model)
+        sight = await self._loaded(record, self._catalog.sight)
+        pixels = await self._decoder.pixels(body.image, sight.input)
+        choice = classify.choice_of(body, pixels, sight, record)
+        trace = request.headers.get("traceparent", "")
+        generation = Generation(
+            self._frontend, self._metrics, record, [choice], record.context_length, trace
+        )
+        async with generation:
+            async for _ in generation.deltas(None):
+                pass
+        return web.json_response(classify.answer(request[_ID], generation, choice, sight))
+
+    # --- models --------------------------------------------------------------
+
     def _record(self, name: str) -> ModelRecord:
         self._check_ready()
         record = self._catalog.records.get(ModelName(name))
@@ -174,11 +204,13 @@ class Api:
             message = "the gateway is starting: the registry has not answered yet"
             raise ApiError(503, message, retry_after=1)
 
-    async def _lingo(self, record: ModelRecord) -> Lingo:
+    async def _loaded(
+        self, record: ModelRecord, load: Callable[[ModelRecord], Awaitable[Found]]
+    ) -> Found:
         try:
-            return await self._catalog.lingo(record)
+            return await load(record)
         except (ModelError, NotFound, BusError) as error:
-            self._log.warning("model's text files not loaded", model=record.name, error=str(error))
+            self._log.warning("model's files not loaded", model=record.name, error=str(error))
             message = f"model {record.name!r} can't be served now: {error}"
             raise ApiError(503, message, code=error.code, retry_after=1) from error
 
@@ -218,6 +250,7 @@ def _card(record: ModelRecord) -> dict[str, object]:
         "owned_by": "lambdascale",
         "root": record.model_id,
         "max_model_len": record.context_length,
+        "task": record.task.value,
     }
 
 

@@ -201,13 +201,25 @@ class ChatRequest(_Common, kw_only=True):
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Json = TypeVar("Json", bound=msgspec.Struct)
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$")
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
     """The request; ApiError 400 names the field that does not fit, or what is not supported."""
+    body = decoded(raw, kind)
+    _check_common(body)
+    if isinstance(body, CompletionRequest):
+        _check_completion(body)
+    else:
+        _check_chat(body)
+    return body
+
+
+def decoded(raw: bytes, kind: type[Json]) -> Json:
+    """A JSON body; ApiError 400 names the field that does not fit."""
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         match = _PATH.match(str(error))
         if match is None:
@@ -216,12 +228,6 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, message, param=match["path"] or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    _check_common(body)
-    if isinstance(body, CompletionRequest):
-        _check_completion(body)
-    else:
-        _check_chat(body)
-    return body
 
 
 def _missing(message: str) -> str | None:

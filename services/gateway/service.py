@@ -177,9 +177,9 @@ class GatewayService(Service):
     async def _prefetch(self, record: ModelRecord) -> None:
         """So that the first request need not wait for it; what fails is tried again then."""
         try:
-            await self._catalog.lingo(record)
+            await self._catalog.load(record)
         except LambdaScaleError as error:
-            self.log.warning("model's text files not loaded", model=record.name, error=str(error))
+            self.log.warning("model's files not loaded", model=record.name, error=str(error))
 
     # --- instances -----------------------------------------------------------
 

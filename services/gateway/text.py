@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterable
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -90,6 +91,16 @@ class TextCodec:
     def decode(self, ids: list[int]) -> str:
         """Without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class TextStream(Protocol):
+    """Text that grows with what is generated."""
+
+    def step(self, token: int) -> str:
+        """What became certain with the token."""
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
 
 
 class DecodeStream:

@@ -78,7 +78,7 @@ def _check_forward(message: Forward) -> None:
     for row in message.rows:
         fits = row.position >= 0 and row.count > 0 and row.position + row.count <= row.limit
         _require(fits, f"positions {row.position} + {row.count} of {row.limit}")
-        _require(not row.tokens, "token ids for a later stage")
+        _require(not row.tokens and not row.image, "a prompt for a later stage")
         _require(row.proposed < row.count, f"{row.proposed} of {row.count} positions proposed")
         if row.draw and (context := row.draw.context):
             generated = len(context.tokens) - context.prompt_tokens

@@ -19,6 +19,7 @@ from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import ApplyPlan
+from shared.vision import is_classifier
 
 ENGINE = "engine"
 """User of a span."""
@@ -150,8 +151,9 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
-            work = self._bring_tokenizer(hosted.model)
-            hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
+            if not is_classifier(hosted.manifest.config):
+                work = self._bring_tokenizer(hosted.model)
+                hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self._attach(hosted, block)
 

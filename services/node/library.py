@@ -19,8 +19,9 @@ from shared.errors import CorruptCheckpoint, NotFound
 from shared.ids import ModelId, check_model_name
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 from shared.messages import Ok
-from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Tier
+from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Task, Tier
 from shared.messages.scaling import ImportModel
+from shared.vision import is_classifier
 
 REGISTRY_TIMEOUT_S = 2.0
 
@@ -167,6 +168,7 @@ class Library:
             min_instances=message.min_instances,
             max_instances=message.max_instances,
             chunk_bytes=imported.manifest.chunk_bytes,
+            task=Task.CLASSIFY if is_classifier(imported.manifest.config) else Task.TEXT,
         )
 
 

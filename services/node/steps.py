@@ -28,6 +28,7 @@ from shared.errors import (
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from shared.vision import is_classifier
 
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
 """(peer's address, header, payload)."""
@@ -137,7 +138,7 @@ class Steps:
                 f"node {self._node} does not have model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
             )
-        check_tokens(submit, manifest)
+        check_prompt(submit, manifest)
         held = self._engine.held(submit.model_id)
         self._do(self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held))
 
@@ -296,8 +297,13 @@ class Steps:
             )
 
 
-def check_tokens(submit: Submit, manifest: Manifest) -> None:
-    """BadInput for token ids that the model does not have: they would fail the whole batch."""
+def check_prompt(submit: Submit, manifest: Manifest) -> None:
+    """BadInput for token ids that the model does not have: they would fail the whole batch. For an
+    image where the model reads text: the tokens then mean nothing."""
+    if is_classifier(manifest.config):
+        return  # the engine refuses single images
+    if submit.image:
+        raise BadInput(f"request {submit.request} has an image, model {submit.model_id} reads text")
     vocab_size = manifest.config["vocab_size"]
     biased = [token for token, _ in submit.rules.logit_bias] if submit.rules else []
     if min(biased, default=0) < 0 or max((*submit.tokens, *biased), default=0) >= vocab_size:

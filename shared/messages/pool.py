@@ -124,6 +124,13 @@ class NodeGone(Message, frozen=True, kw_only=True, tag="node_gone"):
     reason: str
 
 
+class Task(enum.Enum):
+    """What a model is for; named as on the Hugging Face Hub."""
+
+    TEXT = "text-generation"
+    CLASSIFY = "image-classification"
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A published model. The objects lie in the asset store, named by their SHA-256."""
 
@@ -132,7 +139,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str
     """Object name of the encoded manifest."""
     files: dict[str, str]
-    """Tokenizer and template files: file name -> object name."""
+    """Tokenizer and template files: file name -> object name. An image classifier has none."""
     nbytes: int
     n_blocks: int
     block_bytes: tuple[int, ...]
@@ -144,6 +151,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = 0
     """The manifest's. 0: not known (a record from before there was the field); it is then
     predicted that blocks are relayed whole, which is later than they are."""
+    task: Task = Task.TEXT
 
 
 class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):

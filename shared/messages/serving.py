@@ -63,7 +63,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     instance: InstanceId
     stages: tuple[Stage, ...]
     tokens: tuple[int, ...]
-    """The prompt and, on a resumption, the tokens generated so far."""
+    """The prompt and, on a resumption, the tokens generated so far. A prompt that is an image has
+    a 0 for each of its positions."""
     prompt_tokens: int
     """How many of `tokens` are the prompt; the next token has index len(tokens) - prompt_tokens."""
     max_tokens: int
@@ -72,6 +73,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Generating one of these ends the request; it is sent, as the last token."""
     sampling: Sampling
     rules: LogitRules | None = None
+    image: bytes = b""
+    """The prompt, for an image classifier, whose one token is the class: rows of pixels, red, green
+    and blue a byte each, of the model's size."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

@@ -45,6 +45,7 @@ def submit(
     gateway: GatewayId = GATEWAY,
     logprobs: int | None = None,
     rules: LogitRules | None = None,
+    image: bytes = b"",
 ) -> Submit:
     return Submit(
         request=RequestId(name),
@@ -59,6 +60,7 @@ def submit(
         stop_ids=stop_ids,
         sampling=Sampling(seed=seed, temperature=temperature, logprobs=logprobs),
         rules=rules,
+        image=image,
     )
 
 

@@ -270,6 +270,7 @@ class Model:
             stop_ids=request.stop_ids,
             sampling=request.sampling,
             rules=request.rules,
+            image=request.image,
         )
 
     def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:

@@ -53,6 +53,8 @@ class Request:
     """When it began to wait in the gateway's queue: its arrival or its last token, and later by the
     time that it has spent on instances since."""
     rules: LogitRules | None = None
+    image: bytes = b""
+    """See `Submit.image`."""
     tokens: list[int] = field(default_factory=list)
     """Generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED

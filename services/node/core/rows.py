@@ -51,6 +51,8 @@ class Row:
     """`count` token ids where the batch starts at block 0, else empty."""
     draw: Draw | None = None
     """Set on the row that completes the known tokens; used by the stage with the head."""
+    image: bytes = b""
+    """What the positions stand for, where the batch starts at block 0: see `Submit.image`."""
 
     @property
     def proposed(self) -> int:

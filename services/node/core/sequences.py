@@ -81,7 +81,10 @@ class Sequence:
 
     @property
     def kv_soon(self) -> int:
-        """Positions that it will have before long: those of its known tokens, and a page more."""
+        """Positions that it will have before long: those of its known tokens, and a page more.
+        An image keeps none."""
+        if self.submit.image:
+            return 0
         return whole_pages(min(self.limit, len(self.tokens) + PAGE))
 
     @property
@@ -112,7 +115,8 @@ class Sequence:
             context = None if self.decodes else self._context()
             draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)
         self.flight = batch
-        self.row = Row(self.key, start, count, self.limit, tuple(self.tokens[start:stop]), draw)
+        tokens, image = tuple(self.tokens[start:stop]), self.submit.image
+        self.row = Row(self.key, start, count, self.limit, tokens, draw, image)
         return self.row
 
     def propose(self, most: int) -> Row:
@@ -189,7 +193,8 @@ class Lane:
         return None if since is None else max(since, self.formed)
 
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
-        """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens."""
+        """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens. An image
+        is not cut: the last one may exceed the budget."""
         share = -(-len(self.sequences) // len(self.path.stages))
         ready = sorted(
             (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
@@ -202,8 +207,10 @@ class Lane:
                 break
             count = 1
             if not sequence.decodes:
-                count = min(sequence.prompt - sequence.position, prompt_budget)
-                prompt_budget -= count
+                count = sequence.prompt - sequence.position
+                if not (sequence.submit.image and prompt_budget):
+                    count = min(count, prompt_budget)
+                prompt_budget = max(0, prompt_budget - count)
             if count:
                 rows.append(sequence.depart(batch, count))
         return Part(self.path, 0, batch, tuple(rows))

@@ -10,16 +10,29 @@ from collections.abc import Sequence as Rows
 import torch
 
 from services.node.engine.attention import Attention, Span, pad_rows
+from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
+from services.node.engine.linear import Form
 from services.node.engine.ops import Step, gpu_ops, ops_for
 from services.node.engine.rope import inverse_frequencies
-from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit
+from services.node.engine.weights import (
+    BlockTensors,
+    EmbeddingUnit,
+    ExpertMlp,
+    HeadUnit,
+    LayerUnit,
+    Unit,
+)
 from services.node.model.config import ModelConfig
+from shared.errors import BadInput
+from shared.layout import BlockSpec
 
 
 class Decoder:
     """What a model's steps share."""
+
+    whole = 0
 
     def __init__(
         self,
@@ -38,6 +51,22 @@ class Decoder:
         kv_dtype = dtype if fused else torch.float32
         self.attention = Attention(config, longest, kv_dtype, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+
+    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
+        tensors = BlockTensors(spec, weights, form)
+        units = range(spec.first_unit, spec.last_unit + 1)
+        return tuple(tensors.unit(self.config, unit) for unit in units)
+
+    def embed(self, unit: EmbeddingUnit, rows: Rows[Row]) -> torch.Tensor:
+        """[positions of the rows, hidden_size]. BadInput for tokens that are not the model's."""
+        n, vocab_size = sum(row.count for row in rows), self.config.vocab_size
+        tokens = [token for row in rows for token in row.tokens]
+        if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise BadInput(
+                f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
+                f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
+            )
+        return unit.table[to_device(torch.tensor(tokens), self.device)]
 
     def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
         """Of these rows."""

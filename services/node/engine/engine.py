@@ -9,13 +9,15 @@ import torch
 from services.node.engine import kernels
 from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.decoder import Decoder
+from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
-from services.node.engine.sweep import Model, TorchSweep
+from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
-from services.node.engine.weights import BlockTensors, check_manifest
-from services.node.model.config import ModelConfig
+from services.node.engine.weights import check_manifest
+from services.node.model.architecture import read_config
+from services.node.model.vit_config import VitConfig
 from shared.errors import ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -65,27 +67,35 @@ class TorchEngine:
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
-        config = ModelConfig.from_hf(manifest.config)
+        config = read_config(manifest.config)
         dtype = check_manifest(manifest, config)
-        longest, fused = self._kv.capacity, self._capture is not None
-        decoder = Decoder(config, dtype, self._device, longest, fused=fused)
-        attention = decoder.attention
-        self._kv.open_model(
-            model_id, config.n_layers, config.n_kv_heads, config.head_dim, attention.dtype
-        )
+        network: Network
         graphs = None
-        if self._capture is not None and config.experts is None:  # whose rows the CPU has to sort
-            from services.node.engine.graphs import DecodeGraphs
+        if isinstance(config, VitConfig):
+            network = Encoder(config, dtype, self._device)
+            self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
+        else:
+            longest, fused = self._kv.capacity, self._capture is not None
+            network = decoder = Decoder(config, dtype, self._device, longest, fused=fused)
+            self._kv.open_model(
+                model_id,
+                config.n_layers,
+                config.n_kv_heads,
+                config.head_dim,
+                decoder.attention.dtype,
+            )
+            if self._capture is not None and config.experts is None:  # whose rows the CPU sorts
+                from services.node.engine.graphs import DecodeGraphs
 
-            graphs = DecodeGraphs(decoder, longest, self._capture)
-        self._models[model_id] = Model(manifest, decoder, Processors(manifest.config), graphs)
+                graphs = DecodeGraphs(decoder, longest, self._capture)
+        self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
-        if self._capture is not None:
-            model = self._model(model_id)
-            for _ in warm_up(model.decoder):
+        model = self._model(model_id)
+        if self._capture is not None and isinstance(model.network, Decoder):
+            for _ in warm_up(model.network):
                 yield
                 if self._models.get(model_id) is not model:
                     return
@@ -101,10 +111,8 @@ class TorchEngine:
         model = self._model(model_id)
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
-        spec, config = model.manifest.blocks[block], model.decoder.config
-        tensors = BlockTensors(spec, weights, self._form)
-        units = range(spec.first_unit, spec.last_unit + 1)
-        model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)
+        spec = model.manifest.blocks[block]
+        model.blocks[block] = model.network.units(spec, weights, self._form)
         if model.graphs is not None:
             model.graphs.forget(block)
             if model.graphs.warm:
@@ -127,7 +135,9 @@ class TorchEngine:
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
     ) -> int:
         blocks = (0, self._model(model_id).manifest.n_blocks)
-        layers = self._model(model_id).layers(*blocks)
+        layers = self._model(model_id).layers_with_kv(*blocks)
+        if not layers:
+            return 0
         found = self._kv.adopt(self._kv.start(model_id, blocks, layers, key, limit), tokens)
         if not found:
             self._kv.free((key,))

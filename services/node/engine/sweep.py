@@ -8,49 +8,106 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span, pad_rows
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.base import (
+    PartResult,
+    Row,
+    RowsRefused,
+    SequenceKey,
+    StagePart,
+    Weights,
+)
 from services.node.engine.copies import to_device, to_host
-from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kv import KvCache, Sequence
+from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample
-from services.node.engine.weights import EmbeddingUnit, HeadUnit, LayerUnit, Unit
+from services.node.model.architecture import AnyConfig
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
-from shared.layout import Manifest
+from shared.layout import BlockSpec, Manifest
+
+
+class Step(Protocol):
+    def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: theirs, see
+        KvCache.of_layers."""
+
+
+class Network(Protocol):
+    """A model as the sweep runs it: the decoder, or the encoder. The units are its own."""
+
+    @property
+    def config(self) -> AnyConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def whole(self) -> int:
+        """Positions of every sequence, which is run in one row and keeps no KV; 0: there may be
+        any number, in any rows."""
+
+    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
+        """A block's: see BlockTensors."""
+
+    def embed(self, unit: Any, rows: Rows[Row]) -> torch.Tensor:
+        """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
+        model."""
+
+    def step(self, spans: Rows[Span], n_padded: int) -> Step:
+        """To run layers over these rows, packed one after the other."""
+
+    def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+        """Logits [len(rows), tokens or classes] float32 after the given rows of hidden."""
+
 
 if TYPE_CHECKING:
-    from services.node.engine.graphs import DecodeGraphs, GraphedStep
+    from services.node.engine.graphs import DecodeGraphs
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
-    decoder: Decoder
+    network: Network
     processors: Processors
     graphs: "DecodeGraphs | None" = None
-    blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
+    blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
-        """Decoder layers of blocks start <= block < stop, from 0."""
-        blocks, n_layers = self.manifest.blocks, self.decoder.config.n_layers
+        """Layers of blocks start <= block < stop, from 0."""
+        blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
         return range(
             max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
         )
 
-    def layer_units(self, block: int) -> tuple[LayerUnit, ...]:
-        return tuple(unit for unit in self.blocks[block] if isinstance(unit, LayerUnit))
+    def layers_with_kv(self, start: int, stop: int) -> range:
+        return range(0) if self.network.whole else self.layers(start, stop)
 
-    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> "LayerStep | GraphedStep":
+    def layer_units(self, block: int) -> tuple[Any, ...]:
+        numbered = enumerate(self.blocks[block], self.manifest.blocks[block].first_unit)
+        return tuple(unit for number, unit in numbered if 0 < number < self._last)
+
+    def head_unit(self, block: int) -> Any | None:
+        ends = self.manifest.blocks[block].last_unit == self._last
+        return self.blocks[block][-1] if ends else None
+
+    @property
+    def _last(self) -> int:
+        return self.network.config.n_units - 1
+
+    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
         """`hidden`: [padded rows, hidden_size]."""
         graphed = self.graphs.step(spans, hidden) if self.graphs else None
-        return graphed or self.decoder.step(spans, len(hidden))
+        return graphed or self.network.step(spans, len(hidden))
 
 
 @dataclass(slots=True)
@@ -121,7 +178,7 @@ class TorchSweep:
         # Of the rows aboard, packed one after the other:
         self._hidden = torch.empty(0)
         self._packed = False
-        self._step: LayerStep | GraphedStep | None = None
+        self._step: Step | None = None
         """Planned when they come to a layer."""
 
     @property
@@ -136,7 +193,10 @@ class TorchSweep:
         model = self._find(self._model_id)
         self._check(part, model)
         with torch.inference_mode():
-            hidden = _embedded(part, model) if part.start == 0 else _checked_hidden(part, model)
+            if part.start == 0:
+                hidden = model.network.embed(model.blocks[0][0], part.rows)
+            else:
+                hidden = _checked_hidden(part, model)
         ends = part.stop == model.manifest.n_blocks
         processors = model.processors.made(part.rows) if ends else {}
         sequences = self._admit(part, model)
@@ -171,22 +231,21 @@ class TorchSweep:
 
     def _run(self, model: Model) -> None:
         if not self._packed:
-            self._pack(model.decoder)
+            self._pack(model.network)
         if layers := model.layer_units(self._at):
             if self._step is None:
                 self._step = model.step(self._spans(), self._hidden)
             kv = self._kv.of_layers(self._model_id, model.layers(self._at, self._at + 1))
             self._step.run(self._at, layers, self._hidden, kv)
-        head = model.blocks[self._at][-1]
-        if isinstance(head, HeadUnit):
+        if (head := model.head_unit(self._at)) is not None:
             self._sample(model, head)
 
-    def _pack(self, decoder: Decoder) -> None:
+    def _pack(self, network: Network) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
         n = sum(counts)
         n_padded = pad_rows(n)
-        hidden = self._aboard[0].hidden.new_empty(n_padded, decoder.config.hidden_size)
+        hidden = self._aboard[0].hidden.new_empty(n_padded, network.config.hidden_size)
         torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
         hidden[n:] = 0
         for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
@@ -200,7 +259,7 @@ class TorchSweep:
             for sequence, row in zip(rider.sequences, rider.rows, strict=True)
         ]
 
-    def _sample(self, model: Model, unit: HeadUnit) -> None:
+    def _sample(self, model: Model, unit: Any) -> None:
         """All aboard get off after the head: it is the last unit."""
         rows = [row for rider in self._aboard for row in rider.rows]
         drawn = _drawn(model, unit, self._hidden, rows)
@@ -224,7 +283,7 @@ class TorchSweep:
             kept = row.kept(sum(one.token is not None for one in drawn))
             if row.proposed:
                 self._kv.truncate(sequence, row.position + kept)
-            if rider.start == 0:
+            if rider.start == 0 and sequence.layers:
                 self._kv.keep(sequence, row.tokens[:kept])
 
     def _drop_freed(self) -> None:
@@ -237,7 +296,7 @@ class TorchSweep:
 
     def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
         """Starts the sequences that start here, and takes pages for every row."""
-        layers = model.layers(part.start, part.stop)
+        layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
             self._kv.require(sum(self._pages_wanted(key, end) for key, end in ends.items()))
@@ -268,6 +327,12 @@ class TorchSweep:
         ends: dict[SequenceKey, int] = {}
         for row in part.rows:
             self._check_row(row, part, ends)
+            if (whole := model.network.whole) and (row.position, row.count) != (0, whole):
+                why = BadInput(
+                    f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
+                    f"expected all {whole} of an image"
+                )
+                raise RowsRefused((row.sequence,), why)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """`ends`: where sequences with earlier rows in the part will end after those."""
@@ -293,29 +358,16 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
-def _embedded(part: StagePart, model: Model) -> torch.Tensor:
-    n, vocab_size = sum(row.count for row in part.rows), model.decoder.config.vocab_size
-    tokens = [token for row in part.rows for token in row.tokens]
-    if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise BadInput(
-            f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
-            f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
-        )
-    embedding = model.blocks[0][0]
-    assert isinstance(embedding, EmbeddingUnit)
-    return embedding.table[to_device(torch.tensor(tokens), model.decoder.device)]
-
-
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
-    expected = (sum(row.count for row in part.rows), model.decoder.config.hidden_size)
+    expected = (sum(row.count for row in part.rows), model.network.config.hidden_size)
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return to_device(part.hidden.to(model.decoder.dtype), model.decoder.device)
+    return to_device(part.hidden.to(model.network.dtype), model.network.device)
 
 
 def _drawn(
-    model: Model, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[Row]
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
 ) -> tuple[tuple[Drawn, ...], ...]:
     """What is drawn after each row: nothing where there is no draw."""
     draws, positions, processors, proposed = [], [], [], []
@@ -333,7 +385,7 @@ def _drawn(
             proposed.append(due)
     if not draws:
         return ((),) * len(rows)
-    logits = model.decoder.head(unit, hidden, positions)
+    logits = model.network.head(unit, hidden, positions)
     drawn = iter(sample(logits, draws, processors, proposed))
     return tuple(_accepted(islice(drawn, 1 + row.proposed)) if row.draw else () for row in rows)
 

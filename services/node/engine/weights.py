@@ -7,6 +7,7 @@ import torch
 
 from services.node.engine.base import Weights
 from services.node.engine.linear import Form, Linear, linear
+from services.node.model.architecture import AnyConfig
 from services.node.model.config import (
     DTYPES,
     EMBEDDING,
@@ -60,7 +61,7 @@ class HeadUnit:
 Unit = EmbeddingUnit | LayerUnit | HeadUnit
 
 
-def check_manifest(manifest: Manifest, config: ModelConfig) -> torch.dtype:
+def check_manifest(manifest: Manifest, config: AnyConfig) -> torch.dtype:
     """The dtype of all tensors. Errors name the tensor that is missing, unknown or ill-formed."""
     unit = 0
     dtypes: set[str] = set()
@@ -83,7 +84,7 @@ def check_manifest(manifest: Manifest, config: ModelConfig) -> torch.dtype:
     return dtype
 
 
-def _check_block(block: BlockSpec, config: ModelConfig) -> None:
+def _check_block(block: BlockSpec, config: AnyConfig) -> None:
     expected = {
         name: shape
         for unit in range(block.first_unit, block.last_unit + 1)

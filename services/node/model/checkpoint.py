@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from services.node.model.config import HEAD, ModelConfig, Shapes
+from services.node.model.architecture import AnyConfig, read_config
+from services.node.model.config import HEAD, Shapes
 from services.node.model.packing import ITEMSIZE, UnitTensor
 from services.node.model.safetensors_header import StoredTensor, read_header
 from shared.errors import (
@@ -23,6 +24,7 @@ from shared.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from shared.vision import IN_CONFIG, PREPROCESSOR, is_classifier
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
@@ -41,19 +43,20 @@ DERIVED = (".rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    config: ModelConfig
+    config: AnyConfig
     raw_config: dict[str, Any]
-    """config.json as it is."""
+    """config.json as it is, and in an image classifier's preprocessor_config.json, as a key."""
     units: tuple[tuple[UnitTensor, ...], ...]
     """What each unit is packed from, in order."""
     stored: dict[str, tuple[StoredTensor, ...]]
     """By name in `units`: where the unit tensor's bytes lie, one part after the other."""
     files: dict[str, bytes]
-    """Tokenizer and template files (those of FILES that are there)."""
+    """Tokenizer and template files (those of FILES that are there); an image classifier has none.
+    """
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads config, tokenizer files and safetensors headers of the checkpoint directory `path`.
+    """Reads configs, tokenizer files and safetensors headers of the checkpoint directory `path`.
 
     Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint,
     MissingTensor, CorruptCheckpoint; each names the file or tensor at fault.
@@ -63,8 +66,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise BadInput(f"{path} is a file; give the checkpoint's directory")
         raise NotFound(f"there is no checkpoint directory {path}")
     raw_config = _read_json(path / "config.json")
+    classifies = is_classifier(raw_config)
+    if classifies:
+        raw_config[IN_CONFIG] = _read_json(path / PREPROCESSOR)
     _check_encodable(path / "config.json", raw_config)
-    config = ModelConfig.from_hf(raw_config)
+    config = read_config(raw_config)
     stored = _stored(path, config, _weights(path))
     units = tuple(
         tuple(
@@ -73,7 +79,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
         for unit in range(config.n_units)
     )
-    return Checkpoint(config, raw_config, units, stored, _files(path))
+    return Checkpoint(config, raw_config, units, stored, {} if classifies else _text_files(path))
 
 
 class TensorReader:
@@ -146,7 +152,7 @@ def _sharded(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(
-    path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]
+    path: Path, config: AnyConfig, found: Mapping[str, StoredTensor]
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """What the config implies must be there, of one supported dtype, and nothing else."""
     sources = {
@@ -208,7 +214,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _files(path: Path) -> dict[str, bytes]:
+def _text_files(path: Path) -> dict[str, bytes]:
     files = {name: _read_file(path / name) for name in FILES if (path / name).is_file()}
     if TOKENIZER not in files:
         raise UnsupportedModel(

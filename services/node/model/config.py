@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of the model: sizes, RoPE, and the tensors it must have.
+"""What a decoder's config.json says of it: sizes, RoPE, and the tensors it must have.
 
 Reads both generations of Hugging Face configs: `rope_parameters` and `dtype` (transformers 5), or
 `rope_theta`, `rope_scaling` and `torch_dtype` (before). What the families differ in is told by
@@ -13,6 +13,7 @@ from services.node.model.families.family import DOWN, GATE_UP, ROUTER, Experts, 
 from services.node.model.raw_config import RawConfig, flag, integer, number
 from services.node.model.rope_config import RopeConfig, read_rope
 from shared.errors import CorruptCheckpoint, UnsupportedModel
+from shared.vision import CLASSIFIER
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -102,7 +103,7 @@ class ModelConfig:
             mlp_bias=_holds(family.mlp_bias, config),
             qk_norm=family.qk_norm,
             experts=_experts(config, family.experts) if family.experts else None,
-            dtype=_dtype(config),
+            dtype=read_dtype(config),
         )
 
     @property
@@ -161,11 +162,11 @@ class ModelConfig:
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         qkv: Shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
         tensors: Shapes = {"input_layernorm.weight": (hidden,)}
-        tensors |= _linears("self_attn", qkv, self.qkv_bias)
+        tensors |= linears("self_attn", qkv, self.qkv_bias)
         if self.qk_norm:
             tensors["self_attn.q_norm.weight"] = (self.head_dim,)
             tensors["self_attn.k_norm.weight"] = (self.head_dim,)
-        return tensors | _linears("self_attn", {"o_proj": (hidden, q)}, self.o_bias)
+        return tensors | linears("self_attn", {"o_proj": (hidden, q)}, self.o_bias)
 
     def _mlp_tensors(self, layer: LayerConfig) -> Shapes:
         hidden, mlp = self.hidden_size, self.intermediate_size
@@ -179,11 +180,11 @@ class ModelConfig:
                 DOWN: (n, hidden, mlp),
             }
         gate_up: Shapes = {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden)}
-        tensors |= _linears("mlp", gate_up, self.mlp_bias)
-        return tensors | _linears("mlp", {"down_proj": (hidden, mlp)}, self.mlp_bias)
+        tensors |= linears("mlp", gate_up, self.mlp_bias)
+        return tensors | linears("mlp", {"down_proj": (hidden, mlp)}, self.mlp_bias)
 
 
-def _linears(parent: str, weights: Shapes, bias: bool) -> Shapes:
+def linears(parent: str, weights: Shapes, bias: bool) -> Shapes:
     """Those with the same input: weights side by side, so that they are applied as one."""
     tensors = {f"{parent}.{name}.weight": shape for name, shape in weights.items()}
     if bias:
@@ -196,8 +197,9 @@ def _family(config: RawConfig) -> Family:
     if not isinstance(architectures, list) or not architectures:
         raise CorruptCheckpoint("config.json: architectures must be a list with a name in it")
     if architectures[0] not in FAMILIES:
+        supported = ", ".join((*FAMILIES, CLASSIFIER))
         raise UnsupportedModel(
-            f"architecture {architectures[0]!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"architecture {architectures[0]!r} is not supported; supported: {supported}"
         )
     return FAMILIES[architectures[0]]
 
@@ -205,6 +207,10 @@ def _family(config: RawConfig) -> Family:
 def _refuse_unsupported(config: RawConfig) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {config['hidden_act']!r} is not supported; only silu")
+    refuse_quantized(config)
+
+
+def refuse_quantized(config: RawConfig) -> None:
     if config.get("quantization_config"):
         raise UnsupportedModel(
             f"quantized checkpoints are not supported; publish one in {', '.join(DTYPES)}"
@@ -291,7 +297,7 @@ def _eos_ids(config: RawConfig) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _dtype(config: RawConfig) -> str:
+def read_dtype(config: RawConfig) -> str:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(key)
     if value is None:

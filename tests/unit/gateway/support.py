@@ -21,7 +21,7 @@ from shared.layout import Manifest, encode_manifest
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance, InstanceSet, InstanceSets, InstanceState, Stage
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone
+from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone, Task
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import AttemptFailed, Cancel, Logprobs, Submit, Token, Tokens
 
@@ -36,6 +36,7 @@ CHAT_TEMPLATE = (
 )
 NAME = ModelName("tiny")
 CONTEXT = 512
+LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis")
 GENERATION = Generation(1)
 PATIENCE_S = 10.0
 
@@ -254,6 +255,30 @@ class Cluster(Recorder):
             block_bytes=(1, 1, 1, 1),
             context_length=CONTEXT,
             created_ns=5_000_000_000,
+        )
+        self.records = (*self.records, record)
+        return record
+
+    async def store_classifier(self, name: ModelName) -> ModelRecord:
+        """For images of 8 x 8 pixels."""
+        objects = await self.bus.objects()
+        config = {
+            "architectures": ["ViTForImageClassification"],
+            "id2label": {str(index): label for index, label in enumerate(LABELS)},
+            "preprocessor_config": {"size": {"height": 8, "width": 8}},
+        }
+        manifest = Manifest("ViTForImageClassification", config, 1 << 20, ())
+        record = ModelRecord(
+            name=name,
+            model_id=ModelId(f"id-of-{name}"),
+            manifest=await objects.put(encode_manifest(manifest)),
+            files={},
+            nbytes=0,
+            n_blocks=4,
+            block_bytes=(1, 1, 1, 1),
+            context_length=5,
+            created_ns=5_000_000_000,
+            task=Task.CLASSIFY,
         )
         self.records = (*self.records, record)
         return record

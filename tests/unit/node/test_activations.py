@@ -37,6 +37,13 @@ def test_hidden_states_arrive_as_they_were(dtype: torch.dtype) -> None:
     assert torch.equal(arrived, hidden)
 
 
+def test_a_prompt_for_a_later_stage_is_refused() -> None:
+    for changes in ({"tokens": (1, 2, 3)}, {"image": b"pixels"}):
+        wrong = msgspec.structs.replace(FORWARD, rows=(replace(ROWS[0], **changes), ROWS[1]))
+        with pytest.raises(ProtocolViolation, match="a prompt for a later stage"):
+            over_the_wire(wrong, HIDDEN)
+
+
 def test_nothing_is_copied_on_the_cpu() -> None:
     whole = HIDDEN.clone()
     header, payload = activations.encode(FORWARD, whole[:4])

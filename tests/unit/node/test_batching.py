@@ -99,11 +99,54 @@ def one(name: str, path: tuple[Stage, ...], size: int = 1) -> Submit:
     return submit(name, path, prompt=tuple(range(size)))
 
 
+def picture(name: str, path: tuple[Stage, ...], size: int) -> Submit:
+    return submit(name, path, prompt=(0,) * size, max_tokens=1, image=b"pixels")
+
+
 def forward(path: Path, *given: Row, batch: int = 1) -> Forward:
     return Forward(path, 1, batch, given)
 
 
 # --- leading ----------------------------------------------------------------
+
+
+def test_images_go_whole_and_end_with_their_class() -> None:
+    core = batcher(step_tokens=4)
+    queue(core, *(picture(name, WHOLE, 3) for name in "abc"), picture("large", WHOLE, 9))
+    steps = []
+    for _ in range(2):
+        work = take(core)
+        assert all(row.image == b"pixels" for part in work for row in part.rows)
+        steps.append(rows(work))
+        said = [c.what for c in run(core, work, token=7) if isinstance(c, Emit)]
+        assert {(s.token, s.finish) for s in said if isinstance(s, Token)} == {(7, "length")}
+    assert steps == [[("a#1", 0, 3), ("b#1", 0, 3)], [("c#1", 0, 3), ("large#1", 0, 9)]]
+    assert core.running == 0
+
+
+def test_an_image_waits_for_its_turn_beside_other_paths() -> None:
+    """A lane that found no budget keeps its age, and goes first in the next step."""
+    core = batcher(step_tokens=4)
+    queue(core, picture("a", WHOLE, 6), picture("b", TWO, 6))
+    assert rows(take(core)) == [("a#1", 0, 6)]
+    queue(core, picture("c", WHOLE, 6))
+    assert rows(take(core)) == [("b#1", 0, 6)]
+
+
+def test_an_image_waits_for_no_kv() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=32, kv_used=32))
+    queue(core, picture("a", WHOLE, 3))
+    assert rows(take(core)) == [("a#1", 0, 3)]
+
+
+def test_a_later_stage_is_not_sent_the_image() -> None:
+    core = batcher()
+    queue(core, picture("a", TWO, 3))
+    (sent,) = [c for c in run(core, take(core)) if isinstance(c, Send)]
+    assert isinstance(sent.message, Forward)
+    (passed,) = sent.message.rows
+    assert (passed.sequence, passed.count, passed.image) == ("a#1", 3, b"")
+    assert passed.draw is not None
 
 
 def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.cli.demo_model import make_classifier
 from services.node import hosting
 from services.node.hosting import Hosted, Hosting
 from services.node.library import Library
@@ -23,7 +24,8 @@ from shared.errors import (
     StaleEpoch,
 )
 from shared.ids import ModelId
-from shared.messages.pool import ModelRemove, Tier
+from shared.messages.pool import ModelRemove, Task, Tier
+from tests.support.models import TINY_VIT
 from tests.unit.node.cluster import ALL, BLOCKS, NAME, nodes
 from tests.unit.node.gates import reading
 
@@ -182,6 +184,15 @@ async def test_a_tokenizer_is_asked_for_until_it_comes(
     async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
         await up.apply("a", promote=ALL)
         assert await tokenizers.given.get() == b"tokenizer.json"
+
+
+async def test_an_image_classifier_has_none(tmp_path: Path, tokenizers: Tokenizers) -> None:
+    make_classifier(tmp_path / "vit", TINY_VIT)
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, tmp_path / "vit", "a") as up:
+        assert (up.record.task, up.record.files) == (Task.CLASSIFY, {})
+        await up.promoted("a")
+        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
+        assert tokenizers.asked.locked()
 
 
 async def test_a_tokenizer_is_not_asked_for_when_the_model_was_given_up(

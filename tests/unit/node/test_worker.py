@@ -236,6 +236,7 @@ async def test_refuses_what_it_cannot_serve() -> None:
             submit("r", WHOLE, prompt=(3, VOCAB)),
             submit("r", WHOLE, prompt=(3, -1)),
             submit("r", WHOLE, so_far=ids),
+            submit("r", WHOLE, image=b"pixels"),
         ):
             with pytest.raises(BadInput):
                 await worker.submit(wrong)

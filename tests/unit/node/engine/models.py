@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.node.engine.base import Draw, PartResult, Row, StagePart
 from services.node.engine.engine import TorchEngine
-from services.node.model.config import ModelConfig
+from services.node.model.architecture import read_config
 from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -63,7 +63,7 @@ def make_model(seed: int = 0, blocks: int = 0, model_type: str = "llama", **chan
     """A transformers config with changes; weights random enough that tokens vary."""
     oracle = make_oracle(seed, model_type, **changes)
     raw = oracle.config.to_dict() | {"architectures": [type(oracle).__name__]}
-    return Model(*_pack(raw, oracle.state_dict(), blocks), oracle)
+    return Model(*pack(raw, oracle.state_dict(), blocks), oracle)
 
 
 def make_oracle(seed: int = 0, model_type: str = "llama", **changes: Any) -> Any:
@@ -95,10 +95,10 @@ def make_oracle(seed: int = 0, model_type: str = "llama", **changes: Any) -> Any
     return oracle.to(dtype)
 
 
-def _pack(
+def pack(
     raw: dict[str, Any], state: dict[str, torch.Tensor], blocks: int
 ) -> tuple[Manifest, tuple[bytearray, ...]]:
-    config = ModelConfig.from_hf(raw)
+    config = read_config(raw)
     units = [
         [UnitTensor(name, config.dtype, shape) for name, shape in config.unit_tensors(u).items()]
         for u in range(config.n_units)

@@ -8,10 +8,16 @@ import torch
 from services.node.engine import warmup
 from services.node.engine.attention import pad_rows
 from services.node.engine.base import Draw
-from services.node.engine.decoder import LayerStep
+from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import ExpertMlp, LayerUnit, Mlp
 from tests.unit.node.engine.models import MODEL, Model, make_model
+
+
+def decoder_of(model: Model) -> Decoder:
+    network = model.engine(0, 0)._model(MODEL).network
+    assert isinstance(network, Decoder)
+    return network
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -19,7 +25,7 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(attention_bias=True, dtype=dtype)
-    decoder = model.engine(0, 0)._model(MODEL).decoder
+    decoder = decoder_of(model)
     layers: list[int] = []
     heads: list[int] = []
     run = LayerStep.run
@@ -60,7 +66,7 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
         warmed.extend(type(unit.mlp) for unit in units)
 
     monkeypatch.setattr(LayerStep, "run", spy)
-    list(warmup.warm_up(model.engine(0, 0)._model(MODEL).decoder))
+    list(warmup.warm_up(decoder_of(model)))
     batches = len(warmup.BATCHES)
     assert sorted(warmed, key=str) == [ExpertMlp] * batches + [Mlp] * batches
 

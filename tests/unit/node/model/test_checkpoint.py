@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.cli.demo_model import make_checkpoint
 from services.node.model.checkpoint import open_checkpoint, open_tensors
+from services.node.model.config import ModelConfig
 from shared.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -74,6 +75,7 @@ def test_config_generations_agree(own: Path, tmp_path: Path) -> None:
     new, old = open_checkpoint(tmp_path / "new"), open_checkpoint(tmp_path / "old")
     assert new.raw_config != old.raw_config
     assert new.config == old.config
+    assert isinstance(new.config, ModelConfig)
     assert new.config.rope.kind == "llama3"
 
 

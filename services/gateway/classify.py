@@ -1,0 +1,141 @@
+"""`POST /v1/classify`: an image in, its most probable classes out.
+
+The body is JSON, `{"model", "image", "top_k"}`, with the file in base64 or as a data URL; or a form
+(multipart/form-data) with fields of these names. The answer has OpenAI's frame, and as `data` what
+transformers' image classification pipeline gives: the classes, the most probable first.
+
+To everything behind it, a classification is a generation of one token, whose text is the label.
+"""
+
+import base64
+import binascii
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from aiohttp import web
+
+from services.gateway.catalog import Sight
+from services.gateway.core.requests import Request
+from services.gateway.generation import Choice, Generation
+from services.gateway.openai import decoded, invalid
+from services.gateway.text import StopStrings
+from shared.clock import now
+from shared.ids import RequestId, new_id
+from shared.messages.pool import ModelRecord
+from shared.messages.serving import Sampling
+
+TOP_K = 5
+"""Classes that are told of, unless the request says how many."""
+FORM = "multipart/form-data"
+_NUMBER = re.compile("[0-9]{1,9}")
+
+
+class _Json(msgspec.Struct, kw_only=True):
+    model: str
+    image: str
+    top_k: int | None = None
+
+
+class Classify(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    image: bytes
+    """A file."""
+    top_k: int
+
+
+async def read(request: web.Request) -> Classify:
+    """ApiError 400 names the field that is missing or does not fit."""
+    if request.content_type == FORM:
+        return await _form(request)
+    body = decoded(await request.read(), _Json)
+    return Classify(model=body.model, image=_file(body.image), top_k=_top_k(body.top_k))
+
+
+def choice_of(body: Classify, pixels: bytes, sight: Sight, record: ModelRecord) -> Choice:
+    request = Request(
+        id=RequestId(new_id("req")),
+        model_id=record.model_id,
+        prompt=(0,) * record.context_length,
+        image=pixels,
+        max_tokens=1,
+        stop_ids=(),
+        sampling=Sampling(logprobs=min(body.top_k, len(sight.labels))),
+        waiting_since=now(),
+    )
+    return Choice(0, request, _Labels(sight.labels), StopStrings(()))
+
+
+def answer(
+    answer_id: str, generation: Generation, choice: Choice, sight: Sight
+) -> dict[str, object]:
+    """Of a generation that has ended."""
+    (logprobs,) = choice.logprobs
+    return {
+        "id": f"classify-{answer_id}",
+        "object": "classification",
+        "created": int(time.time()),
+        "model": generation.record.name,
+        "data": [
+            {"label": sight.labels[index], "index": index, "probability": math.exp(logprob)}
+            for index, logprob in logprobs.top
+        ],
+        "usage": generation.usage(),
+    }
+
+
+class _Labels:
+    """Implements services.gateway.text.TextStream."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+
+    def step(self, token: int) -> str:
+        return self._labels[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+async def _form(request: web.Request) -> Classify:
+    fields = await request.post()
+    files = [field.file for field in fields.values() if isinstance(field, web.FileField)]
+    try:
+        return _of_form(fields)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _of_form(fields: Mapping[str, str | bytes | bytearray | web.FileField]) -> Classify:
+    model, image, top_k = fields.get("model"), fields.get("image"), fields.get("top_k")
+    if not isinstance(model, str):
+        invalid("model", "the form has no such text field")
+    if not isinstance(image, web.FileField):
+        invalid("image", "the form has no file of this name")
+    if top_k is not None and not (isinstance(top_k, str) and _NUMBER.fullmatch(top_k)):
+        invalid("top_k", "must be a number")
+    count = _top_k(int(top_k) if isinstance(top_k, str) else None)
+    return Classify(model=model, image=image.file.read(), top_k=count)
+
+
+def _file(image: str) -> bytes:
+    """From base64, or a data URL."""
+    if image.startswith(("http://", "https://")):
+        invalid("image", "URLs are not fetched; send the file itself, in base64")
+    if image.startswith("data:"):
+        head, comma, image = image.partition(",")
+        if not comma or not head.endswith(";base64"):
+            invalid("image", "the data URL must be data:image/...;base64,...")
+    try:
+        return base64.b64decode(image, validate=True)
+    except (binascii.Error, ValueError) as error:
+        invalid("image", f"not valid base64: {error}")
+
+
+def _top_k(given: int | None) -> int:
+    if given is not None and given < 1:
+        invalid("top_k", "must be at least 1")
+    return TOP_K if given is None else given

@@ -1,0 +1,83 @@
+"""The engine threads over the real engine: images on paths of stages against transformers."""
+
+import asyncio
+
+import pytest
+import torch
+
+from services.node.engine.base import Engine
+from services.node.engine.engine import TorchEngine
+from shared.messages.instances import Stage
+from tests.support.worker_cluster import BLOCKS, THREE, TWO, WHOLE, Attempt, cluster, stages, submit
+from tests.unit.node.engine.models import Model
+from tests.unit.node.engine.test_encoder import (
+    LABELS,
+    POSITIONS,
+    assert_close,
+    expected_logits,
+    image,
+    make_vit,
+)
+
+LOADING = stages(("b", 0, 1), ("a", 1, 4), ("c", 4, BLOCKS))
+IMAGES = [image(i) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def vit() -> Model:
+    return make_vit()
+
+
+def torch_engine(kv_tokens: int) -> Engine:
+    return TorchEngine("cpu", kv_tokens, threads=1)
+
+
+async def classify(
+    model: Model, *asked: tuple[tuple[Stage, ...], bytes], step_tokens: int = 64
+) -> list[Attempt]:
+    async with cluster(
+        "a",
+        "b",
+        "c",
+        slots=12,
+        step_tokens=step_tokens,
+        manifest=model.manifest,
+        buffers=model.buffers,
+        make_engine=torch_engine,
+    ) as nodes:
+        attempts = []
+        for number, (path, pixels) in enumerate(asked):
+            message = submit(
+                f"r{number}",
+                path,
+                prompt=(0,) * POSITIONS,
+                max_tokens=1,
+                logprobs=LABELS,
+                image=pixels,
+            )
+            attempts.append(await nodes.submit(message))
+        await asyncio.gather(*(attempt.end() for attempt in attempts))
+        return attempts
+
+
+@pytest.mark.parametrize("step_tokens", [1, 64])
+async def test_on_many_paths_at_once(vit: Model, step_tokens: int) -> None:
+    asked = [(path, pixels) for pixels in IMAGES for path in (WHOLE, TWO, THREE, LOADING)]
+    attempts = await classify(vit, *asked, step_tokens=step_tokens)
+    expected = torch.log_softmax(expected_logits(vit, [pixels for _, pixels in asked]), -1)
+    for attempt, logprobs in zip(attempts, expected, strict=True):
+        assert attempt.failed is None
+        (token,) = attempt.tokens
+        assert (token.index, token.finish) == (0, "length")
+        assert token.token == logprobs.argmax()
+        assert token.logprobs is not None
+        actual = torch.empty(LABELS)
+        for index, logprob in token.logprobs.top:
+            actual[index] = logprob
+        assert_close(actual, logprobs)
+
+
+async def test_a_wrong_image_fails_alone(vit: Model) -> None:
+    attempts = await classify(vit, (WHOLE, IMAGES[0]), (WHOLE, b"short"), (WHOLE, IMAGES[1]))
+    assert [attempt.code for attempt in attempts] == [None, "bad_input", None]
+    assert len(attempts[0].ids) == len(attempts[2].ids) == 1
