@@ -97,6 +97,12 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     kv_capacity: int = 0
     tokens_out: int = 0
     """Tokens drawn here since the node started."""
+    prompt_tokens: int = 0
+    """Tokens that sequences which it leads have begun with since then."""
+    cached_tokens: int = 0
+    """Those of them whose KV was found in the prefix cache."""
+    preemptions: int = 0
+    """Times since then that a sequence gave its KV back, so that others had room."""
     violations: int = 0
     """Malformed stage messages that were refused since then."""
     profile: Profile = Profile()
@@ -242,6 +248,11 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arena_free: int
     reserved_by: EventId | None
     running: int = 0
+    kv_used: int = 0
+    kv_capacity: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
 

@@ -44,6 +44,10 @@ class Leader:
         self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
         """The newest attempt seen of a request: older ones come too late."""
+        self.prompt_tokens = 0
+        """Of the sequences that have begun, each counted once, whether it was preempted or not."""
+        self.cached_tokens = 0
+        """Those of them whose KV was cached."""
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
         """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued."""
@@ -110,6 +114,9 @@ class Leader:
                 sequence.position = self._kv.adopt(
                     sequence.submit.model_id, sequence.key, tuple(sequence.tokens), sequence.limit
                 )
+            if not sequence.preempted:
+                self.prompt_tokens += len(sequence.tokens)
+                self.cached_tokens += sequence.position
             self.running[sequence.key] = sequence
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence
