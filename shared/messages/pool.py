@@ -33,8 +33,6 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rate of its data link each way; 0 when not known."""
     slots: int
     """Sequences that a full replica on this node runs at once."""
-    kv_tokens: int
-    """KV positions that it holds."""
     staging: str = ""
     """How weights reach the device, in words; empty: it computes where they land."""
     rack: str = ""
@@ -95,6 +93,7 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     kv_used: int = 0
     """KV cache in use, token positions."""
     kv_capacity: int = 0
+    """0: no model is open, and how many positions there will be depends on the model."""
     tokens_out: int = 0
     """Tokens drawn here since the node started."""
     prompt_tokens: int = 0

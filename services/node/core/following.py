@@ -70,7 +70,7 @@ class Follower:
             Failure(
                 CapacityExceeded.code,
                 f"node {self._node} has {self._kv.kv_capacity} positions of KV cache, fewer than "
-                f"the sequence may come to: raise node.kv_tokens",
+                f"the sequence may come to: raise node.kv_bytes",
             ),
         ) + self._refuse(
             message.path,

@@ -75,7 +75,7 @@ class Leader:
         if limit_of(submit) > self._kv.kv_capacity:
             raise CapacityExceeded(
                 f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
-                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_tokens"
+                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_bytes"
             )
         taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
         if taken > 2 * self._slots - share_of(submit):

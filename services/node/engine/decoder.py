@@ -18,6 +18,12 @@ from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit, Linear
 from services.node.model.config import ModelConfig
 
 
+def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the keys and values of a model in `dtype`: products of bf16 matrices as small as
+    attention's are slow on a CPU, where memory for KV in fp32 is cheap."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 class Decoder:
     """What a model's steps share."""
 
@@ -25,10 +31,7 @@ class Decoder:
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, longest: int
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
-        # KV in fp32 is cheap.
-        kv_dtype = torch.float32 if device.type == "cpu" else dtype
-        self.attention = Attention(config, longest, kv_dtype, device)
+        self.attention = Attention(config, longest, kv_dtype(dtype, device), device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 import torch
 
 from services.node.engine.base import SequenceKey, Weights
-from services.node.engine.decoder import Decoder
+from services.node.engine.budget import KvBudget
+from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.kv import KvCache
 from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import BlockTensors, check_manifest
 from services.node.model.config import ModelConfig
-from shared.errors import ConfigError, Conflict, NotFound
+from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -28,13 +29,15 @@ class TorchEngine:
     """
 
     def __init__(
-        self, device: str, kv_tokens: int, threads: int, *, step_floor_s: float = 0.0
+        self, device: str, kv: KvBudget | int, threads: int, *, step_floor_s: float = 0.0
     ) -> None:
-        """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
+        """`kv`: what there is for KV caches; a number: so many positions, whatever they take.
+        `threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
         (see NodeConfig). Make it on the thread that calls it."""
         self._device = torch_device(device)
         self._step_floor_s = step_floor_s
-        self._kv = KvCache(kv_tokens, self._device)
+        self._budget = kv
+        self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
             torch.set_num_threads(threads)
@@ -44,12 +47,30 @@ class TorchEngine:
             raise Conflict(f"model {model_id} is open already")
         config = ModelConfig.from_hf(manifest.config)
         dtype = check_manifest(manifest, config)
+        self._make_room(manifest, config, dtype)
         decoder = Decoder(config, dtype, self._device, self._kv.capacity)
         attention = decoder.attention
         self._kv.open_model(
             model_id, config.n_layers, config.n_kv_heads, config.head_dim, attention.dtype
         )
         self._models[model_id] = Model(manifest, decoder, Processors(manifest.config))
+
+    def _make_room(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> None:
+        """The first of the models that are open decides how many positions there are for all.
+        CapacityExceeded if that leaves too little memory for this one."""
+        budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
+        position = elements * kv_dtype(dtype, self._device).itemsize
+        if not self._models:
+            weights = sum(block.nbytes for block in manifest.blocks)
+            capacity = budget if isinstance(budget, int) else budget.positions(weights, position)
+            self._kv = KvCache(capacity, self._device)
+        elif isinstance(budget, KvBudget):
+            left, wanted = budget.nbytes - self._kv.nbytes, self._kv.capacity * position
+            if wanted > left:
+                raise CapacityExceeded(
+                    f"{wanted} bytes are wanted for {self._kv.capacity} positions of KV cache, and "
+                    f"other models leave {left} of {budget.nbytes}: raise node.kv_bytes"
+                )
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,

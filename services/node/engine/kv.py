@@ -154,6 +154,11 @@ class KvCache:
         """Positions of pages that sequences have."""
         return self.capacity - self.available * PAGE
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for all models."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def open_model(
         self, model_id: ModelId, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
@@ -164,7 +169,7 @@ class KvCache:
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the KV cache of model {model_id} ({math.prod(shape) * dtype.itemsize} bytes for "
-                f"{self.capacity} positions) cannot be allocated: lower node.kv_tokens"
+                f"{self.capacity} positions) cannot be allocated: lower node.kv_bytes"
             ) from error
 
     def close_model(self, model_id: ModelId) -> None:
@@ -216,7 +221,7 @@ class KvCache:
             raise CapacityExceeded(
                 f"{pages * PAGE} more positions of KV cache are needed, {self.available * PAGE} "
                 f"of {self.capacity} are free: wait for running sequences to end, or raise "
-                f"node.kv_tokens"
+                f"node.kv_bytes"
             )
 
     def extend(self, sequence: Sequence, count: int) -> None:

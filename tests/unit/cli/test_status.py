@@ -30,7 +30,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
 def test_a_node_says_what_its_kv_cache_is_good_for(capsys: pytest.CaptureFixture[str]) -> None:
     info = NodeInfo(
         node=NodeId("node-0"), generation=Generation(1), address="tcp://h:1", host="h",
-        device="cpu", arena_bytes=1, link_bytes_per_s=0, slots=8, kv_tokens=640,
+        device="cpu", arena_bytes=1, link_bytes_per_s=0, slots=8,
     )  # fmt: skip
     view = NodeView(
         info=info, holdings=(), arena_free=7_000_000, reserved_by=None, kv_used=160,

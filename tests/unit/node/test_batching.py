@@ -241,7 +241,7 @@ def test_a_sequence_is_admitted_for_its_tokens_and_not_for_its_limit() -> None:
 
 
 def test_what_never_fits_is_refused() -> None:
-    with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
+    with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
         queue(batcher(kv=FakeKv(kv_capacity=32)), submit("r", WHOLE, max_tokens=50))
 
 

@@ -142,7 +142,6 @@ class ScriptedNode:
             arena_bytes=ARENA_BYTES,
             link_bytes_per_s=0,
             slots=SLOTS,
-            kv_tokens=100_000,
         )
 
     # --- its life ---
