@@ -51,6 +51,8 @@ class Cluster:
         """KV positions of a replica, as a node that has the model open said last."""
         self._prefill: dict[ModelId, float] = {}
         """Seconds a prompt token takes, as a node that ran the model said last."""
+        self._decode: dict[ModelId, float] = {}
+        """Seconds a pass of one token takes, as such a node said."""
         self._loads: dict[GatewayId, _Report] = {}
         self.over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
@@ -93,6 +95,7 @@ class Cluster:
         if known is None or status.profile != known.profile:
             for each in status.profile.models:
                 self._prefill[each.model_id] = each.prefill_s_per_token
+                self._decode[each.model_id] = each.decode_s
         if said is not None and status.holdings == said.status.holdings:
             said.status = status
         else:
@@ -171,6 +174,10 @@ class Cluster:
     def prefill_s_per_token(self, model: ModelId) -> float:
         """Of a complete replica; 0: not known."""
         return self._prefill.get(model, 0.0)
+
+    def decode_s(self, model: ModelId) -> float:
+        """A pass of one token through a complete replica; 0: not known."""
+        return self._decode.get(model, 0.0)
 
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes."""

@@ -7,7 +7,7 @@ from services.planner.core.cluster import BLIND_S, FRESH_S, Cluster
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import Holding, Profile, Tier
+from shared.messages.pool import Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
 A = NodeId("a")
@@ -70,10 +70,13 @@ def test_holders_follow_the_reports() -> None:
 def test_what_a_node_measured_is_its_last_word_of_it() -> None:
     found = cluster(holding(Tier.GPU, 0))
     assert found.profile(A) == Profile()
-    fast = Profile(in_bytes_per_s=1e9)
+    ran = ModelProfile(model_id=MODEL, prefill_s_per_token=0.001, decode_s=0.02)
+    fast = Profile(in_bytes_per_s=1e9, models=(ran,))
+    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.0, 0.0)
     said = status("a", holding(Tier.GPU, 0), seq=2)
     found.on_status(msgspec.structs.replace(said, profile=fast), now=1.0)
     assert found.profile(A) == fast
+    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.02, 0.001)
     found.on_joined(info("a", generation=2))
     assert found.profile(A) == Profile()
 
