@@ -64,7 +64,7 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     """What a pass of one token through the whole model takes, as nodes measured it; 0: not known.
     """
     prefill_s_per_token: float = 0.0
-    """What each token more in a pass adds, as nodes measured it; 0: not known."""
+    """What each token more in a pass adds, as nodes measured it; 0: nothing, or not known."""
 
 
 class InstancesQuery(Message, frozen=True, kw_only=True, tag="instances_query"):

@@ -80,7 +80,7 @@ class Table:
         self.prompts = 0
         """Tokens to prefill, of all requests that have no token from where they are."""
         self.decode_s = self.prefill_s = 0.0
-        """Of a pass of one token through the model, and of each token more; 0: not known."""
+        """Of a pass of one token through the model, 0: not known; and of each token more."""
         self._capacity = 0.0
         """Of all that serve."""
 
@@ -192,7 +192,7 @@ def switch(
     lambdaScale (section 4.4) recomputes always, BlitzScale (section 5.2) lets requests end where
     their KV is: each is right for some rest and context.
     """
-    if not (path.token_s and table.decode_s and table.prefill_s):
+    if not (path.token_s and table.decode_s):
         return None
     prefill = target.prompts + context
     token_s = table.decode_s + len(target.requests) * table.prefill_s

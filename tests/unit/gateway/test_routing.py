@@ -223,7 +223,7 @@ def test_what_is_waited_for_on_the_target() -> None:
     )
 
 
-@pytest.mark.parametrize("unknown", ["token_s", "decode_s", "prefill_s"])
+@pytest.mark.parametrize("unknown", ["token_s", "decode_s"])
 def test_what_is_not_measured_is_not_judged(unknown: str) -> None:
     assert judged(remaining=1, context=10_000, **{unknown: 0.0}) is None
 
