@@ -9,7 +9,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
@@ -121,6 +121,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, under store/."""
     device: str = "cpu"
+    cpu_weights: Literal["stored", "packed", "int8"] = "packed"
+    """How a CPU computes with weights. `stored`: as they lie in the arena, at no more memory, and
+    slowest. `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to
+    8 bits, with activations rounded too: fastest, and tokens may be others."""
     arena_bytes: Count = 1 << 30
     """Memory for weights, allocated at the start; on `cuda` so much on the host and on the device.
     """

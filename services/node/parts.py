@@ -145,6 +145,7 @@ class RealParts:
                 kv_budget(config, torch_device(config.device)),
                 config.threads,
                 step_floor_s=config.step_floor_s,
+                cpu_weights=config.cpu_weights,
             ),
             device=device,
             slots=config.slots,

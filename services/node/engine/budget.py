@@ -9,6 +9,8 @@ from services.node.memory.available import host_memory
 from shared.config import NodeConfig
 from shared.errors import CapacityExceeded
 
+COPIES = {"stored": 0.0, "packed": 1.0, "int8": 0.5}
+"""Of the weights, that a CPU computes with; in parts of the arena, at most."""
 RESERVE = 0.1
 """Of the machine's or the device's memory; kept for what steps and other programs need besides."""
 
@@ -36,7 +38,7 @@ class KvBudget:
 
 def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
     """From what is left once the arenas are taken. CapacityExceeded if that is not enough."""
-    left, reserve, where = _left(device)
+    left, reserve, where = _left(config, device)
     nbytes = config.kv_bytes or int((left - reserve) * config.kv_share)
     if config.kv_bytes > left:
         raise CapacityExceeded(
@@ -51,12 +53,12 @@ def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
     return KvBudget(nbytes, config.arena_bytes)
 
 
-def _left(device: torch.device) -> tuple[int, int, str]:
+def _left(config: NodeConfig, device: torch.device) -> tuple[int, int, str]:
     """(bytes that can be had, bytes to keep free, of what)."""
     if device.type == "cuda":
         left, whole = torch.cuda.mem_get_info(device)
-        where = f"{device}'s memory"
-    else:
-        left, whole = host_memory()
-        where = "this machine's memory"
+        return left, int(RESERVE * whole), f"{device}'s memory"
+    left, whole = host_memory()
+    left = max(0, left - int(COPIES[config.cpu_weights] * config.arena_bytes))
+    where = f"this machine's memory beside weights ({config.cpu_weights}: node.cpu_weights)"
     return left, int(RESERVE * whole), where

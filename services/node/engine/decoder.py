@@ -14,7 +14,7 @@ from services.node.engine.activation import silu_times
 from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
 from services.node.engine.experts import add_experts
 from services.node.engine.rope import inverse_frequencies
-from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit, Linear
+from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit
 from services.node.model.config import ModelConfig
 
 
@@ -40,7 +40,7 @@ class Decoder:
         picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
         picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
         normed = functional.rms_norm(picked, (config.hidden_size,), unit.norm, config.norm_eps)
-        return _linear(normed, unit.head)[: len(rows)].float()
+        return unit.head(normed)[: len(rows)].float()
 
 
 class LayerStep:
@@ -65,17 +65,17 @@ class LayerStep:
     def run(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         """hidden [padded rows, hidden_size] is updated; kv: see AttentionStep.run."""
         normed = functional.rms_norm(hidden, self._shape, layer.input_norm, self._eps)
-        _linear(normed, layer.qkv, self._qkv)
+        layer.qkv(normed, self._qkv)
         self._attend(layer, kv)
-        _add_linear(hidden, self._attended, layer.o)
+        hidden.add_(layer.o(self._attended))
         normed = functional.rms_norm(hidden, self._shape, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
             add_experts(hidden, normed, self._n, layer.mlp, self._experts)
             return
-        _linear(normed, layer.mlp.gate_up, self._gate_up)
+        layer.mlp.gate_up(normed, self._gate_up)
         silu_times(self._gate, self._up, self._sigmoid, self._active)
-        _add_linear(hidden, self._active, layer.mlp.down)
+        hidden.add_(layer.mlp.down(self._active))
 
     def _attend(self, layer: LayerUnit, kv: torch.Tensor) -> None:
         attention = self._attention
@@ -88,15 +88,3 @@ class LayerStep:
         attention.run(kv, layer.window)
         if self._attended is not attention.attended:
             self._attended.copy_(attention.attended)
-
-
-def _linear(x: torch.Tensor, linear: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-    if linear.bias is None:
-        return torch.mm(x, linear.weight, out=out)
-    return torch.addmm(linear.bias, x, linear.weight, out=out)
-
-
-def _add_linear(target: torch.Tensor, x: torch.Tensor, linear: Linear) -> None:
-    target.addmm_(x, linear.weight)
-    if linear.bias is not None:
-        target.add_(linear.bias)

@@ -8,6 +8,7 @@ from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.kv import KvCache
+from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, TorchSweep
 from services.node.engine.warmup import warm_up
@@ -29,13 +30,21 @@ class TorchEngine:
     """
 
     def __init__(
-        self, device: str, kv: KvBudget | int, threads: int, *, step_floor_s: float = 0.0
+        self,
+        device: str,
+        kv: KvBudget | int,
+        threads: int,
+        *,
+        step_floor_s: float = 0.0,
+        cpu_weights: Form = "packed",
     ) -> None:
         """`kv`: what there is for KV caches; a number: so many positions, whatever they take.
         `threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
-        (see NodeConfig). Make it on the thread that calls it."""
+        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. Make it on the thread that
+        calls it."""
         self._device = torch_device(device)
         self._step_floor_s = step_floor_s
+        self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         self._budget = kv
         self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
@@ -87,7 +96,7 @@ class TorchEngine:
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
         spec, config = model.manifest.blocks[block], model.decoder.config
-        tensors = BlockTensors(spec, weights)
+        tensors = BlockTensors(spec, weights, self._form)
         units = range(spec.first_unit, spec.last_unit + 1)
         model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)
 

@@ -8,6 +8,7 @@ import torch
 
 from services.node.engine.activation import silu_times
 from services.node.engine.attention import pad_rows
+from services.node.engine.linear import Linear
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
 
@@ -36,7 +37,7 @@ def _route(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in float32, experts) of each row, both [padded rows, per_token]."""
-    logits = torch.mm(normed, mlp.router.weight)
+    logits = mlp.router(normed)
     weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(config.per_token)
     if config.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -44,12 +45,12 @@ def _route(
 
 
 def _expert(
-    normed: torch.Tensor, rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    normed: torch.Tensor, rows: torch.Tensor, gate_up: Linear, down: Linear
 ) -> torch.Tensor:
     """[len(rows), hidden_size] float32."""
     given = normed.new_zeros(pad_rows(len(rows)), normed.shape[1])
     torch.index_select(normed, 0, rows, out=given[: len(rows)])
-    gate, up = torch.mm(given, gate_up).chunk(2, dim=1)
+    gate, up = gate_up(given).chunk(2, dim=1)
     active = torch.empty_like(up, memory_format=torch.contiguous_format)
     silu_times(gate, up, torch.empty_like(active, dtype=torch.float32), active)
-    return torch.mm(active, down)[: len(rows)].float()
+    return down(active)[: len(rows)].float()

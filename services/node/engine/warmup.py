@@ -47,7 +47,7 @@ def _without_weights(decoder: Decoder, unit: int) -> Unit:
     shapes = decoder.config.unit_tensors(unit)
     (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
     zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=decoder.device)
-    return BlockTensors(block, zeros).unit(decoder.config, unit)
+    return BlockTensors(block, zeros, "stored").unit(decoder.config, unit)
 
 
 @torch.inference_mode()

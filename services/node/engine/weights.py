@@ -1,4 +1,4 @@
-"""From a block's bytes to the tensors that the model computes with, without copying them."""
+"""From a block's bytes to the tensors that the model computes with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from services.node.engine.base import Weights
+from services.node.engine.linear import Form, Linear, linear
 from services.node.model.config import (
     DTYPES,
     EMBEDDING,
@@ -16,14 +17,6 @@ from services.node.model.config import (
 from services.node.model.families.family import DOWN, GATE_UP, ROUTER
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """`weight` is [in, out] (the checkpoint's, transposed as a view)."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +32,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """All [..., in, out], as in Linear."""
-
     router: Linear
-    gate_up: torch.Tensor
-    """[experts, hidden, 2 x intermediate]."""
-    down: torch.Tensor
-    """[experts, intermediate, hidden]."""
+    gate_up: tuple[Linear, ...]
+    """Each expert's, as `down`."""
+    down: tuple[Linear, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +103,9 @@ def _check_block(block: BlockSpec, config: ModelConfig) -> None:
 
 
 class BlockTensors:
-    """A block's tensors by name, as views of its bytes."""
+    """A block's tensors by name: views of its bytes, matrices in the form that is wanted."""
 
-    def __init__(self, block: BlockSpec, weights: Weights) -> None:
+    def __init__(self, block: BlockSpec, weights: Weights, form: Form) -> None:
         if weights.nbytes < block.nbytes:
             raise BadInput(
                 f"block {block.index} has {block.nbytes} bytes; the buffer only {weights.nbytes}"
@@ -123,13 +113,14 @@ class BlockTensors:
         if isinstance(weights, memoryview):
             weights = torch.frombuffer(weights, dtype=torch.uint8)
         self._bytes = weights
+        self._form = form
         self._specs = {tensor.name: tensor for tensor in block.tensors}
 
     def unit(self, config: ModelConfig, unit: int) -> Unit:
         if unit == 0:
             return EmbeddingUnit(self._joined([EMBEDDING]))
         if unit == config.n_units - 1:
-            return HeadUnit(self._joined([FINAL_NORM]), Linear(self._joined([HEAD]).t(), None))
+            return HeadUnit(self._joined([FINAL_NORM]), self._formed(self._joined([HEAD])))
         prefix = f"model.layers.{unit - 1}."
         attention, layer = prefix + "self_attn.", config.layers[unit - 1]
         return LayerUnit(
@@ -152,9 +143,9 @@ class BlockTensors:
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         return ExpertMlp(
-            router=Linear(self._joined([prefix + ROUTER]).t(), None),
-            gate_up=self._joined([prefix + GATE_UP]).transpose(1, 2),
-            down=self._joined([prefix + DOWN]).transpose(1, 2),
+            router=linear(self._joined([prefix + ROUTER]), None, "stored"),
+            gate_up=tuple(map(self._formed, self._joined([prefix + GATE_UP]))),
+            down=tuple(map(self._formed, self._joined([prefix + DOWN]))),
         )
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
@@ -162,7 +153,10 @@ class BlockTensors:
         bias = None
         if f"{prefix}{names[0]}.bias" in self._specs:
             bias = self._joined([f"{prefix}{name}.bias" for name in names])
-        return Linear(weight.t(), bias)
+        return self._formed(weight, bias)
+
+    def _formed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return linear(weight, bias, self._form)
 
     def _joined(self, names: Sequence[str]) -> torch.Tensor:
         """Tensors that are applied to the same input, as one: fewer and larger products.

@@ -1,5 +1,7 @@
 """What KV caches may take, from the memory that there is."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,6 +19,10 @@ from tests.unit.node.engine.models import MODEL, make_model
 CPU = torch.device("cpu")
 
 
+def config(**settings: Any) -> NodeConfig:
+    return NodeConfig(**{"cpu_weights": "stored", "arena_bytes": 70, **settings})
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """500 bytes are left of 1000."""
@@ -24,20 +30,25 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_itself_it_is_what_is_left_less_a_tenth_of_all() -> None:
-    assert kv_budget(NodeConfig(arena_bytes=70), CPU) == KvBudget(400, 70)
-    assert kv_budget(NodeConfig(kv_share=0.25), CPU).nbytes == 100
+    assert kv_budget(config(), CPU) == KvBudget(400, 70)
+    assert kv_budget(config(kv_share=0.25), CPU).nbytes == 100
+
+
+def test_the_copies_of_weights_that_a_cpu_makes_are_left_room() -> None:
+    assert kv_budget(config(cpu_weights="packed"), CPU).nbytes == 330
+    assert kv_budget(config(cpu_weights="int8"), CPU).nbytes == 365
 
 
 def test_what_is_asked_for_is_had_or_refused() -> None:
-    assert kv_budget(NodeConfig(kv_bytes=500), CPU).nbytes == 500
+    assert kv_budget(config(kv_bytes=500), CPU).nbytes == 500
     with pytest.raises(CapacityExceeded, match=r"kv_bytes is 501, and 500 bytes are left"):
-        kv_budget(NodeConfig(kv_bytes=501), CPU)
+        kv_budget(config(kv_bytes=501), CPU)
 
 
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(100, 1000))
     with pytest.raises(CapacityExceeded, match=r"100 bytes are left .* lower node\.arena_bytes"):
-        kv_budget(NodeConfig(), CPU)
+        kv_budget(config(), CPU)
 
 
 def test_a_model_has_as_much_of_it_as_of_the_arena() -> None:

@@ -17,6 +17,7 @@ from services.node.engine.attention import ROWS
 from services.node.engine.base import Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv import FreePages
+from services.node.engine.linear import Packed
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
 
@@ -191,14 +192,14 @@ def _expected(model: Model, logits: Logits) -> torch.Tensor:
 
 def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    product = torch.mm
+    product = Packed.__call__
 
-    def spy(x: torch.Tensor, *rest: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+    def spy(self: Packed, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         rows.append(len(x))
-        return product(x, *rest, **out)
+        return product(self, x, out)
 
     path = Path(make_model(**QWEN3_MOE))
-    monkeypatch.setattr(torch, "mm", spy)
+    monkeypatch.setattr(Packed, "__call__", spy)
     path.run([row("s", 0, TOKENS[:13], draw=0)])
     assert len(rows) > 4 * 9
     assert not any(n % ROWS for n in rows)

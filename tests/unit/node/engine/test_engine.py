@@ -42,10 +42,10 @@ def test_blocks_are_held_once_attached(model: Model) -> None:
     assert engine.held(MODEL) == {2, 3, 4}
 
 
-def test_weights_are_views_of_the_buffer(model: Model) -> None:
+def test_stored_weights_are_views_of_the_buffer(model: Model) -> None:
     """Nothing was copied: values and up-projections erased in the buffer leave the layers idle."""
     buffers = [bytearray(buffer) for buffer in model.buffers]
-    engine = TorchEngine("cpu", 1024, threads=1)
+    engine = TorchEngine("cpu", 1024, threads=1, cpu_weights="stored")
     engine.open_model(MODEL, model.manifest)
     for spec, buffer in zip(model.manifest.blocks, buffers, strict=True):
         engine.attach(MODEL, spec.index, memoryview(buffer))
