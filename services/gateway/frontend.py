@@ -223,6 +223,7 @@ def _record(switch: _Switch) -> None:
         "model": command.name,
         "moved": len(command.moved),
         "stayed": command.stayed,
+        "waiting": command.waiting,
         "from_instances": ",".join(command.sources),
     }
     for choice, costs in (("moved", command.moved_costs), ("stayed", command.stayed_costs)):

@@ -66,11 +66,14 @@ class Switched(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     moved: tuple[RequestId, ...]
     stayed: int
+    """Requests that better end where they are."""
+    waiting: int
+    """Those that found no room elsewhere yet."""
     sources: tuple[InstanceId, ...]
     moved_costs: Switch | None
     """Of one request that moved, on average; None: not known."""
     stayed_costs: Switch | None
-    """Of one that better ends where it is."""
+    """Of one that stayed."""
 
 
 Command = Send | Withdraw | Emit | End | Resumed | Served | Switched

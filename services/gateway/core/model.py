@@ -252,14 +252,17 @@ class Model:
         for each in judged:
             each.source.told = True
         moved = [each for each in judged if not each.stays]
+        stayed = [each for each in judged if each.stays]
+        left = sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r))
         switched = Switched(
             name=self.name,
             trace=trace,
             moved=tuple(each.request.id for each in moved),
-            stayed=sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r)),
+            stayed=len(stayed),
+            waiting=left - len(stayed),
             sources=tuple(dict.fromkeys(each.source.instance.id for each in judged)),
             moved_costs=_mean(moved),
-            stayed_costs=_mean([each for each in judged if each.stays]),
+            stayed_costs=_mean(stayed),
         )
         self._out.append(switched)
 

@@ -246,6 +246,15 @@ def test_a_request_moves_where_recomputing_costs_less() -> None:
     assert costs(told.moved_costs) == pytest.approx((50 * 1.0, (60 + 50) * 0.2))
 
 
+def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    driver.admit("b", "c", prompt=10)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=1)
+    (told,) = switches(driver.publish(*after, step_s=0.2))
+    assert (told.moved, told.stayed, told.waiting) == (("b",), 1, 1)
+
+
 def test_a_request_without_kv_moves_whatever_it_costs() -> None:
     driver = Driver(path(1, 2))
     streaming(driver, tokens=99, every_s=1.0)

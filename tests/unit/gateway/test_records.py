@@ -78,6 +78,7 @@ async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
             "model": NAME,
             "moved": 3,
             "stayed": 0,
+            "waiting": 0,
             "from_instances": "path-1-2",
         }
         assert [await task for task in reading] == [TEXT] * 3
