@@ -35,6 +35,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from services.node.core.kv import PAGE, whole_pages
 from services.node.engine.kv import Run, Sequence
@@ -83,6 +84,7 @@ class Attention:
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         self.group = config.n_heads // config.n_kv_heads
+        self.norm_eps = config.norm_eps
         self.scale = config.head_dim**-0.5 * config.rope.attention_factor**2
         self.dtype, self.device = dtype, device
         self.q_size = self.n_heads * self.head_dim
@@ -134,12 +136,7 @@ class Attention:
 
 
 class AttentionStep:
-    """One step's attention: planned once, run in every layer of the stage.
-
-    `qkv` [padded rows, (heads + 2 kv heads) x head_dim] is where a layer puts its projections, and
-    `attended` [padded rows, heads x head_dim] what it gets back; both in the attention's dtype.
-    `qk` [padded rows, heads + kv heads, head_dim] is a view of the projections that are rotated.
-    """
+    """Implements services.node.engine.ops.Step by torch's operators, on any device."""
 
     def __init__(
         self, attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
@@ -147,9 +144,9 @@ class AttentionStep:
         self._attention = attention
         a = attention
         qkv_size = a.q_size + 2 * a.kv_size
-        self.qkv = torch.empty(n_padded, qkv_size, dtype=a.dtype, device=a.device)
+        self._qkv = torch.empty(n_padded, qkv_size, dtype=a.dtype, device=a.device)
         # Rows that only pad are multiplied too, and must be finite.
-        self.attended = torch.zeros(n_padded, a.q_size, dtype=a.dtype, device=a.device)
+        self._attended = torch.zeros(n_padded, a.q_size, dtype=a.dtype, device=a.device)
         self._tiles: dict[int, list[_Tile]] = {window: [] for window in a.windows}
         slots: list[int] = []
         positions: list[int] = []
@@ -159,16 +156,18 @@ class AttentionStep:
             slots.extend(sequence.slots(first, count))
             positions.extend(range(first, first + count))
         self._slots = torch.tensor(slots, device=a.device)
-        self.qk = self.qkv[:, : a.q_size + a.kv_size].view(n_padded, -1, a.head_dim)
-        self._new_kv = self.qkv[: len(slots), a.q_size :]
+        self._padded_qk = self._qkv[:, : a.q_size + a.kv_size].view(n_padded, -1, a.head_dim)
+        self._new_kv = self._qkv[: len(slots), a.q_size :]
         self._set_up_rope(torch.tensor(positions, device=a.device), frequencies)
 
-    def run(self, kv: torch.Tensor, window: int) -> None:
-        """From `qkv` to `attended`. kv: the layer's [slots, 2, kv heads, head_dim]; it is added to.
-        `window`: the layer's.
-
-        Keys are cached rotated.
-        """
+    def run(
+        self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        self._qkv.copy_(qkv)
+        if qk_norm is not None:
+            qk = self._padded_qk
+            normed = functional.rms_norm(qk, qk.shape[-1:], None, self._attention.norm_eps)
+            torch.mul(normed, qk_norm, out=qk)
         self._rotate()
         kv.view(kv.shape[0], -1).index_copy_(0, self._slots, self._new_kv)
         for tile in self._tiles[window]:
@@ -178,6 +177,7 @@ class AttentionStep:
             self._weighted_sum(weights, tile, kv)
             if tile.out_to:
                 tile.out_to[0].copy_(tile.out_to[1])
+        return self._attended.to(qkv.dtype)
 
     def _scores(self, tile: _Tile, kv: torch.Tensor) -> torch.Tensor:
         a = self._attention
@@ -224,8 +224,8 @@ class AttentionStep:
         a = self._attention
         rows, span = a.group * count, slice(row, row + count)
         by_head = (count, a.n_kv_heads, a.group, a.head_dim)
-        source = self.qkv[span, : a.q_size].view(by_head).transpose(0, 1)
-        target = self.attended[span].view(by_head).transpose(0, 1)
+        source = self._qkv[span, : a.q_size].view(by_head).transpose(0, 1)
+        target = self._attended[span].view(by_head).transpose(0, 1)
         start = a.first_read(first, window)
         if count == 1:
             mask = a.decode_mask(first + 1, window)
@@ -237,7 +237,7 @@ class AttentionStep:
         if count == 1 and rows == pad_rows(rows):
             return _Tile(start, keys, values, source[:, 0], None, target[:, 0], None)
         shape = (a.n_kv_heads, pad_rows(rows), a.head_dim)
-        queries, out = self.qkv.new_zeros(shape), self.qkv.new_empty(shape)
+        queries, out = self._qkv.new_zeros(shape), self._qkv.new_empty(shape)
         folded = (a.n_kv_heads, count, a.group, a.head_dim)
         return _Tile(
             start,
@@ -254,7 +254,7 @@ class AttentionStep:
         a, n = self._attention, len(positions)
         half = a.head_dim // 2
         cos, sin = (t.to(a.dtype) for t in rotations(positions, frequencies))
-        qk = self.qkv[:n, : a.q_size + a.kv_size].view(n, -1, a.head_dim)
+        qk = self._qkv[:n, : a.q_size + a.kv_size].view(n, -1, a.head_dim)
         turned = torch.empty_like(qk, memory_format=torch.contiguous_format)
         self._cos, self._sin, self._minus_sin = torch.cat((cos, cos), -1), sin, -sin
         self._qk, self._turned = qk, turned

@@ -6,15 +6,20 @@ multiple of ROWS, and a row's experts are summed in their own order, in float32.
 
 import torch
 
-from services.node.engine.activation import silu_times
 from services.node.engine.attention import pad_rows
 from services.node.engine.linear import Linear
+from services.node.engine.ops import Ops
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
 
 
 def add_experts(
-    hidden: torch.Tensor, normed: torch.Tensor, n: int, mlp: ExpertMlp, config: ExpertsConfig
+    hidden: torch.Tensor,
+    normed: torch.Tensor,
+    n: int,
+    mlp: ExpertMlp,
+    config: ExpertsConfig,
+    ops: Ops,
 ) -> None:
     """Adds to the first n rows of hidden what the experts make of those rows of normed (both
     [padded rows, hidden_size]). Rows that only pad are not routed: they would cost experts."""
@@ -28,7 +33,7 @@ def add_experts(
         start, stop = stop, stop + count
         if count:
             own = rows[start:stop]
-            made = _expert(normed, own, mlp.gate_up[expert], mlp.down[expert])
+            made = _expert(normed, own, mlp.gate_up[expert], mlp.down[expert], ops)
             total.index_add_(0, own, made * weights[start:stop])
     hidden[:n] += total
 
@@ -45,12 +50,9 @@ def _route(
 
 
 def _expert(
-    normed: torch.Tensor, rows: torch.Tensor, gate_up: Linear, down: Linear
+    normed: torch.Tensor, rows: torch.Tensor, gate_up: Linear, down: Linear, ops: Ops
 ) -> torch.Tensor:
     """[len(rows), hidden_size] float32."""
     given = normed.new_zeros(pad_rows(len(rows)), normed.shape[1])
     torch.index_select(normed, 0, rows, out=given[: len(rows)])
-    gate, up = gate_up(given).chunk(2, dim=1)
-    active = torch.empty_like(up, memory_format=torch.contiguous_format)
-    silu_times(gate, up, torch.empty_like(active, dtype=torch.float32), active)
-    return down(active)[: len(rows)].float()
+    return down(ops.silu_times(gate_up(given)))[: len(rows)].float()

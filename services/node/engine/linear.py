@@ -22,8 +22,8 @@ Form = Literal["stored", "packed", "int8"]
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, out] in x's dtype; written to `out` if that is given."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, out] in x's dtype, in new memory."""
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
@@ -48,10 +48,10 @@ class Stored:
     """[in, out], a view."""
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return torch.mm(x, self.weight, out=out)
-        return torch.addmm(self.bias, x, self.weight, out=out)
+            return torch.mm(x, self.weight)
+        return torch.addmm(self.bias, x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Packed:
     """In oneDNN's own order."""
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return made if out is None else out.copy_(made)
+        return made
 
 
 class Int8:
@@ -73,7 +73,7 @@ class Int8:
         self._weight: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
         self._bias = bias
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         rounded, scales = _rounded(x)
         made: Tensor = torch.ops.onednn.qlinear_pointwise(
             rounded, 1.0, 0, self._weight, self._scales, self._zeros,
@@ -82,7 +82,7 @@ class Int8:
         made.mul_(scales)
         if self._bias is not None:
             made.add_(self._bias)
-        return made.to(x.dtype) if out is None else out.copy_(made)
+        return made.to(x.dtype)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.node.core.kv import PAGE
+from services.node.engine import kernels
 from services.node.engine.attention import ROWS
 from services.node.engine.base import Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
@@ -190,13 +191,27 @@ def _expected(model: Model, logits: Logits) -> torch.Tensor:
     return _decoded[id(model)]
 
 
+@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 150}], ids=str)
+def test_the_same_without_our_kernels(
+    changes: dict[str, Any], logits: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    model = make_model(seed=5, **changes)
+    alone = decoded_alone(model, logits)
+    path = Path(model)
+    for start, stop in chunks([17, 1, 130, 3]):
+        path.run([row("s", start, TOKENS[start:stop], draw=stop)])
+        assert torch.equal(logits.take()[0], alone[stop - 1])
+    assert alone.argmax(-1).tolist() == model.expected_logits(TOKENS).argmax(-1).tolist()
+
+
 def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     product = Packed.__call__
 
-    def spy(self: Packed, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def spy(self: Packed, x: torch.Tensor) -> torch.Tensor:
         rows.append(len(x))
-        return product(self, x, out)
+        return product(self, x)
 
     path = Path(make_model(**QWEN3_MOE))
     monkeypatch.setattr(Packed, "__call__", spy)

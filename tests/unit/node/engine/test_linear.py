@@ -31,9 +31,6 @@ def test_a_product_is_right(form: Form, shape: tuple[int, int], dtype: torch.dty
     assert got.dtype == dtype
     error = (got.double() - expected).norm() / expected.norm()
     assert error < (0.02 if form == "int8" else 0.005 if dtype == torch.bfloat16 else 1e-6)
-    out = torch.empty_like(got)
-    assert product(x, out) is out
-    assert torch.equal(out, got)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
