@@ -373,6 +373,12 @@ def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
     assert [row[0] for row in rows(take(core))] == ["y#1"]
 
 
+def test_a_node_without_a_model_leaves_it_to_the_engine_to_say_so() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=0))
+    assert core.received(forward(FROM_C, Row("x#1", 0, 1, 33))) == []
+    assert [row[0] for row in rows(take(core))] == ["x#1"]
+
+
 def test_what_does_not_fit_alone_fails() -> None:
     core = batcher()
     queue(core, one("r", WHOLE))
