@@ -17,6 +17,9 @@ RUN .venv/bin/python -m compileall -q services shared
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale --create-home \
     --shell /usr/sbin/nologin lambdascale
+# Nodes compile their kernels for the processor they run on (services/node/engine/kernels).
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/lambdascale /opt/lambdascale
 ENV PATH=/opt/lambdascale/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \

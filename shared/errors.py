@@ -42,6 +42,13 @@ class CapacityExceeded(LambdaScaleError):
     code = "capacity"
 
 
+class NotReady(LambdaScaleError):
+    """Something that only some requests need is not there yet; the same call may succeed later or
+    elsewhere, and others succeed now."""
+
+    code = "not_ready"
+
+
 class PlanError(LambdaScaleError):
     """No plan exists for these inputs."""
 

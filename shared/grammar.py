@@ -12,8 +12,13 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from shared.errors import BadInput
 
-MAX_CHARS = 1 << 13
-"""llguidance follows a chain of rules by recursion, and overflows the stack at some 900 links."""
+MAX_CHARS = 1 << 17
+CHECK_STACK = 8 << 20
+"""Stack that a grammar is checked with: llguidance follows chains of rules by recursion, and a
+process whose stack overflows dies."""
+FOLLOW_STACK = 8 * CHECK_STACK
+"""Stack of threads that follow grammars that were checked: what the same code needs there for the
+same rules, and any vocabulary."""
 SPACES = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON; not any number, or a model might never come to the next part."""
 
@@ -46,7 +51,7 @@ def from_schema(schema: Mapping[str, Any]) -> str:
     try:
         text = msgspec.json.encode(schema).decode()
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"the JSON schema cannot be used: {error}") from error
 
 
@@ -58,7 +63,7 @@ def from_regex(regex: str) -> str:
 def from_choice(choices: Sequence[str]) -> str:
     """Exactly one of these texts."""
     texts = " | ".join(msgspec.json.encode(text).decode() for text in choices)
-    return LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # rules: no 2,000 at once
 
 
 def from_lark(lark: str) -> str:
@@ -69,18 +74,27 @@ def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
     """BadInput if there is no such grammar."""
     found = LLMatcher(vocabulary.tokens, grammar, log_level=0)
     if found.is_error():
-        raise BadInput(f"the grammar cannot be used: {_brief(found.get_error())}")
+        raise BadInput(f"the grammar cannot be used: {brief(found.get_error())}")
     return found
 
 
 def check(grammar: str) -> None:
-    """BadInput if it cannot be followed, whatever the vocabulary."""
+    """BadInput if it cannot be followed, whatever the vocabulary.
+
+    It is made and begun as a node does it, over the vocabulary of single bytes. Hostile ones take
+    any time and end the process: for use in one of its own (services.gateway.grammar_process).
+    """
     if len(grammar) > MAX_CHARS:
         raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
-        raise BadInput(_brief(messages[0]))
+        raise BadInput(brief(messages[0]))
+    begun = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    begun.compute_bitmask()
+    if begun.is_error():
+        raise BadInput(brief(begun.get_error()))
 
 
-def _brief(error: str) -> str:
+def brief(error: str) -> str:
+    """What llguidance says of an error, less the parser's state."""
     return error.split("<state>")[0].strip()

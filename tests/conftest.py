@@ -1,9 +1,11 @@
 """Fixtures of several test packages: buses, and a real nats-server to run them on."""
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
@@ -11,6 +13,9 @@ from services.cli.nats_server import NatsServer
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+
+if not torch.cuda.is_available():  # Triton's interpreter, chosen before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,12 +8,14 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import peer as peers
 from benchmarks.engine.ours import STEP_TOKENS, Ours
@@ -32,6 +34,9 @@ from benchmarks.engine.results import (
     batched,
 )
 from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.node.engine.attention import AttentionStep
+from services.node.engine.linear import Int8, Packed, Stored
+from services.node.engine.ops import KernelOps, TorchOps
 from services.node.model.store import Store
 from shared.errors import BadInput
 
@@ -43,8 +48,13 @@ OWN_TOKENS = 8
 CONTEXT = 4096
 READ_BYTES = 1 << 30
 """More than any processor's caches hold."""
-PROFILED = 8
-"""Decode steps under the profiler."""
+COMPUTING: tuple[tuple[type, str], ...] = (
+    *((kind, "__call__") for kind in (Stored, Packed, Int8)),
+    (KernelOps, "run"),
+    *((TorchOps, method) for method in ("rms_norm", "silu_times")),
+    (AttentionStep, "run"),
+)
+"""Methods that do nothing but compute, and don't call each other."""
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
@@ -95,6 +105,19 @@ def spec(settings: Settings) -> CheckpointSpec:
         vocab_size=settings.vocab,
         context_length=CONTEXT,
     )
+
+
+def timed(kind: type, method: str, seconds: list[float]) -> Callable[..., Any]:
+    """The method, which notes how long each call took."""
+    original = getattr(kind, method)
+
+    def call(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    return call
 
 
 class Memory:
@@ -188,23 +211,22 @@ class Cases:
             row.peers.setdefault(peers.NAME, []).append(len(prompt) / first_s)
 
     def _overhead(self) -> None:
-        """What of a decode step is not spent in torch's operators, by its profiler. What the
-        profiler itself takes between two operators counts as ours."""
+        """What of a decode step is not spent in products, attention, norms and gates. torch's
+        profiler would take more than that itself, so they are timed one by one."""
         settings = self._settings
         prompts = [self._prompt(settings.prompt // 4) for _ in range(settings.batch)]
-        with self._ours.decoding(prompts, 1 + PROFILED) as step:
+        with self._ours.decoding(prompts, 1 + settings.tokens) as step, ExitStack() as patches:
             step()
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-                began = time.perf_counter()
-                for _ in range(PROFILED):
-                    step()
-                took = time.perf_counter() - began
-        inside = sum(
-            event.time_range.elapsed_us() for event in profiled.events() if event.cpu_parent is None
-        )
+            inside: list[float] = []
+            for kind, method in COMPUTING:
+                patches.enter_context(patch.object(kind, method, timed(kind, method, inside)))
+            began = time.perf_counter()
+            for _ in range(settings.tokens):
+                step()
+            took = time.perf_counter() - began
         row = self._rows[OVERHEAD]
-        row.ours.append((took * 1e3 - inside / 1e3) / PROFILED)
-        row.limits.append(took * 1e3 / PROFILED)
+        row.ours.append((took - sum(inside)) * 1e3 / settings.tokens)
+        row.limits.append(took * 1e3 / settings.tokens)
 
     def _prefix(self) -> None:
         row, prefix = self._rows[PREFIX], self._prompt(PREFIX_TOKENS)

@@ -12,18 +12,22 @@ from services.gateway.answers import WAITING, Answers
 from services.gateway.catalog import Catalog, Lingo
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation, choices_of, prompts_of
+from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.openai import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    grammar_field,
+    invalid,
     of_error,
     parse,
 )
 from shared.config import GatewayConfig
-from shared.errors import BusError, LambdaScaleError, ModelError, NotFound
+from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
+from shared.messages.serving import LogitRules
 
 KEEPALIVE_S = 3.0
 """A stream that has nothing to say says so this often."""
@@ -38,6 +42,7 @@ class Api:
         self,
         config: GatewayConfig,
         catalog: Catalog,
+        grammars: GrammarChecker,
         frontend: Frontend,
         metrics: Metrics,
         log: structlog.stdlib.BoundLogger,
@@ -47,6 +52,7 @@ class Api:
         self._keys = [bytes.fromhex(key) for key in config.api_keys]
         self._max_body = config.max_body_bytes
         self._catalog = catalog
+        self._grammars = grammars
         self._frontend = frontend
         self._metrics = metrics
         self._log = log
@@ -127,6 +133,7 @@ class Api:
         lingo = await self._lingo(record)
         prompts = await prompts_of(body, lingo)
         choices = choices_of(body, record, lingo, prompts)
+        await self._check_grammar(body, choices[0].request.rules)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         trace = request.headers.get("traceparent", "")
         generation = Generation(
@@ -141,6 +148,17 @@ class Api:
                 for choice, text, *_ in deltas:
                     texts[choice.index].append(text)
             return web.Response(body=answers.whole(texts), content_type="application/json")
+
+    async def _check_grammar(
+        self, body: CompletionRequest | ChatRequest, rules: LogitRules | None
+    ) -> None:
+        """Of the rules that all choices have."""
+        if rules is None or not rules.grammar:
+            return
+        try:
+            await self._grammars.check(rules.grammar)
+        except BadInput as error:
+            invalid(grammar_field(body), str(error))
 
     def _record(self, name: str) -> ModelRecord:
         self._check_ready()

@@ -328,7 +328,7 @@ def sampling_of(body: _Common, seed: int) -> Sampling:
 
 
 def rules_of(body: _Common, vocab_size: int) -> LogitRules | None:
-    """None if the model's logits are taken as they are."""
+    """None if the model's logits are taken as they are. The grammar is not checked yet."""
     biased = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     if biased and max(biased) >= vocab_size:
         message = f"token id {max(biased)} is not one of the model's, 0 to {vocab_size - 1}"
@@ -351,7 +351,7 @@ def _grammar_of(body: _Common) -> str:
         asked = None
     if asked is None and wanted is None:
         return ""
-    param = "structured_outputs" if asked is None else "response_format"
+    param = grammar_field(body)
     if asked and wanted:
         invalid(param, "leave out either this or structured_outputs")
     if body.ignore_eos:
@@ -359,11 +359,15 @@ def _grammar_of(body: _Common) -> str:
     if body.min_tokens:
         invalid("min_tokens", f"can't be used with {param}: its text may have to end before")
     try:
-        made = _of_format(asked) if asked else _of_structure(wanted or StructuredOutputs())
-        grammar.check(made)
+        return _of_format(asked) if asked else _of_structure(wanted or StructuredOutputs())
     except BadInput as error:
         invalid(param, str(error))
-    return made
+
+
+def grammar_field(body: _Common) -> str:
+    """Where the request says what its text is held to."""
+    asked = body.response_format
+    return "structured_outputs" if asked is None or asked.type == "text" else "response_format"
 
 
 def _of_format(asked: ResponseFormat) -> str:

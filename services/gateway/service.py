@@ -11,6 +11,7 @@ from services.gateway.catalog import Catalog
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.frontend import Frontend
+from services.gateway.grammars import GrammarChecker
 from services.gateway.http import Api
 from services.gateway.metrics import Metrics
 from shared import subjects
@@ -92,7 +93,11 @@ class GatewayService(Service):
 
     async def _open_http(self) -> None:
         config = self._config
-        self._api = api = Api(config, self._catalog, self.frontend, self._metrics, self.log)
+        grammars = GrammarChecker()
+        self.resources.push_async_callback(grammars.close)
+        self._api = api = Api(
+            config, self._catalog, grammars, self.frontend, self._metrics, self.log
+        )
         # A client that leaves cancels its handler, and the handler its requests.
         runner = web.AppRunner(
             api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S

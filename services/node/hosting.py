@@ -23,6 +23,9 @@ from shared.messages.scaling import ApplyPlan
 ENGINE = "engine"
 """User of a span."""
 TOKENIZER = "tokenizer.json"
+TOKENIZER_RETRY_S = 0.5
+"""After a first failure to fetch it; doubles with each that follows."""
+TOKENIZER_RETRY_MAX_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +40,8 @@ class Hosted:
     plan: ApplyPlan
     """The last that was taken up."""
     promotion: Promotion | None = None
+    bringing: asyncio.Task[None] | None = None
+    """Of the tokenizer, for the engine."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -145,17 +150,27 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
-            self._spawn(self._bring_tokenizer(hosted), f"tokenizer of {hosted.model}")
+            work = self._bring_tokenizer(hosted.model)
+            hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self._attach(hosted, block)
 
-    async def _bring_tokenizer(self, hosted: Hosted) -> None:
-        """For requests with grammars."""
-        try:
-            data = await self._library.file(hosted.model, TOKENIZER)
-            self._worker.use_tokenizer(hosted.model, data)
-        except LambdaScaleError as error:
-            self._log.warning("no structured output", model=hosted.model, error=str(error))
+    async def _bring_tokenizer(self, model: ModelId) -> None:
+        """For requests with grammars. Tried again and again; a model that has none is told once."""
+        pause_s = TOKENIZER_RETRY_S
+        while True:
+            try:
+                data = await self._library.file(model, TOKENIZER)
+            except LambdaScaleError as error:
+                self._log.warning("no tokenizer yet", model=model, error=str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, TOKENIZER_RETRY_MAX_S)
+            else:
+                break
+        if data is None:
+            self._log.warning("no structured output: the model has no tokenizer", model=model)
+        else:
+            self._worker.use_tokenizer(model, data)
 
     async def _attach(self, hosted: Hosted, block: int) -> None:
         hosted.residency = hosted.residency.hold(block)
@@ -262,6 +277,8 @@ class Hosting:
 
     async def _close_engine(self, hosted: Hosted) -> None:
         """Once it returns, the engine has no view of the model's bytes."""
+        if hosted.bringing is not None:
+            hosted.bringing.cancel()
         await self._worker.close_model(hosted.model)
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)

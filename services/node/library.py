@@ -77,12 +77,15 @@ class Library:
             raise NotFound(f"model {model} is not published")
         return self._manifests[model]
 
-    async def file(self, model: ModelId, name: str) -> bytes:
-        """A small file of a published model's checkpoint. NotFound, BusError."""
+    async def file(self, model: ModelId, name: str) -> bytes | None:
+        """A small file of a published model's checkpoint; None if it has no such file. NotFound if
+        the registry does not know the model, or the file is not in the asset store; BusError."""
         if model not in self._files:
             await self._ask_for(model)
-        if name not in self._files.get(model, {}):
-            raise NotFound(f"model {model} is not published with a {name}")
+        if model not in self._files:
+            raise NotFound(f"model {model} is not published")
+        if name not in self._files[model]:
+            return None
         objects = await self._bus.objects()
         return await objects.get(self._files[model][name])
 

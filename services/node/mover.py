@@ -309,12 +309,10 @@ class Mover:
                 )
 
     async def _read(self, model: _Model, pulling: _Pulling, run: range) -> list[int]:
-        """The chunks that came wrong."""
+        """The chunks that came wrong. What has come is not read again if the source forgets the
+        region half-way: others may be reading it from us."""
         block, manifest = model.blocks[pulling.block], model.manifest
-        offset, end = (
-            run.start * manifest.chunk_bytes,
-            sum(manifest.chunk_range(pulling.block, run[-1])),
-        )
+        end = sum(manifest.chunk_range(pulling.block, run[-1]))
         loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
         def show(chunk: int) -> None:
@@ -325,9 +323,11 @@ class Mover:
             else:
                 loop.call_soon_threadsafe(self._show, model, pulling, chunk)
 
-        into = block.buffer[offset:end]
+        wrong: list[int] = []
         deadline = now() + REGION_GRACE_S
         while True:
+            offset = run.start * manifest.chunk_bytes
+            into = block.buffer[offset:end]
             self._overwrites(into)
             check = _Check(manifest, pulling.block, run, show)
             try:
@@ -340,13 +340,17 @@ class Mover:
                     received=check.update,
                 )
             except RegionUnknown:
+                if check.whole:
+                    wrong += check.wrong
+                    run = run[check.whole :]
+                    deadline = now() + REGION_GRACE_S
                 if now() >= deadline:
                     raise
                 await asyncio.sleep(REGION_RETRY_S)
             else:
                 pulling.first_byte_ns = pulling.first_byte_ns or result.first_byte_ns
                 pulling.way = result.way
-                return check.wrong
+                return wrong + check.wrong
 
     def _show(self, model: _Model, pulling: _Pulling, chunk: int) -> None:
         """A chunk is right, and its read not over."""
@@ -439,6 +443,8 @@ class _Check:
     ) -> None:
         """`right` is told each chunk that is, as soon as it is whole."""
         self.wrong: list[int] = []
+        self.whole = 0
+        """Chunks that have come, right or wrong."""
         self._digests = manifest.blocks[block].digests
         self._left = [(chunk, manifest.chunk_range(block, chunk)[1]) for chunk in reversed(run)]
         self._right = right
@@ -460,6 +466,7 @@ class _Check:
         found, self._digest = self._digest.digest(), Digest()
         self._got = 0
         self._left.pop()
+        self.whole += 1
         if found == self._digests[chunk]:
             self._right(chunk)
         else:

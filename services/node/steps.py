@@ -197,6 +197,8 @@ class Steps:
             part = part.without(set(part.keys) - {row.sequence for row in result.rows})
             if part.rows:
                 run.work += part.positions * (part.stop - part.start)
+                for key, error in result.failed.items():
+                    self._do(self._batcher.refused(part, [key], _failure(error)))
                 self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
         if not run.parts:
             self._run = None

@@ -16,6 +16,7 @@ from services.node.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
 from shared import telemetry
 from shared.clock import wall_ns
 from shared.errors import ConfigError, Conflict, TransportError
+from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
@@ -74,7 +75,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         name = f"engine-{self._node}"
         self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
+        default = threading.stack_size(FOLLOW_STACK)
         self._thread.start()
+        threading.stack_size(default)
 
     async def ready(self) -> None:
         """Until the engine is made; Conflict if it could not be (`wait` raises why)."""

@@ -1,20 +1,184 @@
-"""The engine on a GPU, and a node around it."""
+"""The engine on a GPU, and a node around it.
 
+The kernels beside the CPU's attention: tests/unit/node/engine/test_paged_attention.py, which is
+compiled and run on the GPU where there is one.
+"""
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.cli.demo_model import make_checkpoint
+from services.node.engine import sweep
+from services.node.engine.base import Draw, Row
 from services.node.engine.engine import TorchEngine
+from services.node.engine.processors import Processor
+from services.node.engine.sampling import Drawn, sample
+from services.node.memory.arena import Arena
+from services.node.memory.device import DeviceArena
 from shared.messages.pool import Tier
 from tests.gpu import NEEDS_GPU
 from tests.support.models import TINY
 from tests.unit.node.cluster import ALL, nodes
-from tests.unit.node.engine.models import MODEL, make_model
+from tests.unit.node.engine.conftest import Logits, logits
+from tests.unit.node.engine.models import MODEL, Model, make_model, part, row, run
+from tests.unit.node.engine.models import Path as Stages
+
+__all__ = ["logits"]  # a fixture
 
 pytestmark = NEEDS_GPU
 CUDA = torch.device("cuda:0")
+FAMILIES: Sequence[dict[str, Any]] = [
+    {},
+    {"num_key_value_heads": 1},
+    {"model_type": "mistral", "sliding_window": 40},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3", "head_dim": 16},
+    {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    },
+]
+
+
+def on_gpu(model: Model, *, graphs: bool = True, kv_tokens: int = 4096) -> TorchEngine:
+    """An engine with all of the model."""
+    engine = TorchEngine("cuda:0", kv_tokens, threads=1)
+    engine.open_model(MODEL, model.manifest)
+    if not graphs:
+        engine._models[MODEL] = replace(engine._models[MODEL], graphs=None)
+    for block, buffer in enumerate(model.buffers):
+        engine.attach(MODEL, block, torch.frombuffer(buffer, dtype=torch.uint8).to(CUDA))
+    return engine
+
+
+class Batch:
+    """Greedy requests on an engine."""
+
+    def __init__(self, model: Model, engine: TorchEngine, prompts: Sequence[list[int]]) -> None:
+        self._engine, self._blocks = engine, model.n_blocks
+        self.tokens = [list(prompt) for prompt in prompts]
+        self._done = [0] * len(prompts)
+
+    def step(self, members: Sequence[int]) -> None:
+        rows = [self._row(number) for number in members]
+        sampled = run(self._engine, part(rows, 0, self._blocks)).sampled
+        for number, one, token in zip(members, rows, sampled, strict=True):
+            assert token is not None
+            self._done[number] += one.count
+            self.tokens[number].append(token)
+
+    def _row(self, number: int) -> Row:
+        done = self._done[number]
+        return row(f"s{number}", done, self.tokens[number][done:], draw=0)
+
+
+@pytest.mark.parametrize("changes", FAMILIES, ids=str)
+def test_the_tokens_of_transformers(changes: dict[str, Any]) -> None:
+    """fp32, greedy, a prompt of several pages, then decode steps as graphs."""
+    model = make_model(seed=2, **changes)
+    prompt = random.Random(1).choices(range(96), k=70)
+    path = Stages(model)
+    path.stages = [(on_gpu(model), 0, model.n_blocks)]
+    assert path.generate(prompt, 128) == model.expected_tokens(prompt, 128)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_graphs_give_what_launches_one_by_one_give(dtype: str, logits: Logits) -> None:
+    """Batches of every size, that grow and shrink; some sequences come to new pages."""
+    model = make_model(dtype=dtype)
+    rng = random.Random(5)
+    prompts = [rng.choices(range(96), k=rng.randint(1, 60)) for _ in range(70)]
+    steps = [rng.sample(range(70), k=k) for k in (1, 70, 2, 64, 3, 33, 8, 5, 1, 16, 64)]
+    seen = []
+    for graphs in (True, False):
+        batch = Batch(model, on_gpu(model, graphs=graphs, kv_tokens=8192), prompts)
+        for number in range(70):
+            batch.step([number])
+        for members in steps:
+            for number in members:  # one may be drawn otherwise where two were nearly tied
+                batch.tokens[number][-1] = number
+            batch.step(members)
+        seen.append(logits.take())
+    torch.testing.assert_close(*seen, atol=1e-4 if dtype == "float32" else 0.1, rtol=0.05)
+
+
+def test_no_step_waits_for_the_gpu_but_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(dtype="bfloat16")
+    engine = on_gpu(model)
+    batch = Batch(model, engine, [[1, 2, 3], [4, 5], [6] * 40])
+    for _ in range(2):
+        batch.step([0, 1, 2])
+
+    def drawn(
+        values: torch.Tensor, draws: Sequence[Draw], processors: Sequence[Processor | None]
+    ) -> list[Drawn]:
+        torch.cuda.set_sync_debug_mode("default")
+        return sample(values, draws, processors)
+
+    monkeypatch.setattr(sweep, "sample", drawn)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        batch.step([0, 1, 2])
+        torch.cuda.set_sync_debug_mode("error")
+        batch.step([2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+async def test_blocks_arrive_while_steps_are_under_way() -> None:
+    """A copy that waits for the engine's stream would end after what was queued there before."""
+    on_gpu(make_model())  # this thread computes on the engine's stream from now on
+    assert torch.cuda.current_stream(CUDA) != torch.cuda.default_stream(CUDA)
+    arena = Arena(64 << 20)
+    block = arena.allocate(32 << 20).memory
+    with DeviceArena(arena.memory, CUDA) as on_device:
+        await on_device.upload(block)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # cycles: seconds
+        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        computed.record()
+        await on_device.upload(block)
+        assert not computed.query()  # type: ignore[no-untyped-call]
+        computed.synchronize()
+
+
+def test_graphs_are_recorded_while_another_thread_uses_cuda() -> None:
+    model = make_model()
+    engine = on_gpu(model)
+    over = threading.Event()
+
+    def copy() -> None:
+        stream = torch.cuda.Stream(CUDA)  # type: ignore[no-untyped-call]
+        while not over.is_set():
+            with torch.cuda.stream(stream):
+                torch.empty(1 << 20, pin_memory=True).to(CUDA, non_blocking=True)
+            stream.synchronize()
+
+    other = threading.Thread(target=copy)
+    other.start()
+    try:
+        for _ in engine.warm_up(MODEL):
+            pass
+        for _ in range(20):
+            for block, buffer in enumerate(model.buffers):
+                engine.attach(MODEL, block, torch.frombuffer(buffer, dtype=torch.uint8).to(CUDA))
+    finally:
+        over.set()
+        other.join()
+    prompt = [9, 8, 7]
+    path = Stages(model)
+    path.stages = [(engine, 0, model.n_blocks)]
+    assert path.generate(prompt, 20) == model.expected_tokens(prompt, 20)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -30,6 +194,19 @@ def test_a_warm_up_is_a_few_pieces_and_leaves_nothing(dtype: str) -> None:
     next(pieces)
     engine.close_model(other)
     assert list(pieces) == []
+
+
+def test_a_closed_model_leaves_no_graphs() -> None:
+    model = make_model(dtype="bfloat16")
+    taken = []
+    for _ in range(3):
+        engine = on_gpu(model)
+        for _ in engine.warm_up(MODEL):
+            pass
+        engine.close_model(MODEL)
+        torch.cuda.empty_cache()
+        taken.append(torch.cuda.memory_reserved(CUDA))
+    assert taken[2] <= taken[1]
 
 
 async def test_a_node_on_a_gpu_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from services.node.core.microbatches import (
     StageMessage,
 )
 from services.node.core.sequences import sequence_key
-from shared.errors import CapacityExceeded, StaleEpoch
+from shared.errors import CapacityExceeded, StaleEpoch, TransportTimeout
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Submit, Token
@@ -141,16 +141,22 @@ class Network:
         node = message.stages[0].node
         if node in self.dead:
             return
+        key = sequence_key(message.request, message.attempt)
         try:
             commands = self.nodes[node].batcher.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
         except (CapacityExceeded, StaleEpoch):
+            return
+        except TransportTimeout:  # asked twice without a step between
+            self.cancel(key)
+            return
+        if key in self.open:
+            assert not commands
             return
         self.open = {
             key: s
             for key, s in self.open.items()
             if s.request != message.request or s.stages[0].node != node
         }
-        key = sequence_key(message.request, message.attempt)
         self.open[key] = message
         self.next_index[key] = len(message.tokens) - message.prompt_tokens
         self.do(node, commands)

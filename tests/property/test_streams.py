@@ -22,6 +22,7 @@ from shared.errors import (
     NoResponders,
     NotFound,
     PeerLost,
+    StaleEpoch,
 )
 from shared.ids import EventId, GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Stage
@@ -86,6 +87,9 @@ class Streams(RuleBasedStateMachine):
                 case Send(node, submit):
                     self.check_submit(submit)
                     key = submit.request, submit.attempt
+                    if key in self.live:
+                        self.ask(key)
+                        continue
                     start = len(submit.tokens) - submit.prompt_tokens
                     self.attempts[key] = Attempt(submit, node, start)
                     assert all(request != submit.request for request, _ in self.live)
@@ -108,6 +112,13 @@ class Streams(RuleBasedStateMachine):
                     assert not [key for key in self.live if key[0] == request]
                 case _:
                     pass
+
+    def ask(self, key: tuple[RequestId, int]) -> None:
+        """The gateway asks a node whether it still has the attempt."""
+        request, attempt = key
+        if self.attempts[key].next >= self.clients[request].length:
+            error = StaleEpoch("it is over")
+            self.run_commands(self.dispatch.on_not_taken(request, attempt, error, self.now))
 
     def check_submit(self, submit: Submit) -> None:
         client = self.clients[submit.request]

@@ -14,7 +14,7 @@ import torch
 
 from services.node.core.kv import whole_pages
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
-from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
+from shared.errors import BadInput, CapacityExceeded, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 
@@ -159,7 +159,12 @@ class HashSweep:
             else None
             for row in rows
         )
-        return PartResult(rows, None, sampled)
+        failed = {
+            row.sequence: error
+            for row in rows
+            if row.draw and (error := self._engine.failing.get(row.sequence))
+        }
+        return PartResult(rows, None, sampled, failed=failed)
 
 
 def _values(part: StagePart) -> dict[SequenceKey, list[int]]:
@@ -183,6 +188,8 @@ class HashEngine:
         """Those that ran at least one block."""
         self.before_run: Callable[[int, StagePart], None] = lambda block, part: None
         """Called before a block is run, for each part that needs it."""
+        self.failing: dict[SequenceKey, LambdaScaleError] = {}
+        """Sequences for which no token can be drawn, and why."""
         self._changed = threading.Condition()
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:

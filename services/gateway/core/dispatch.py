@@ -110,9 +110,12 @@ class Dispatch:
     def on_not_taken(
         self, request_id: RequestId, attempt: int, error: LambdaScaleError, now: float
     ) -> list[Command]:
-        """A Send was answered with an error, or not at all (BusTimeout)."""
+        """A Send was answered with an error, or not at all (BusTimeout). If a token of the attempt
+        came after it, that says more."""
         request = self._ledger.requests.get(request_id)
-        if request and request.attempt == attempt and request.state is State.SUBMITTED:
+        if request is None or request.attempt != attempt:
+            return []
+        if request.state is State.SUBMITTED or request.asked_at is not None:
             model = self._models[request.model_id]
             model.not_done(request, error, now)
             model.dispatch(now)

@@ -30,6 +30,7 @@ from shared.errors import (
     LambdaScaleError,
     NoResponders,
     NotFound,
+    NotReady,
     StaleEpoch,
 )
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
@@ -51,8 +52,8 @@ class Rules:
     """Requests of one model that may wait."""
     queue_timeout_s: float
     stall_s: float
-    """An attempt that gives no token for so long is taken as failed: the token that would show
-    the loss may itself be lost."""
+    """The leader of an attempt that gives no token for so long is asked whether that goes on: it
+    may wait for room there, or the token that would show a loss may itself be lost."""
     max_attempts: int
     """Failures that a request survives."""
 
@@ -93,7 +94,7 @@ class Model:
     # --- events --------------------------------------------------------------
 
     def apply(self, new: InstanceSet, now: float) -> None:
-        self._give_back(self.table.apply(new), "left the set")
+        self._give_back(self.table.apply(new), "left the set", now)
         self._tell(self._move(now), new.trace)
         self.dispatch(now)
 
@@ -102,7 +103,7 @@ class Model:
         for route in gone:
             for request in route.requests.values():
                 request.failures += 1
-        self._give_back(gone, f"node {node} is gone")
+        self._give_back(gone, f"node {node} is gone", now)
         self.dispatch(now)
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
@@ -116,6 +117,7 @@ class Model:
             self._out.append(Served(self.name, route.instance, route.trace, request.progress_at))
         request.tokens.append(token.token)
         request.progress_at = request.waiting_since = now
+        request.asked_at = None
         route.refusals = request.refusals = 0
         if request.shunned:
             request.shunned.clear()
@@ -135,7 +137,10 @@ class Model:
 
     def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
         """The node refused the attempt, did not answer, or gave it up."""
-        if isinstance(error, REFUSALS):
+        if isinstance(error, NotReady):
+            self._put_back(request, "refused", str(error), now)
+        elif isinstance(error, REFUSALS):
+            self._route(request).avoid(now)
             self._put_back(request, "refused", str(error), now)
         elif isinstance(error, BadInput):
             self._detach(self._route(request), request)
@@ -145,6 +150,7 @@ class Model:
 
     def lost(self, request: Request, reason: str, detail: str, now: float) -> None:
         request.failures += 1
+        self._route(request).avoid(now)
         self._put_back(request, reason, detail, now)
 
     def leave(self, request: Request, state: State, why: str, now: float) -> None:
@@ -162,12 +168,14 @@ class Model:
         patience = self._rules.queue_timeout_s
         for request in [r for r in self.queue if now - r.waiting_since >= patience]:
             self.queue.remove(request)
-            message = f"no instance of model {self.name!r} had room for {patience:g} s"
-            self._fail(request, CapacityExceeded(f"{message}: try again later"))
-        stall = self._rules.stall_s
+            message = f"no instance of model {self.name!r} took the request for {patience:g} s"
+            said = f" (the last one said: {request.refusal})" if request.refusals else ""
+            self._fail(request, CapacityExceeded(f"{message}{said}: try again later"))
         for route in self.table.routes.values():
-            for request in [r for r in route.requests.values() if now - r.progress_at >= stall]:
-                self.lost(request, "lost", f"no token for {stall:g} s", now)
+            for request in route.requests.values():
+                if now - (request.asked_at or request.progress_at) >= self._rules.stall_s:
+                    request.asked_at = now
+                    self._out.append(Send(route.instance.leader, self._submit(request, route)))
         self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
@@ -239,7 +247,7 @@ class Model:
                 stays = costs is not None and costs.stays
                 judged.append(_Judged(request, source, costs, stays))
                 if not stays:
-                    self._take_off(source, request, f"moves to {target.instance.id}")
+                    self._take_off(source, request, f"moves to {target.instance.id}", now)
                     self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
                     self._start(request, target, now)
                     target = None
@@ -272,6 +280,7 @@ class Model:
         request.become(State.SUBMITTED, instance.id)
         request.instance = instance.id
         request.progress_at = now
+        request.asked_at = None
         request.charge = request.work
         if instance.event is not None:
             request.traces[route.trace] = None
@@ -280,13 +289,17 @@ class Model:
         route.tokens += request.charge
         route.prompts += request.prefill
         self.table.prompts += request.prefill
-        submit = Submit(
+        self._out.append(Send(instance.leader, self._submit(request, route)))
+
+    def _submit(self, request: Request, route: Route) -> Submit:
+        """The request's attempt, on this instance."""
+        return Submit(
             request=request.id,
             attempt=request.attempt,
             gateway=self._rules.gateway,
             model_id=request.model_id,
-            instance=instance.id,
-            stages=instance.stages,
+            instance=route.instance.id,
+            stages=route.instance.stages,
             tokens=(*request.prompt, *request.tokens),
             prompt_tokens=len(request.prompt),
             max_tokens=request.max_tokens,
@@ -294,22 +307,21 @@ class Model:
             sampling=request.sampling,
             rules=request.rules,
         )
-        self._out.append(Send(instance.leader, submit))
 
     def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:
-        """Ends the attempt; its instance is left alone for a while, most of all by the request."""
+        """Ends the attempt; the request keeps away from its instance for a while."""
         route = self._route(request)
-        route.avoid(now)
         request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
         request.refusals += 1
-        self._take_off(route, request, detail)
+        request.refusal = detail
+        self._take_off(route, request, detail, now)
         self._requeue([request], reason, detail)
 
-    def _give_back(self, gone: Iterable[Route], detail: str) -> None:
+    def _give_back(self, gone: Iterable[Route], detail: str, now: float) -> None:
         orphans = []
         for route in gone:
             for request in list(route.requests.values()):
-                self._take_off(route, request, detail)
+                self._take_off(route, request, detail, now)
                 orphans.append(request)
         self._requeue(orphans, "gone", detail)
 
@@ -323,8 +335,9 @@ class Model:
                 self._out.append(Resumed(self.name, reason, detail))
                 self.queue.appendleft(request)
 
-    def _take_off(self, route: Route, request: Request, why: str) -> None:
+    def _take_off(self, route: Route, request: Request, why: str, now: float) -> None:
         """Ends the attempt on its instance, so that the next one can begin."""
+        request.waiting_since += now - request.progress_at
         self._withdraw(route, request)
         self._detach(route, request)
         request.become(State.QUEUED, why)

@@ -50,7 +50,8 @@ class Request:
     stop_ids: tuple[int, ...]
     sampling: Sampling
     waiting_since: float
-    """When it began to wait for a token: its arrival, or its last resumption after progress."""
+    """When it began to wait in the gateway's queue: its arrival or its last token, and later by the
+    time that it has spent on instances since."""
     rules: LogitRules | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated so far, over all attempts; index i is token i."""
@@ -60,12 +61,16 @@ class Request:
     failures: int = 0
     refusals: int = 0
     """Of its attempts, since its last token."""
+    refusal: str = ""
+    """What the last of them said."""
     shunned: dict[InstanceId, float] = field(default_factory=dict)
     """Instances that refused it, and until when it keeps away from them."""
     instance: InstanceId | None = None
     """Where the attempt runs, exactly in SUBMITTED and STREAMING."""
     progress_at: float = 0.0
     """When the attempt was submitted or gave its last token."""
+    asked_at: float | None = None
+    """When its leader was asked last whether the attempt goes on; None: not since `progress_at`."""
     charge: int = 0
     """Tokens of work that it counts for on its instance."""
     prefill: int = 0

@@ -27,7 +27,7 @@ from services.node.core.microbatches import (
 from services.node.core.recent import Recent
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane, Sequence, limit_of, share_of
-from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch
+from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Submit, Token
 
@@ -50,7 +50,11 @@ class Leader:
         """Those of them whose KV was cached."""
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
-        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued."""
+        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued.
+
+        The newest attempt once more: it goes on (no error), is over (StaleEpoch), or is stuck on
+        its path (TransportTimeout).
+        """
         check_submit(submit, self._node, n_blocks)
         first = submit.stages[0]
         missing = sorted(set(range(first.start, first.stop)) - set(held))
@@ -59,12 +63,15 @@ class Leader:
                 f"node {self._node} does not hold blocks {missing} of model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
             )
+        older = [s for s in self._all() if s.submit.request == submit.request]
         newest = self._attempts.get(submit.request)
+        if older and submit.attempt == newest:
+            _check_goes_on(older[0])
+            return []
         if newest is not None and submit.attempt <= newest:
             raise StaleEpoch(
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
             )
-        older = [s for s in self._all() if s.submit.request == submit.request]
         self._check_room(submit)
         self._attempts[submit.request] = submit.attempt
         commands = self.end(older, None)
@@ -199,6 +206,16 @@ class Leader:
     def _all(self) -> Iterator[Sequence]:
         yield from self.running.values()
         yield from self.waiting
+
+
+def _check_goes_on(sequence: Sequence) -> None:
+    """TransportTimeout if other nodes have the micro-batch that they had when this was asked last;
+    what waits its turn here is served by those who answer."""
+    before, sequence.asked_in = sequence.asked_in, sequence.flight
+    if sequence.flight is not None and sequence.flight == before and sequence.path.followers:
+        nodes = ", ".join(stage.node for stage in sequence.path.stages)
+        request = sequence.submit.request
+        raise TransportTimeout(f"request {request} is stuck on its path over {nodes}")
 
 
 def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:

@@ -56,6 +56,8 @@ class Sequence:
     """The micro-batch that it is in."""
     in_flight: int = 0
     """Its positions in that micro-batch."""
+    asked_in: int | None = None
+    """The micro-batch that it was in when its gateway last asked whether it goes on."""
 
     @classmethod
     def of(cls, submit: Submit) -> "Sequence":

@@ -1,4 +1,5 @@
-"""Causal attention of packed rows over the KV cache, the same for a row whatever the batch.
+"""Causal attention of packed rows over the KV cache by torch's operators, the same for a row
+whatever the batch. (For most CPUs and GPUs there are kernels of our own: ops.py.)
 
 A request must get the same tokens alone or in a batch, prefilled at once, in chunks, or grown
 step by step, on one node or over several. Exactly the same logits are the only sure way to that,
@@ -9,7 +10,7 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 - A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
   other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows
   are divided, which leaves 1 to 3 over). Hence ROWS: every product here and in decoder.py has a
-  multiple of 4 rows.
+  multiple of 4 rows. (Packed weights, see linear.py, would need only 2.)
 - Softmax over a row and more columns of -inf: the same bits.
 - Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
   of 16 and at most 192; else MKL sums in another order. Hence VALUE_TILE, and whole pages.
@@ -17,7 +18,7 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 - All this for head_dim 8 to 256, multiples of 4. (With less, some products are so small that torch
   has another loop for them; with 10, and only 10, MKL sums the values in another order.)
 - fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
-  does not; see decoder.py.
+  does not; see ops.py.
 - scaled_dot_product_attention fails all of this, and is slower than the three calls here for the
   few queries of a decode step.
 

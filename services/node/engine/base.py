@@ -51,6 +51,8 @@ class PartResult:
     """One a row; None for rows without a draw, or where the head was not run."""
     logprobs: Mapping[SequenceKey, Logprobs] = field(default_factory=dict)
     """Of the tokens whose draws asked for them."""
+    failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
+    """Rows whose draws could not be made, and why; the others are not concerned."""
 
 
 class RowsRefused(LambdaScaleError):

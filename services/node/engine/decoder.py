@@ -10,35 +10,48 @@ from collections.abc import Sequence as Rows
 import torch
 
 from services.node.engine.attention import Attention, Span, pad_rows
+from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
-from services.node.engine.ops import ops_for
+from services.node.engine.ops import Step, gpu_ops, ops_for
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import ExpertMlp, HeadUnit, LayerUnit
 from services.node.model.config import ModelConfig
 
 
-def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def kv_dtype(dtype: torch.dtype, fused: bool) -> torch.dtype:
     """Of the keys and values of a model in `dtype`: products of bf16 matrices as small as
     attention's are slow on a CPU, where memory for KV in fp32 is cheap."""
-    return torch.float32 if device.type == "cpu" else dtype
+    return dtype if fused else torch.float32
 
 
 class Decoder:
     """What a model's steps share."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, longest: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        *,
+        fused: bool = False,
     ) -> None:
+        """`fused`: with the kernels for GPUs."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.ops = ops_for(device, dtype)
-        self.attention = Attention(config, longest, kv_dtype(dtype, device), device)
+        self.ops = gpu_ops() if fused else ops_for(device, dtype)
+        self.attention = Attention(config, longest, kv_dtype(dtype, fused), device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+
+    def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
+        """Of these rows."""
+        attention = self.ops.attention(self.attention, self.frequencies, spans, n_padded)
+        return LayerStep(self, attention, sum(count for _, _, count in spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
         config = self.config
         picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
-        picked[: len(rows)] = hidden[torch.tensor(rows, device=self.device)]
+        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.ops.rms_norm(picked, unit.norm, config.norm_eps)
         return unit.head(normed)[: len(rows)].float()
 
@@ -46,14 +59,21 @@ class Decoder:
 class LayerStep:
     """Runs layers over one step's packed rows."""
 
-    def __init__(self, model: Decoder, spans: Rows[Span], n_padded: int) -> None:
+    def __init__(self, model: Decoder, attention: Step, n: int) -> None:
+        """`n`: rows that do not only pad."""
         self._ops, self._eps = model.ops, model.config.norm_eps
         self._experts = model.config.experts
-        self._n = sum(count for _, _, count in spans)
-        self._attention = model.ops.attention(model.attention, model.frequencies, spans, n_padded)
+        self._n, self._attention = n, attention
 
-    def run(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """hidden [padded rows, hidden_size] is updated; kv: see Step.run."""
+    def run(
+        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        heads, head_dim], is added to."""
+        for layer, own in zip(layers, kv, strict=True):
+            self._run_layer(layer, hidden, own)
+
+    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         ops = self._ops
         qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
         attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)

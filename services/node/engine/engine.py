@@ -1,9 +1,12 @@
 """The torch engine: models' blocks as they come, batches over any run of them."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
+from services.node.engine import kernels
 from services.node.engine.base import SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
@@ -18,15 +21,17 @@ from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
+if TYPE_CHECKING:
+    from services.node.engine.graphs import Capture
+
 
 class TorchEngine:
     """Implements services.node.engine.base.Engine.
 
     On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
     way its KV came to be (attention.py says how), on the same kind of CPU.
-    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py).
-    That path is written with device-independent calls, but it has not been run on a GPU, and the
-    bit-for-bit promise is not made for it.
+    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
+    run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
     """
 
     def __init__(
@@ -37,14 +42,21 @@ class TorchEngine:
         *,
         step_floor_s: float = 0.0,
         cpu_weights: Form = "packed",
+        capture: "Capture | None" = None,
     ) -> None:
         """`kv`: what there is for KV caches; a number: so many positions, whatever they take.
         `threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
-        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. Make it on the thread that
-        calls it."""
+        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. `capture`: how
+        decode steps are recorded, None as the device can; given on a CPU, the kernels for GPUs are
+        run there, in Triton's interpreter. Make it on the thread that calls it."""
         self._device = torch_device(device)
+        if self._device.type == "cuda":
+            capture = capture or _own_stream(self._device)
+        self._capture = capture
         self._step_floor_s = step_floor_s
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
+        if self._device.type == "cpu":
+            kernels.load()  # compiled now, if they were not yet, and not while a model waits
         self._budget = kv
         self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
@@ -57,18 +69,24 @@ class TorchEngine:
         config = ModelConfig.from_hf(manifest.config)
         dtype = check_manifest(manifest, config)
         self._make_room(manifest, config, dtype)
-        decoder = Decoder(config, dtype, self._device, self._kv.capacity)
+        longest, fused = self._kv.capacity, self._capture is not None
+        decoder = Decoder(config, dtype, self._device, longest, fused=fused)
         attention = decoder.attention
         self._kv.open_model(
             model_id, config.n_layers, config.n_kv_heads, config.head_dim, attention.dtype
         )
-        self._models[model_id] = Model(manifest, decoder, Processors(manifest.config))
+        graphs = None
+        if self._capture is not None and config.experts is None:  # whose rows the CPU has to sort
+            from services.node.engine.graphs import DecodeGraphs
+
+            graphs = DecodeGraphs(decoder, longest, self._capture)
+        self._models[model_id] = Model(manifest, decoder, Processors(manifest.config), graphs)
 
     def _make_room(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> None:
         """The first of the models that are open decides how many positions there are for all.
         CapacityExceeded if that leaves too little memory for this one."""
         budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        position = elements * kv_dtype(dtype, self._device).itemsize
+        position = elements * kv_dtype(dtype, self._capture is not None).itemsize
         if not self._models:
             weights = sum(block.nbytes for block in manifest.blocks)
             capacity = budget if isinstance(budget, int) else budget.positions(weights, position)
@@ -84,12 +102,19 @@ class TorchEngine:
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
-        if self._device.type != "cpu":
+        if self._capture is not None:
             model = self._model(model_id)
             for _ in warm_up(model.decoder):
                 yield
                 if self._models.get(model_id) is not model:
                     return
+            if model.graphs is not None:
+                model.graphs.warm = True
+                for block in sorted(model.blocks):
+                    self._record(model_id, block)
+                    yield
+                    if self._models.get(model_id) is not model:
+                        return
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         model = self._model(model_id)
@@ -99,6 +124,10 @@ class TorchEngine:
         tensors = BlockTensors(spec, weights, self._form)
         units = range(spec.first_unit, spec.last_unit + 1)
         model.blocks[block] = tuple(tensors.unit(config, unit) for unit in units)
+        if model.graphs is not None:
+            model.graphs.forget(block)
+            if model.graphs.warm:
+                self._record(model_id, block)
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)
@@ -139,10 +168,33 @@ class TorchEngine:
     def begin(self, model_id: ModelId) -> TorchSweep:
         return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)
 
+    @torch.inference_mode()
+    def _record(self, model_id: ModelId, block: int) -> None:
+        """A block's decode steps, ahead of the first one."""
+        model = self._model(model_id)
+        if model.graphs is not None and (layers := model.layer_units(block)):
+            kv = self._kv.of_layers(model_id, model.layers(block, block + 1))
+            model.graphs.prepare(block, layers, kv)
+
     def _model(self, model_id: ModelId) -> Model:
         if model_id not in self._models:
             raise NotFound(f"model {model_id} is not open here")
         return self._models[model_id]
+
+
+def _own_stream(device: torch.device) -> "Capture":
+    """From now on this thread computes on a stream of its own: copies on others run meanwhile, and
+    what it launches can be recorded. ConfigError: there is no Triton, whose kernels it runs."""
+    if find_spec("triton") is None:
+        raise ConfigError(
+            f"node.device {device} needs Triton, which torch's builds for CUDA bring with them: "
+            f"pip install the version that this torch requires"
+        )
+    from services.node.engine.graphs import CudaCapture
+
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return CudaCapture()
 
 
 def torch_device(name: str) -> torch.device:

@@ -183,6 +183,10 @@ class KvCache:
         slots i * PAGE and on."""
         return self._tensors[model_id]
 
+    def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
+        """[len(layers), slots, 2, kv heads, head_dim], see `tensor`."""
+        return self._tensors[model_id][layers.start : layers.stop]
+
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)
 
@@ -228,16 +232,17 @@ class KvCache:
         """Makes room for `count` more positions, to be written before the next attention.
         CapacityExceeded changes nothing.
 
-        The page they end in is read whole: what is left in it by an earlier sequence is erased,
-        since masking makes a foreign value weigh nothing only if it is finite.
+        On a CPU the page they end in is read whole: what is left in it by an earlier sequence is
+        erased, since masking makes a foreign value weigh nothing only if it is finite.
         """
         end = sequence.length + count
         new = pages_of(end) - len(sequence.pages)
         if sequence.layers and new > 0:
             sequence.pages += self._take(new, sequence.pages[-1] if sequence.pages else None)
-            layers = slice(sequence.layers.start, sequence.layers.stop)
-            last = sequence.pages[-1] * PAGE
-            self._tensors[sequence.model_id][layers, last : last + PAGE].zero_()
+            if self._device.type == "cpu":
+                last = sequence.pages[-1] * PAGE
+                layers = self.of_layers(sequence.model_id, sequence.layers)
+                layers[:, last : last + PAGE].zero_()
         sequence.length = end
 
     def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:

@@ -50,6 +50,12 @@ def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     return TorchOps()
 
 
+def gpu_ops() -> Ops:
+    from services.node.engine.triton_ops import TritonOps  # there need be no Triton elsewhere
+
+    return TritonOps()
+
+
 class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)

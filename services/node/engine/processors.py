@@ -7,7 +7,6 @@ resumed elsewhere goes on as if it had stayed.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from llguidance import LLMatcher
 
 from services.node.engine.base import Context, Row, RowsRefused, SequenceKey
 from shared import grammar
-from shared.errors import BadInput, LambdaScaleError, NotFound
+from shared.errors import BadInput, LambdaScaleError, NotReady
 from shared.grammar import Vocabulary
 
 Logits = npt.NDArray[np.float64]
@@ -26,8 +25,8 @@ class Processor:
     """The rules of one sequence, and what they have seen of it."""
 
     def __init__(self, context: Context, vocabulary: Vocabulary | None) -> None:
-        """`vocabulary` is needed where the rules name a grammar; BadInput if its tokens so far
-        break that."""
+        """`vocabulary` is needed where the rules name a grammar; BadInput if the tokens so far do
+        not fit that, or nothing can be drawn by it."""
         self._rules = rules = context.rules
         self._stop_ids = np.array(context.stop_ids, dtype=np.intp)
         self._seen = _Seen(context.tokens[: context.prompt_tokens])
@@ -40,13 +39,8 @@ class Processor:
             self._ends = vocabulary.tokens.eos_tokens
         for token in context.tokens[context.prompt_tokens :]:
             self.accept(token)
-        if self.broken:
-            raise BadInput("the tokens so far do not fit the request's grammar")
-
-    @property
-    def broken(self) -> bool:
-        """The grammar came to where it can't be followed on (it met one of llguidance's limits)."""
-        return self._matcher is not None and bool(self._matcher.is_error())
+        if self._matcher is not None:
+            _mask(self._matcher)
 
     def accept(self, token: int) -> None:
         """This one was drawn."""
@@ -75,12 +69,21 @@ class Processor:
 
     def _allowed(self, matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.bool_]:
         """The request's stop ids stand for the grammar's end."""
-        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        packed = np.frombuffer(_mask(matcher), dtype=np.uint8)
         allowed = np.unpackbits(packed, bitorder="little")[:vocab_size].astype(bool)
         may_end = bool(matcher.is_accepting())
         allowed[self._ends] = False
         allowed[self._stop_ids[self._stop_ids < vocab_size]] |= may_end
         return allowed
+
+
+def _mask(matcher: LLMatcher) -> bytes:
+    """A bit for each token that may follow. BadInput if that can't be told: a token did not fit, or
+    the grammar came to one of llguidance's limits."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadInput(f"the grammar cannot be followed: {grammar.brief(matcher.get_error())}")
+    return mask
 
 
 class Processors:
@@ -90,6 +93,8 @@ class Processors:
         """`config`: the model's."""
         self._config = config
         self._tokenizer_json: bytes | None = None
+        self._made: Vocabulary | BadInput | None = None
+        """Of the tokenizer; None before the first request that needs it."""
         self._of: dict[SequenceKey, Processor] = {}
 
     def made(self, rows: Iterable[Row]) -> dict[SequenceKey, Processor]:
@@ -100,23 +105,35 @@ class Processors:
             if context is None:
                 continue
             try:
-                vocabulary = self._vocabulary if context.rules.grammar else None
+                vocabulary = self._vocabulary() if context.rules.grammar else None
                 made[row.sequence] = Processor(context, vocabulary)
             except LambdaScaleError as error:
                 raise RowsRefused((row.sequence,), error) from error
+            except Exception as error:  # a row's boundary, as in drawing
+                why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
+                raise RowsRefused((row.sequence,), why) from error
         return made
 
     def use_tokenizer(self, tokenizer_json: bytes) -> None:
-        self._tokenizer_json = tokenizer_json
+        self._tokenizer_json, self._made = tokenizer_json, None
 
-    @cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
-        llguidance lets no other thread run. Errors are not kept: the tokenizer may yet come."""
+        """NotReady before the tokenizer is there; BadInput if grammars can't be followed with it.
+
+        Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
+        llguidance lets no other thread run.
+        """
         if self._tokenizer_json is None:
-            raise NotFound("the model's tokenizer is not on this node yet")
-        config = self._config
-        return Vocabulary(self._tokenizer_json, config["vocab_size"], grammar.eos_of(config))
+            raise NotReady("the model's tokenizer is not on this node yet")
+        if self._made is None:
+            vocab_size, eos = self._config["vocab_size"], grammar.eos_of(self._config)
+            try:
+                self._made = Vocabulary(self._tokenizer_json, vocab_size, eos)
+            except BadInput as error:
+                self._made = error
+        if isinstance(self._made, BadInput):
+            raise BadInput(str(self._made))
+        return self._made
 
     def keep(self, made: Mapping[SequenceKey, Processor]) -> None:
         self._of.update(made)

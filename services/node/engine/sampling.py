@@ -18,6 +18,8 @@ import torch
 
 from services.node.engine.base import Draw
 from services.node.engine.processors import Logits, Processor
+from shared import telemetry
+from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.messages.serving import Logprobs, Sampling
 
 Weights = npt.NDArray[np.float64]
@@ -25,8 +27,12 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: its rules leave none."""
+    """None: there is none to draw, as `error` says."""
     logprobs: Logprobs | None = None
+    error: LambdaScaleError | None = None
+
+
+NOT_FINITE = Drawn(None, error=ModelError("the model's logits are not finite: NaN or infinite"))
 
 
 def sample(
@@ -34,16 +40,29 @@ def sample(
     draws: Sequence[Draw],
     processors: Sequence[Processor | None] | None = None,
 ) -> list[Drawn]:
-    """One token for each row of `logits` [n, vocab]; the processors are told of theirs."""
+    """One token for each row of `logits` [n, vocab]; the processors are told of theirs. What goes
+    wrong with one row is told in its place, and the others are drawn."""
     # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
-    drawn = [Drawn(token) for token in logits.argmax(-1).tolist()]
+    drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in _largest_ids(logits)]
     of = processors or [None] * len(draws)
-    rest = [row for row, draw in enumerate(draws) if of[row] or not _is_plain(draw.sampling)]
+    rest = [
+        row
+        for row, draw in enumerate(draws)
+        if drawn[row].error is None and (of[row] or not _is_plain(draw.sampling))
+    ]
     if rest:
         values = logits[rest].to(torch.float64).cpu().numpy()
         for row, own in zip(rest, values, strict=True):
-            drawn[row] = _sampled(own, draws[row], of[row])
+            drawn[row] = _guarded(own, draws[row], of[row])
     return drawn
+
+
+def _largest_ids(logits: torch.Tensor) -> list[int]:
+    """Of each row; -1 where the largest is not finite, as it is not if any is NaN."""
+    ids = logits.argmax(-1, keepdim=True)
+    ids = ids.where(logits.gather(-1, ids).isfinite(), -1)
+    found: list[int] = ids.squeeze(-1).tolist()
+    return found
 
 
 def uniform(seed: int, index: int) -> float:
@@ -56,15 +75,25 @@ def _is_plain(sampling: Sampling) -> bool:
     return sampling.temperature == 0 and sampling.logprobs is None
 
 
+def _guarded(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:
+    try:
+        return _sampled(logits, draw, processor)
+    except LambdaScaleError as error:
+        return Drawn(None, error=error)
+    except Exception as error:  # a row's boundary: those drawn along with it go on
+        telemetry.logger("sampling").exception("a draw failed")
+        return Drawn(None, error=LambdaScaleError(f"no token could be drawn: {error!r}"))
+
+
 def _sampled(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:
-    """`logits` [vocab] are changed if there is a processor."""
+    """`logits` [vocab] are changed if there is a processor. BadInput if its rules leave none."""
     wanted = draw.sampling.logprobs
     logprobs = None if wanted is None else _log_softmax(logits)
     if processor is not None:
         processor.apply(logits)
     token = int(logits.argmax())
-    if logits[token] == -np.inf or (processor is not None and processor.broken):
-        return Drawn(None)
+    if logits[token] == -np.inf:
+        raise BadInput("the request's rules leave no token that could follow")
     if draw.sampling.temperature > 0:
         token = _drawn(logits, draw.sampling, draw.index)
     if processor is not None:

@@ -7,12 +7,14 @@ does not matter who else rides.
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import PartResult, Row, SequenceKey, StagePart
+from services.node.engine.copies import to_device, to_host
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.processors import Processors
@@ -22,12 +24,16 @@ from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
+if TYPE_CHECKING:
+    from services.node.engine.graphs import DecodeGraphs, GraphedStep
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
     decoder: Decoder
     processors: Processors
+    graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
@@ -36,6 +42,14 @@ class Model:
         return range(
             max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
         )
+
+    def layer_units(self, block: int) -> tuple[LayerUnit, ...]:
+        return tuple(unit for unit in self.blocks[block] if isinstance(unit, LayerUnit))
+
+    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> "LayerStep | GraphedStep":
+        """`hidden`: [padded rows, hidden_size]."""
+        graphed = self.graphs.step(spans, hidden) if self.graphs else None
+        return graphed or self.decoder.step(spans, len(hidden))
 
 
 @dataclass(slots=True)
@@ -56,14 +70,19 @@ class _Rider:
 
     @property
     def result(self) -> PartResult:
-        hidden = None if self.ends else self.hidden
+        hidden = None if self.ends else to_host(self.hidden)
         sampled = tuple(drawn.token for drawn in self.drawn) or (None,) * len(self.rows)
         logprobs = {
             row.sequence: drawn.logprobs
             for row, drawn in zip(self.rows, self.drawn, strict=False)
             if drawn.logprobs
         }
-        return PartResult(tuple(self.rows), hidden, sampled, logprobs)
+        failed = {
+            row.sequence: drawn.error
+            for row, drawn in zip(self.rows, self.drawn, strict=False)
+            if drawn.error
+        }
+        return PartResult(tuple(self.rows), hidden, sampled, logprobs, failed)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
@@ -100,7 +119,7 @@ class TorchSweep:
         # Of the rows aboard, packed one after the other:
         self._hidden = torch.empty(0)
         self._packed = False
-        self._step: LayerStep | None = None
+        self._step: LayerStep | GraphedStep | None = None
         """Planned when they come to a layer."""
 
     @property
@@ -151,16 +170,14 @@ class TorchSweep:
     def _run(self, model: Model) -> None:
         if not self._packed:
             self._pack(model.decoder)
-        kv = self._kv.tensor(self._model_id)
-        layer = model.layers(self._at, self._at + 1).start
-        for unit in model.blocks[self._at]:
-            if isinstance(unit, LayerUnit):
-                if self._step is None:
-                    self._step = LayerStep(model.decoder, self._spans(), len(self._hidden))
-                self._step.run(unit, self._hidden, kv[layer])
-                layer += 1
-            elif isinstance(unit, HeadUnit):
-                self._sample(model, unit)
+        if layers := model.layer_units(self._at):
+            if self._step is None:
+                self._step = model.step(self._spans(), self._hidden)
+            kv = self._kv.of_layers(self._model_id, model.layers(self._at, self._at + 1))
+            self._step.run(self._at, layers, self._hidden, kv)
+        head = model.blocks[self._at][-1]
+        if isinstance(head, HeadUnit):
+            self._sample(model, head)
 
     def _pack(self, decoder: Decoder) -> None:
         """Always into new memory: those who got off keep theirs."""
@@ -270,7 +287,7 @@ def _embedded(part: StagePart, model: Model) -> torch.Tensor:
         )
     embedding = model.blocks[0][0]
     assert isinstance(embedding, EmbeddingUnit)
-    return embedding.table[torch.tensor(tokens, device=model.decoder.device)]
+    return embedding.table[to_device(torch.tensor(tokens), model.decoder.device)]
 
 
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
@@ -278,7 +295,7 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return part.hidden.to(model.decoder.device, model.decoder.dtype)
+    return to_device(part.hidden.to(model.decoder.dtype), model.decoder.device)
 
 
 def _drawn(

@@ -13,7 +13,7 @@ import torch
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span, pad_rows
 from services.node.engine.base import Draw, SequenceKey
-from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.decoder import Decoder
 from services.node.engine.kv import Sequence
 from services.node.engine.sampling import sample
 from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
@@ -21,8 +21,9 @@ from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.messages.serving import Sampling
 
-BATCHES = ((1, 1), (8, 1), (64, 1), (1, 64), (1, 512))
-"""(sequences, positions of each): decode steps, and prefills."""
+BATCHES = (*((n, 1) for n in (1, 2, 4, 8, 16, 32, 64)), (1, 64), (1, 512))
+"""(sequences, positions of each): decode steps, of the sizes of which there are graphs
+(graphs.py), and prefills."""
 
 
 def warm_up(decoder: Decoder) -> Iterator[None]:
@@ -71,7 +72,7 @@ def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: in
         for i in range(sequences)
     ]
     hidden = _hidden(decoder, sequences * positions)
-    LayerStep(decoder, spans, len(hidden)).run(layer, hidden, kv)
+    decoder.step(spans, len(hidden)).run(0, (layer,), hidden, kv[None])
 
 
 @torch.inference_mode()

@@ -91,7 +91,7 @@ class ModelConfig:
             ),
             n_heads=n_heads,
             n_kv_heads=_kv_heads(config, n_heads),
-            head_dim=_head_dim(config, hidden_size, n_heads),
+            head_dim=_head_dim(config, family, hidden_size, n_heads),
             norm_eps=number(config, "rms_norm_eps"),
             rope=rope,
             context_length=context_length,
@@ -263,9 +263,11 @@ def _kv_heads(config: RawConfig, n_heads: int) -> int:
     return kv_heads
 
 
-def _head_dim(config: RawConfig, hidden_size: int, n_heads: int) -> int:
+def _head_dim(config: RawConfig, family: Family, hidden_size: int, n_heads: int) -> int:
     if config.get("head_dim") is not None:
         head_dim = integer(config, "head_dim")
+    elif family.head_dim is not None:
+        head_dim = family.head_dim
     elif hidden_size % n_heads:
         raise CorruptCheckpoint(
             f"config.json: hidden_size {hidden_size} is not a multiple of "

@@ -192,6 +192,8 @@ class ReadChannel:
 
     def _granted(self, identity: int, pending: _Pending, place: Place, nbytes: int) -> None:
         self._check_length(pending, nbytes)
+        if self.connection.posted >= MAX_READS:  # each grant that was taken has posted one
+            raise ProtocolViolation(f"{MAX_READS} grants were taken, and nobody reads of it")
         if self._way is None or not pending.request.direct:
             raise ProtocolViolation(f"GRANT for read {identity}, which is not direct")
         pending.taking = self._spawn(partial(self._take, pending, place, nbytes, self._way))

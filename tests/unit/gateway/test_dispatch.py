@@ -16,21 +16,29 @@ from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD, Switch
 from services.gateway.core.streams import Verdict, judge
-from shared.errors import BadInput, BusTimeout, CapacityExceeded, NotFound
+from shared.errors import (
+    BadInput,
+    BusTimeout,
+    CapacityExceeded,
+    NotFound,
+    NotReady,
+    StaleEpoch,
+)
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
-from shared.messages.serving import Sampling, Token, Tokens
+from shared.messages.serving import AttemptFailed, Sampling, Token, Tokens
 from tests.unit.gateway.support import path, replica
 
 NAME, MODEL = ModelName("m"), ModelId("m-id")
 STALL_S = 20.0
+QUEUE_S = 60.0
 
 
 class Driver:
     """A dispatch core with one model and its own time."""
 
     def __init__(self, *instances: Instance) -> None:
-        rules = Rules(GatewayId("g"), lambda: 0.0, 10, 60.0, STALL_S, 3)
+        rules = Rules(GatewayId("g"), lambda: 0.0, 10, QUEUE_S, STALL_S, 3)
         self.dispatch = Dispatch(rules)
         self.dispatch.add_model(NAME, MODEL)
         self.now = 0.0
@@ -149,16 +157,93 @@ def test_who_is_refused_lets_others_go_first() -> None:
     assert sent(driver.later(AVOID_S)) == [("large", "replica-1", 2)]
 
 
+def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
+    """The instance serves the others, and another one perhaps the request."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    error = NotReady("no tokenizer")
+    assert not sent(driver.dispatch.on_not_taken(RequestId("a"), 1, error, driver.now))
+    assert sent(driver.admit("b")) == [("b", "replica-1", 1)]
+    assert sent(driver.publish(replica(1), replica(2))) == [("a", "replica-2", 2)]
+    node = replica(2).leader
+    failed = AttemptFailed(RequestId("a"), 2, error.code, "no tokenizer")
+    driver.dispatch.on_tokens(Tokens(node=node, tokens=(), failed=(failed,)), driver.now)
+    starts = [start for _ in range(20) for start in sent(driver.later(AVOID_S))]
+    assert starts[0] == ("a", "replica-1", 3)
+
+
+def test_who_was_refused_for_too_long_is_told_why() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    ends: list[End] = []
+    attempt = 0
+    while not ends:
+        attempt += 1
+        error = NotReady("no tokenizer here")
+        driver.dispatch.on_not_taken(RequestId("a"), attempt, error, driver.now)
+        ends = [c for c in driver.later(2.0) if isinstance(c, End)]
+    assert "for 60 s (the last one said: no tokenizer here): try again" in str(ends[0].error)
+    assert attempt == QUEUE_S / 2
+
+
 def test_a_lost_last_token_is_noticed() -> None:
     driver = Driver(replica(1))
     driver.admit("a")
     driver.give("a", 1, 0)
     assert not driver.later(STALL_S - 1)
-    assert any(isinstance(c, Resumed) and c.reason == "lost" for c in driver.later(1))
+    assert sent(driver.later(1)) == [("a", "replica-1", 1)]  # does it go on?
+    over = driver.dispatch.on_not_taken(RequestId("a"), 1, StaleEpoch("over"), driver.now)
+    assert [c.reason for c in over if isinstance(c, Resumed)] == ["refused"]
     again = driver.later(0.1)
     (send,) = [command for command in again if isinstance(command, Send)]
     assert send.submit.tokens == (0, 1, 2, 3, 7)
-    assert send.submit.prompt_tokens == 4
+    assert (send.submit.prompt_tokens, send.submit.attempt) == (4, 2)
+
+
+def test_a_request_that_waits_on_its_node_stays_there() -> None:
+    """However long, as long as its leader says that it goes on."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    for _ in range(20):
+        assert sent(driver.later(STALL_S)) == [("a", "replica-1", 1)]
+    (emit,) = driver.give("a", 1, 1)
+    assert isinstance(emit, Emit)
+    late = driver.dispatch.on_not_taken(RequestId("a"), 1, BusTimeout("late"), driver.now)
+    assert late == []
+
+
+def test_a_leader_that_does_not_answer_loses_its_requests() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    for attempt in range(1, 5):
+        driver.give("a", attempt, attempt - 1)
+        assert sent(driver.later(STALL_S)) == [("a", "replica-1", attempt)]
+        error = BusTimeout("hung")
+        commands = driver.dispatch.on_not_taken(RequestId("a"), attempt, error, driver.now)
+        assert any(isinstance(c, Withdraw) for c in commands)
+        driver.later(2.0)
+    (end,) = [c for c in commands if isinstance(c, End)]
+    assert "failed 4 times" in str(end.error)
+
+
+@pytest.mark.parametrize("token", [False, True])
+def test_time_on_an_instance_is_no_wait_for_one(token: bool) -> None:
+    """Nor what was before a token."""
+    driver = Driver()
+    driver.admit("a")
+    driver.later(QUEUE_S / 2)
+    driver.publish(replica(1))
+    driver.later(QUEUE_S)
+    if token:
+        driver.give("a", 1, 0)
+    driver.later(QUEUE_S)
+    driver.publish()
+    left = QUEUE_S if token else QUEUE_S / 2
+    assert not driver.later(left - 1)
+    (end,) = driver.later(1)
+    assert isinstance(end, End)
+    assert isinstance(end.error, CapacityExceeded)
 
 
 def test_a_node_that_does_not_know_the_limit_is_cut_off() -> None:

@@ -54,6 +54,8 @@ async def events(http: aiohttp.ClientSession, body: dict[str, Any], route: str) 
     return [json.loads(event) for event in found[:-1]]
 
 
+OVERFLOWS = "\n".join(["start: x0", *(f"x{i}: x{i + 1}" for i in range(8000)), 'x8000: "a"'])
+NO_SCHEMA = {"schema": {"type": "objec"}}
 JSON = {"response_format": {"type": "json_object"}}
 ASK = {"model": NAME, "prompt": "say hello", "max_tokens": 50}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -399,6 +401,15 @@ async def test_a_client_that_leaves_before_the_first_token(
         ({"logit_bias": {str(VOCAB): 1}}, 400, "logit_bias"),
         ({"min_tokens": 51}, 400, "min_tokens"),
         ({"structured_outputs": {"regex": "a(b"}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 140_000}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"grammar": OVERFLOWS}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"json": {"type": "objec"}}}, 400, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": NO_SCHEMA}},
+            400,
+            "response_format",
+        ),
         ({"model": "other"}, 404, "model"),
     ],
 )

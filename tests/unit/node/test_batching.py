@@ -20,7 +20,7 @@ from services.node.core.microbatches import (
 )
 from services.node.core.rows import Context, Row
 from services.node.core.sequences import sequence_key
-from shared.errors import CapacityExceeded, ProtocolViolation
+from shared.errors import CapacityExceeded, ProtocolViolation, StaleEpoch, TransportTimeout
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, LogitRules, Logprobs, Submit, Token
@@ -85,6 +85,34 @@ def forward(path: Path, *given: Row, batch: int = 1) -> Forward:
 
 
 # --- leading ----------------------------------------------------------------
+
+
+def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:
+    """It does while it waits, and while it comes on; not in the same micro-batch for ever."""
+    core = batcher(slots=1)
+    first, second = one("r", TWO, size=16), one("s", TWO)
+    for _ in range(3):
+        queue(core, first, second)
+    assert (core.running, core.waiting) == (0, 2)
+    for _ in range(2):
+        work = take(core)
+        queue(core, first)
+        core.received(Sampled(work[0].batch, (("r#1", None),)))
+    queue(core, first)
+    run(core, take(core))
+    queue(core, first)
+    with pytest.raises(TransportTimeout, match="r is stuck on its path over a, b"):
+        queue(core, first)
+    core.cancel(Cancel(request=first.request, attempt=1))
+    with pytest.raises(StaleEpoch):
+        queue(core, first)
+
+
+def test_an_attempt_that_this_node_runs_alone_goes_on_as_long_as_the_node_says_so() -> None:
+    core = batcher()
+    queue(core, one("r", WHOLE))
+    take(core)
+    queue(core, one("r", WHOLE), one("r", WHOLE))
 
 
 def test_rules_go_with_the_draw_that_ends_a_prefill_alone() -> None:

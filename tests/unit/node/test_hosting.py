@@ -1,19 +1,23 @@
 """Models on real nodes: pulled, relayed, promoted, put to sleep, given back and removed."""
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.node.hosting import Hosting
+from services.node import hosting
+from services.node.hosting import Hosted, Hosting
+from services.node.library import Library
 from services.node.mover import Arrival, Failure
 from services.node.worker import Worker
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
 from shared.errors import (
     BadInput,
+    BusTimeout,
     CapacityExceeded,
     NotFound,
     StaleEpoch,
@@ -141,6 +145,66 @@ async def test_an_engine_that_refuses_a_model_leaves_its_space_free(
         await up.promoted("a")
         await up.apply("b", FROM_A)
         await up.until_arrived("b", ALL)
+
+
+class Tokenizers:
+    """How often nodes ask for one, and what their engines are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = 0
+        """The first so many times."""
+        self.asked: asyncio.Semaphore = asyncio.Semaphore(0)
+        self.given: asyncio.Queue[bytes] = asyncio.Queue()
+        times = itertools.count(1)
+
+        async def file(library: Library, model: ModelId, name: str) -> bytes:
+            self.asked.release()
+            if next(times) <= self.fails:
+                raise BusTimeout("no answer")
+            return name.encode()
+
+        monkeypatch.setattr(hosting, "TOKENIZER_RETRY_S", 0.001)
+        monkeypatch.setattr(Library, "file", file)
+        monkeypatch.setattr(
+            Worker, "use_tokenizer", lambda _, __, data: self.given.put_nowait(data)
+        )
+
+
+@pytest.fixture
+def tokenizers(monkeypatch: pytest.MonkeyPatch) -> Tokenizers:
+    return Tokenizers(monkeypatch)
+
+
+async def test_a_tokenizer_is_asked_for_until_it_comes(
+    tmp_path: Path, checkpoint: Path, tokenizers: Tokenizers
+) -> None:
+    tokenizers.fails = 3
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.apply("a", promote=ALL)
+        assert await tokenizers.given.get() == b"tokenizer.json"
+
+
+async def test_a_tokenizer_is_not_asked_for_when_the_model_was_given_up(
+    tmp_path: Path, checkpoint: Path, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers.fails = 1000
+    made: list[Hosted] = []
+    free = Hosting._free
+
+    async def watched(self: Hosting, hosted: Hosted) -> None:
+        made.append(hosted)
+        await free(self, hosted)
+
+    monkeypatch.setattr(Hosting, "_free", watched)
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.apply("a", promote=ALL)
+        for _ in range(2):
+            await tokenizers.asked.acquire()
+        await up.release("a")
+        (hosted,) = made
+        assert hosted.bringing is not None
+        await asyncio.wait([hosted.bringing])
+        assert hosted.bringing.cancelled()
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -26,7 +26,7 @@ from shared.errors import (
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
 from tests.support.raw_peer import impostor, next_frame
-from tests.unit.node.test_mover import ALL, CONTENT, EVENT, MODEL, Node, Nodes, nodes
+from tests.unit.node.test_mover import ALL, CHUNK, CONTENT, EVENT, MODEL, Node, Nodes, nodes
 
 __all__ = ["nodes"]
 
@@ -187,3 +187,46 @@ async def test_a_bit_that_flips_on_the_way_is_asked_for_again(nodes: Nodes) -> N
     assert target.content() == CONTENT
     assert not target.failures
     assert len(seen) == sum(len(spec.digests) for spec in target.manifest.blocks)
+
+
+async def test_a_source_that_forgets_the_region_half_way_is_asked_for_the_rest(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come and was shown to others is not written again; what came wrong is read once
+    more, by itself."""
+    monkeypatch.setattr(mover, "FIRST_WINDOW", 5)
+    target = await nodes.start("t", read_bytes=5 * CHUNK)
+    target.hold([])
+    asked: list[tuple[int, int]] = []
+    written: list[int] = []
+    overwrites = target.mover._overwrites
+
+    def watch(buffer: memoryview) -> None:
+        written.append(len(buffer) // CHUNK)
+        overwrites(buffer)
+
+    target.mover._overwrites = watch
+
+    async def forget(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            prefix, body = await next_frame(reader)
+            if prefix.kind is not Kind.READ:
+                continue
+            request = parse_read(body)
+            asked.append((request.offset // CHUNK, request.nbytes // CHUNK))
+            content = CONTENT[int(request.region.removeprefix(f"{MODEL}/"))]
+            payload = content[request.offset : request.offset + request.nbytes]
+            if len(asked) == 1:  # a right chunk, a wrong one, and a part of the next
+                sent = payload[:CHUNK] + flipped(payload[CHUNK : 2 * CHUNK]) + payload[2 * CHUNK :]
+                writer.write(data(prefix.id, sent[: 2 * CHUNK + 50]))
+                writer.write(encode_fault(prefix.id, RegionUnknown.code, "gone for a moment"))
+            else:
+                writer.write(data(prefix.id, payload))
+
+    async with impostor(forget) as address:
+        target.mover.apply(MODEL, EVENT, 1, [Pull(0, 0, BAD)], {BAD: address})
+        await target.until(lambda: bool(target.arrivals or target.failures))
+    assert not target.failures
+    assert target.content()[0] == CONTENT[0]
+    assert asked == [(0, 5), (2, 3), (1, 1)]
+    assert written == [5, 3, 1]

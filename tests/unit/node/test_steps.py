@@ -3,13 +3,14 @@ import torch
 
 from services.node import activations
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled
-from services.node.core.rows import Row
+from services.node.core.rows import Draw, Row
 from services.node.engine.base import StagePart
 from services.node.steps import Steps
 from services.node.transport.base import Buffer
+from shared.errors import BadInput
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.instances import Stage
-from shared.messages.serving import Tokens
+from shared.messages.serving import Sampling, Tokens
 from tests.support.hash_engine import HIDDEN, HashEngine, hash_manifest
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
@@ -124,6 +125,32 @@ def test_an_engine_that_breaks_after_a_part_got_off_fails_the_others() -> None:
         ("mem://f", Forward),
         ("mem://c", Failed),
     ]
+
+
+def test_a_row_that_cannot_be_drawn_fails_alone() -> None:
+    rig = Rig()
+    rig.engine.failing["odd#1"] = BadInput("no token fits")
+    for name in ("one", "odd", "two"):
+        rig.steps.submit(submit(name, WHOLE, max_tokens=2))
+    rig.run()
+    rig.steps.flush()
+    ((_, tokens),) = rig.emitted
+    (failed,) = tokens.failed
+    assert (failed.request, failed.code, failed.message) == ("odd", "bad_input", "no token fits")
+    assert [token.request for token in tokens.tokens] == ["one", "two"] * 2
+    assert (rig.steps.load.running, rig.engine.sequences) == (0, {})
+
+
+def test_a_later_stage_tells_the_leader_why_a_row_could_not_be_drawn() -> None:
+    rig = Rig()
+    rig.engine.failing["x#1"] = BadInput("no token fits")
+    rows = tuple(Row(key, 0, 1, 9, (), Draw(0, Sampling())) for key in ("x#1", "y#1"))
+    rig.receive(LATE, rows, hidden_states(1, 2))
+    rig.run()
+    messages = [activations.decode(memoryview(h), memoryview(b""))[0] for _, h, _ in rig.sent]
+    assert [type(message) for message in messages] == [Failed, Sampled]
+    assert messages[0] == Failed(("x#1",), "bad_input", "no token fits")
+    assert set(rig.engine.sequences) == {"y#1"}
 
 
 def test_nothing_to_run_is_no_step() -> None:

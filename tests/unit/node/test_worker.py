@@ -14,6 +14,7 @@ from shared.errors import (
     PeerLost,
     StaleEpoch,
 )
+from shared.grammar import FOLLOW_STACK
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
@@ -57,6 +58,22 @@ async def test_requests_of_a_path_get_their_tokens(path: tuple[Stage, ...]) -> N
             assert attempt.tokens[-1].finish == "length"
         await nodes.all_free()
         assert sum(w.load().violations for w in nodes.workers.values()) == 0
+
+
+async def test_the_engine_thread_has_the_stack_that_grammars_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: dict[str, int] = {}
+    start = threading.Thread.start
+
+    def watched(thread: threading.Thread) -> None:
+        begun[thread.name] = threading.stack_size()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    async with cluster("a"):
+        assert begun["engine-a"] == FOLLOW_STACK
+        assert threading.stack_size() == 0
 
 
 async def test_a_node_leads_follows_and_replicates_at_once() -> None:

@@ -96,7 +96,7 @@ def load() -> Kernels | None:
         return None
     try:
         return Kernels(_compiled(compiler))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home: RuntimeError
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         log.warning("kernels.c was not compiled: decoding on the processor is slower", error=said)
         return None

@@ -49,5 +49,7 @@ class Family:
     """Each head's query and key is normed before it is rotated."""
     window: Window = no_window
     experts: Experts | None = None
+    head_dim: int | None = None
+    """What a config without head_dim means; None: hidden_size divided among the heads."""
     rope_theta: float = 10000.0
     """What a config without rope_theta means."""

@@ -8,5 +8,6 @@ QWEN3 = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
+    head_dim=128,
     window=upper_layers_if_used,
 )

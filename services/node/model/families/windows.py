@@ -21,9 +21,14 @@ def all_layers(config: RawConfig, layer: int) -> int:
     return 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
 
 
+def all_layers_or_4096(config: RawConfig, layer: int) -> int:
+    """`sliding_window`; a config without the key means 4096."""
+    return all_layers({"sliding_window": 4096, **config}, layer)
+
+
 def all_layers_if_used(config: RawConfig, layer: int) -> int:
-    """`sliding_window`, if `use_sliding_window` says so."""
-    return all_layers(config, layer) if flag(config, "use_sliding_window") else 0
+    """`sliding_window` (a config without the key means 4096), if `use_sliding_window` says so."""
+    return all_layers_or_4096(config, layer) if flag(config, "use_sliding_window") else 0
 
 
 def upper_layers_if_used(config: RawConfig, layer: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 
 import jsonschema
 import numpy as np
@@ -17,7 +18,7 @@ from services.node.engine.base import Context, Draw, Row, RowsRefused
 from services.node.engine.processors import Logits, Processor, Processors
 from services.node.engine.sampling import sample
 from shared import grammar
-from shared.errors import BadInput, NotFound
+from shared.errors import BadInput, LambdaScaleError, NotReady
 from shared.grammar import Vocabulary
 from shared.messages.serving import LogitRules, Sampling
 
@@ -102,7 +103,7 @@ def generate(schema_grammar: str, seed: int, cut: int, limit: int = 400) -> str:
             processor = Processor(context(rules, [1, 2], drawn), VOCABULARY)
         draw = Draw(len(drawn), Sampling(temperature=1.0, seed=seed))
         logits = noise(seed + len(drawn)).float()[None]
-        ((token, _),) = sample(logits, [draw], [processor])
+        token = sample(logits, [draw], [processor])[0].token
         assert token is not None
         if token == EOS:
             return TOKENIZER.decode(drawn)
@@ -128,6 +129,11 @@ def test_text_under_a_regex_fits_it(seed: int) -> None:
 def test_a_choice_is_one_of_its_texts(seed: int) -> None:
     choices = ['say "no"', "yes", "may\nbe"]
     assert generate(grammar.from_choice(choices), seed, 1) in choices
+
+
+def test_a_choice_of_very_many() -> None:
+    choices = [f"text {i}" for i in range(4000)]
+    assert generate(grammar.from_choice(choices), 5, 1) in choices
 
 
 def test_greedy_text_is_held_to_the_grammar_too() -> None:
@@ -172,7 +178,7 @@ def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
     plain = drawing("plain", LogitRules(presence_penalty=1.0))
     with pytest.raises(RowsRefused, match="tokenizer") as early:
         found.made([plain, drawing("early", regex)])
-    assert (early.value.sequences, type(early.value.why)) == (("early",), NotFound)
+    assert (early.value.sequences, type(early.value.why)) == (("early",), NotReady)
     found.use_tokenizer(TOKENIZER.to_str().encode())
     wrong = drawing("wrong", regex, TOKENIZER.encode("b").ids[-1:])
     with pytest.raises(RowsRefused) as misfit:
@@ -183,3 +189,66 @@ def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
     assert found.of("early")
     found.free(("early", "unknown"))
     assert found.of("early") is None
+
+
+def test_a_tokenizer_that_cannot_be_used_is_read_once_and_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[bytes] = []
+
+    def watched(data: bytes, vocab_size: int, eos: int | None) -> Vocabulary:
+        read.append(data)
+        return Vocabulary(data, vocab_size, eos)
+
+    monkeypatch.setattr("services.node.engine.processors.Vocabulary", watched)
+    found = Processors({"vocab_size": VOCAB, "eos_token_id": EOS})
+    regex = drawing("r", LogitRules(grammar=grammar.from_regex("ab")))
+    found.use_tokenizer(b"{}")
+    for _ in range(2):
+        with pytest.raises(RowsRefused, match="can't be used for structured output") as refused:
+            found.made([regex])
+        assert isinstance(refused.value.why, BadInput)
+    assert read == [b"{}"]
+    found.use_tokenizer(TOKENIZER.to_str().encode())
+    assert found.made([regex, regex])
+    assert len(read) == 2
+
+
+def ambiguous(rules: int, letters: str) -> str:
+    """A grammar that is sound, and comes to more parses than llguidance follows: with one letter
+    after that, with many at once."""
+    letter = " | ".join(f'"{letter}"' for letter in letters)
+    names = " | ".join(f"x{i}" for i in range(rules))
+    ways = (
+        f"x{i}: ({letter}) y{i}\ny{i}: x{i * 7 % rules} | x{(i + 1) % rules} | x{(i + 5) % rules}"
+        for i in range(rules)
+    )
+    return grammar.from_lark("\n".join([f"start: {names}", *ways]))
+
+
+def test_a_grammar_that_breaks_later_ends_its_row() -> None:
+    processor = Processor(context(LogitRules(grammar=ambiguous(400, "a")), [1], []), VOCABULARY)
+    plain = Processor(context(LogitRules(), [1], []), None)
+    draws = [Draw(0, Sampling())] * 2
+    first, _ = sample(noise(1).float().repeat(2, 1), draws, [processor, plain])
+    assert (TOKENIZER.id_to_token(first.token or 0), first.error) == ("a", None)
+    broken, other = sample(noise(2).float().repeat(2, 1), draws, [processor, plain])
+    assert (broken.token, type(broken.error)) == (None, BadInput)
+    assert "Too many items" in str(broken.error)
+    assert other.token is not None
+
+
+def test_a_grammar_that_breaks_is_told_when_it_is_taken_up() -> None:
+    rules = LogitRules(grammar=ambiguous(100, string.ascii_lowercase))
+    with pytest.raises(BadInput, match="Too many items"):
+        Processor(context(rules, [1], []), VOCABULARY)
+
+
+def test_rules_that_cannot_be_made_are_refused_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise IndexError("out of bounds")
+
+    monkeypatch.setattr("services.node.engine.processors._Seen", breaks)
+    with pytest.raises(RowsRefused, match="out of bounds") as refused:
+        Processors({"vocab_size": VOCAB}).made([drawing("odd", LogitRules(min_tokens=1))])
+    assert (refused.value.sequences, type(refused.value.why)) == (("odd",), LambdaScaleError)

@@ -13,9 +13,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from services.node.engine.base import Draw
-from services.node.engine.sampling import allowed, sample, uniform
-from shared.messages.serving import Sampling
+from services.node.engine.base import Context, Draw
+from services.node.engine.processors import Logits, Processor
+from services.node.engine.sampling import Drawn, allowed, sample, uniform
+from shared.errors import BadInput, LambdaScaleError, ModelError
+from shared.messages.serving import LogitRules, Sampling
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
 LOGITS = PROBABILITIES.log()
@@ -81,6 +83,42 @@ def test_top_k_and_top_p(sampling: Sampling, allowed: set[int]) -> None:
 def test_equal_logits_with_top_p() -> None:
     draws = [Draw(i, Sampling(temperature=1.0, top_p=0.5)) for i in range(300)]
     assert set(tokens(torch.zeros(300, 10), draws)) == set(range(5))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(logprobs=2)])
+def test_a_row_of_no_numbers_fails_alone(value: float, sampling: Sampling) -> None:
+    rows = torch.stack([LOGITS, LOGITS, LOGITS])
+    rows[1] = value
+    if value != float("-inf"):
+        rows[1, 2:] = 1.0
+    first, second, third = sample(rows, [Draw(0, sampling)] * 3)
+    assert (second.token, type(second.error)) == (None, ModelError)
+    assert first == third == sample(LOGITS[None], [Draw(0, sampling)])[0]
+    assert first.error is None
+
+
+class Broken(Processor):
+    """Of which nobody knew that it could break."""
+
+    def apply(self, logits: Logits) -> None:
+        raise IndexError("out of bounds")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error"),
+    [
+        (Broken(Context((1,), 1, (), LogitRules()), None), LambdaScaleError),
+        (Processor(Context((1,), 1, (0, 1, 2, 3, 4), LogitRules(min_tokens=1)), None), BadInput),
+    ],
+)
+def test_a_row_whose_rules_break_fails_alone(
+    rules: Processor, error: type[LambdaScaleError]
+) -> None:
+    draws = [Draw(0, Sampling())] * 3
+    first, second, third = sample(LOGITS.repeat(3, 1), draws, [None, rules, None])
+    assert (second.token, type(second.error)) == (None, error)
+    assert first == third == Drawn(0)
 
 
 @given(st.integers(), st.integers(0, 2**40))

@@ -1,15 +1,17 @@
 """Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from services.node.engine.base import PartResult, Row, StagePart, Sweep
+from services.node.engine.base import Context, Draw, PartResult, Row, StagePart, Sweep
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
+from shared.messages.serving import LogitRules, Sampling
 from tests.unit.node.engine.models import MODEL, Model, part, row, run, run_all
 
 LAST = 6
@@ -63,11 +65,13 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
 ) -> None:
     """One step of all streams is one sweep of the engine they share, and each layer runs once."""
     ran: list[LayerUnit] = []
-    run_layer = LayerStep.run
+    run_layers = LayerStep.run
 
-    def watched(self: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        ran.append(layer)
-        run_layer(self, layer, hidden, kv)
+    def watched(
+        self: LayerStep, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        ran.extend(layers)
+        run_layers(self, block, layers, hidden, kv)
 
     ranges = [(0, 6), (1, 6), (3, 6), (4, 6), (0, 2), (2, 5), (0, 6)]
     streams = [
@@ -134,6 +138,17 @@ def test_joining_on_the_way(model: Model) -> None:
         joined: model.expected_tokens(PROMPT[:5], 1),
         later: model.expected_tokens(PROMPT[:3], 1),
     }
+
+
+def test_a_row_whose_draw_fails_leaves_the_others_their_tokens(model: Model) -> None:
+    """Its penalties are for a token that the model does not have."""
+    odd = Context((10**6,), 1, (), LogitRules(repetition_penalty=2.0))
+    rows = [row(key, 0, PROMPT, draw=0) for key in ("one", "odd", "two")]
+    rows[1] = replace(rows[1], draw=Draw(0, Sampling(), odd))
+    result = run(model.engine(), part(rows, 0, LAST))
+    (token,) = model.expected_tokens(PROMPT, 1)
+    assert result.sampled == (token, None, token)
+    assert list(result.failed) == ["odd"]
 
 
 def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:

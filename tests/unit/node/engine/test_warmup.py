@@ -1,4 +1,6 @@
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Sequence as Rows
 
 import pytest
 import torch
@@ -22,11 +24,13 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     heads: list[int] = []
     run = LayerStep.run
 
-    def spy(step: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        run(step, layer, hidden, kv)
+    def spy(
+        step: LayerStep, block: int, units: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        run(step, block, units, hidden, kv)
         layers.append(len(hidden))
 
-    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    def drawn(logits: torch.Tensor, draws: Rows[Draw]) -> list[Drawn]:
         heads.append(len(logits))
         return sample(logits, draws)
 
@@ -34,7 +38,7 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     monkeypatch.setattr(warmup, "sample", drawn)
     pieces = list(warmup.warm_up(decoder))
     assert layers == [pad_rows(n * count) for n, count in warmup.BATCHES]
-    assert heads == [1, 8, 64]
+    assert heads == [1, 2, 4, 8, 16, 32, 64]
     assert len(pieces) == len(layers) + len(heads)
 
 
@@ -49,9 +53,11 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     run, warmed = LayerStep.run, list[type]()
 
-    def spy(step: LayerStep, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        run(step, layer, hidden, kv)
-        warmed.append(type(layer.mlp))
+    def spy(
+        step: LayerStep, block: int, units: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        run(step, block, units, hidden, kv)
+        warmed.extend(type(unit.mlp) for unit in units)
 
     monkeypatch.setattr(LayerStep, "run", spy)
     list(warmup.warm_up(model.engine(0, 0)._model(MODEL).decoder))
@@ -61,3 +67,14 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_on_a_cpu_there_is_nothing_to_warm(model: Model) -> None:
     assert list(model.engine().warm_up(MODEL)) == []
+
+
+def test_an_engine_on_a_cpu_needs_no_triton() -> None:
+    """It is not there on machines with torch's CPU build. In a process of its own: in this one
+    other tests may have imported it."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from services.node.engine.engine import TorchEngine\n"
+        "TorchEngine('cpu', 64, 1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.node.model.config import LayerConfig, ModelConfig
@@ -46,6 +47,31 @@ def read(**changes: Any) -> ModelConfig:
     """OLD with changes; None removes a key."""
     changed = OLD | changes
     return ModelConfig.from_hf({k: v for k, v in changed.items() if v is not None})
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize("window", [{}, {"sliding_window": None}])
+def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(
+    model_type: str, window: dict[str, None]
+) -> None:
+    given = OLD | {
+        "max_position_embeddings": 8192,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        **window,
+    }
+    theirs = AutoConfig.for_model(model_type, **given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    ours = ModelConfig.from_hf(given | {"architectures": [type(model).__name__]})
+    attentions = [layer.self_attn for layer in model.model.layers]
+    assert [ours.head_dim] * 2 == [attention.head_dim for attention in attentions]
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
+    widths = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
+    assert [layer.window or None for layer in ours.layers] == widths
 
 
 def test_both_generations_say_the_same() -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.node.memory.arena import Arena
+from services.node.transport import reads
 from services.node.transport.direct import Place
 from services.node.transport.shm import MAX_MEMORIES, ShmDirect
 from services.node.transport.wire import (
@@ -217,16 +218,23 @@ async def test_an_offer_from_elsewhere(own: Sharing) -> None:
 # --- who grants ----------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def granting(
-    shared: Sharing, other: Sharing, said: Callable[[int], bytes]
-) -> AsyncIterator[str]:
-    """A peer that shares the other's memory, and answers each read as told."""
+def sharing_that_of(node: Sharing) -> Callable[[Mapping[str, bytes]], Mapping[str, bytes]]:
+    """The answer of a peer that shares this node's memory."""
+    (shm,) = node.node.transport._ways.values()
 
     def answer(offers: Mapping[str, bytes]) -> Mapping[str, bytes]:
         accepted = shm.accept(offers["shm"])
         assert accepted is not None
         return {"shm": accepted[0]}
+
+    return answer
+
+
+@asynccontextmanager
+async def granting(
+    shared: Sharing, other: Sharing, said: Callable[[int], bytes]
+) -> AsyncIterator[str]:
+    """A peer that shares the other's memory, and answers each read as told."""
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -234,8 +242,7 @@ async def granting(
             if prefix.kind is Kind.READ:
                 writer.write(said(prefix.id))
 
-    (shm,) = other.node.transport._ways.values()
-    async with impostor(reply, answer=answer) as address:
+    async with impostor(reply, answer=sharing_that_of(other)) as address:
         yield address
 
 
@@ -288,6 +295,33 @@ async def test_a_lying_grant(own: Sharing, said: Callable[[int], bytes]) -> None
         assert (lost, type(error)) == (address, ProtocolViolation)
     assert set(own.room[NBYTES:]) == {ord("-")}
     await serves(own)
+
+
+async def test_grants_of_a_source_that_does_not_read_that_they_were_taken(
+    own: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte by byte it could go on for ever: what it is to be told does not pile up."""
+    monkeypatch.setattr(reads, "MAX_READS", 8)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefix, _ = await next_frame(reader)
+        connection = (await own.node.transport._readers.get(address)).connection
+        post = connection.post
+        posted = asyncio.Semaphore(0)
+
+        def watched(frame: bytes) -> None:
+            post(frame)
+            posted.release()
+
+        monkeypatch.setattr(connection, "post", watched)
+        async with connection._writing:  # as if the kernel took no more
+            for _ in range(NBYTES):
+                writer.write(grant(0, 0, 1)(prefix.id))
+                await posted.acquire()
+
+    async with impostor(drip, answer=sharing_that_of(own)) as address:
+        with pytest.raises(ProtocolViolation, match="8 grants"):
+            await own.read(address)
 
 
 async def test_a_grant_without_a_way() -> None:

@@ -1,0 +1,245 @@
+"""Attention on a GPU: fused kernels read keys and values where they lie in the cache's pages.
+
+Two launches attend all rows of a step. Those of few positions (decode steps) are bound by reading
+KV: each sequence's keys are divided over as many programs as fill the GPU (Flash-Decoding: Dao et
+al. 2023), by a number that depends on the batch alone, so that a CUDA graph of the step serves
+every length. Those of many (prefills) are cut into tiles of queries, which fill it by themselves.
+`triton_kernels.py` has the mathematics.
+
+What the kernels need to know of a step goes to the device in one copy. A row's bits may depend on
+how many others are in the step: the promise of attention.py is not made here.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from math import e, log2
+
+import torch
+
+from services.node.core.kv import PAGE, pages_of
+from services.node.engine import triton_kernels as kernels
+from services.node.engine.attention import Attention, Span
+from services.node.engine.copies import to_device
+from services.node.engine.rope import rotations
+
+FEW = 8
+"""Positions of a row whose keys are divided: a decode step, or one with drafts."""
+TILE_ROWS = 128
+"""Queries x heads of a group that a program of a prefill has, in 2-byte dtypes; else half."""
+LEAST_ROWS = 16
+"""Of a product in Triton."""
+KEYS_BYTES = 16 << 10
+"""Of the keys that a program reads at a time: two such stages of keys and values fit the shared
+memory of all GPUs from compute capability 8.0 on."""
+PROGRAMS = 4
+"""For each multiprocessor, where there are keys enough."""
+MOST_SPLITS = 64
+ROTATED_HEADS = 8
+"""That a program has."""
+_TILE = 4
+"""Numbers that describe a tile: see triton_kernels.attend."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What launches depend on."""
+
+    rows: int
+    """A multiple of 4, those that only pad included."""
+    few: int = 0
+    """Spans of at most FEW positions."""
+    drafts: bool = False
+    """Some of those have more than one."""
+    many: int = 0
+    """Tiles of the longer ones."""
+
+
+class PagedStep:
+    """Implements services.node.engine.ops.Step on a GPU.
+
+    A step of given spans; or, kept for a CUDA graph, one of a shape that is filled anew.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        frequencies: torch.Tensor,
+        shape: StepShape,
+        plan: torch.Tensor | None = None,
+    ) -> None:
+        """`plan`: int32 memory of at least `plan_size` on the device, which outlives the step;
+        None: the step's own, as large as it is filled."""
+        self._attention, self._frequencies, self._shape = attention, frequencies, shape
+        a, rows = attention, shape.rows
+        # Rows that only pad are multiplied too, and must be finite.
+        self._attended = torch.zeros(rows, a.q_size, dtype=a.dtype, device=a.device)
+        self._cos, self._sin = torch.empty(2, rows, a.head_dim // 2, device=a.device)
+        self._dim = max(LEAST_ROWS, _power_of_2(a.head_dim))
+        self._keys = max(LEAST_ROWS, min(64, KEYS_BYTES // (self._dim * a.dtype.itemsize)))
+        self._few_rows = max(LEAST_ROWS, _power_of_2(a.group * (FEW if shape.drafts else 1)))
+        self._many_rows = _tile_rows(a)
+        self._splits = _splits(a, shape.few)
+        parts = (shape.few, a.n_kv_heads, self._few_rows, self._splits)
+        self._partial = torch.empty(*parts, a.head_dim, device=a.device)
+        self._weight = torch.empty(parts, device=a.device)
+        self._plan = plan
+        if plan is not None:
+            self._divide(plan)
+
+    def fill(self, spans: Iterable[Span]) -> None:
+        """These are the step's rows now, and fit its shape."""
+        shape, queries = self._shape, self._many_rows // self._attention.group
+        positions, slots, few, many, pages = (array("i") for _ in range(5))
+        for sequence, first, count in spans:
+            at = len(positions)
+            positions.extend(range(first, first + count))
+            slots.extend(sequence.slots(first, count))
+            if count <= FEW:
+                few.extend((at, count, first, len(pages)))
+            else:
+                for skip in range(0, count, queries):
+                    tile = (at + skip, min(queries, count - skip), first + skip, len(pages))
+                    many.extend(tile)
+            pages.extend(sequence.pages[: pages_of(first + count)])
+        positions.extend([0] * (shape.rows - len(positions)))
+        slots.extend([-1] * (shape.rows - len(slots)))
+        few.extend([0] * (_TILE * shape.few - len(few)))
+        planned = array("i", chain(positions, slots, few, many, pages))
+        self._set(torch.frombuffer(planned, dtype=torch.int32))
+
+    def _set(self, planned: torch.Tensor) -> None:
+        there = to_device(planned, self._attention.device)
+        if self._plan is None:
+            self._divide(there)
+        else:
+            self._plan[: len(there)].copy_(there)
+        cos, sin = rotations(self._positions, self._frequencies)
+        self._cos.copy_(cos[:, 0])
+        self._sin.copy_(sin[:, 0])
+
+    def _divide(self, plan: torch.Tensor) -> None:
+        rows, shape = self._shape.rows, self._shape
+        sizes = (rows, rows, _TILE * shape.few, _TILE * shape.many)
+        parts = torch.split(plan, [*sizes, len(plan) - sum(sizes)])
+        self._positions, self._slots, self._few, self._many, self._pages = parts
+
+    def run(
+        self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """`qkv` is changed; the result is the step's own memory."""
+        a, shape = self._attention, self._shape
+        heads = a.n_heads + 2 * a.n_kv_heads
+        kernels.rotate_and_store[shape.rows, -(-heads // ROTATED_HEADS)](
+            qkv,
+            qkv if qk_norm is None else qk_norm,
+            a.norm_eps,
+            self._cos,
+            self._sin,
+            self._slots,
+            kv,
+            HEADS=a.n_heads,
+            KV_HEADS=a.n_kv_heads,
+            HEAD_DIM=a.head_dim,
+            HALF=_power_of_2(a.head_dim // 2),
+            TILE=ROTATED_HEADS,
+            NORMED=qk_norm is not None,
+            num_warps=1,
+        )
+        if shape.few:
+            self._attend(qkv, kv, window, self._few, self._few_rows, self._splits)
+            kernels.combine[shape.few, a.n_kv_heads, self._few_rows](
+                self._partial,
+                self._weight,
+                self._attended,
+                self._few,
+                self._splits,
+                HEADS=a.n_heads,
+                KV_HEADS=a.n_kv_heads,
+                HEAD_DIM=a.head_dim,
+                ROWS=self._few_rows,
+                DIM=self._dim,
+                MOST_SPLITS=MOST_SPLITS,
+            )
+        if shape.many:
+            self._attend(qkv, kv, window, self._many, self._many_rows, 0)
+        return self._attended
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor,
+        window: int,
+        tiles: torch.Tensor,
+        rows: int,
+        splits: int,
+    ) -> None:
+        """`splits` 0: the keys are not divided."""
+        a = self._attention
+        kernels.attend[len(tiles) // _TILE, a.n_kv_heads, splits or 1](
+            qkv,
+            kv,
+            self._attended,
+            self._partial,
+            self._weight,
+            tiles,
+            self._pages,
+            a.scale * log2(e),
+            HEADS=a.n_heads,
+            KV_HEADS=a.n_kv_heads,
+            HEAD_DIM=a.head_dim,
+            WINDOW=window,
+            PAGE=PAGE,
+            ROWS=rows,
+            KEYS=self._keys,
+            DIM=self._dim,
+            DIVIDED=bool(splits),
+            num_warps=8 if rows > LEAST_ROWS * 4 else 4,
+            num_stages=2,
+        )
+
+
+def paged_step(
+    attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
+) -> PagedStep:
+    """A step of just these spans."""
+    spans = tuple(spans)
+    counts = [count for _, _, count in spans]
+    few = [count for count in counts if count <= FEW]
+    queries = _tile_rows(attention) // attention.group
+    many = sum(-(-count // queries) for count in counts if count > FEW)
+    shape = StepShape(n_padded, len(few), max(few, default=1) > 1, many)
+    step = PagedStep(attention, frequencies, shape)
+    step.fill(spans)
+    return step
+
+
+def plan_size(rows: int, longest: int) -> int:
+    """Numbers for a step of so many sequences, a position each, up to `longest` positions."""
+    return rows * (2 + _TILE + pages_of(longest))
+
+
+def _tile_rows(attention: Attention) -> int:
+    rows = TILE_ROWS if attention.dtype.itemsize == 2 else TILE_ROWS // 2
+    return max(rows, _power_of_2(attention.group))
+
+
+def _splits(attention: Attention, few: int) -> int:
+    """Programs that divide the keys of a sequence and KV head."""
+    if not few:
+        return 1
+    programs = PROGRAMS * _processors(attention.device) // (few * attention.n_kv_heads)
+    return max(1, min(MOST_SPLITS, programs))
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _power_of_2(n: int) -> int:
+    """The least that is not under n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,215 @@
+"""Triton kernels for GPUs: what torch has no fused call for. `triton_ops.py` launches them.
+
+Nothing imports this file on a machine without a GPU, but its tests: they run it in Triton's
+interpreter. All sums are in float32; float32 operands are multiplied as such, not as TF32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_and_store(
+    qkv,
+    norm,
+    eps,
+    cos,
+    sin,
+    slots,
+    kv,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """RoPE of a row's queries, in place, and of its keys, which go to the row's slot of the cache
+    with its values. NORMED: after an RMS norm of each head. One program a row and TILE of its heads
+    (queries', keys', values').
+
+    qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; norm [HEADS + KV_HEADS, HEAD_DIM]; cos, sin [rows,
+    HEAD_DIM / 2] float32; slots [rows], less than 0 for rows that only pad; kv [slots, 2, KV_HEADS,
+    HEAD_DIM]. HALF: HEAD_DIM / 2 or more, a power of two. Dimension i is paired with i +
+    HEAD_DIM / 2.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, HALF)
+    half: tl.constexpr = HEAD_DIM // 2
+    there = (head < HEADS + 2 * KV_HEADS)[:, None] & (i < half)[None, :]
+    turns = (head < HEADS + KV_HEADS)[:, None]
+    own = head[:, None] * HEAD_DIM + i[None, :]
+    low = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + own
+    a = tl.load(low, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(low + half, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * half + i, mask=i < half, other=0.0)[None, :]
+    s = tl.load(sin + row * half + i, mask=i < half, other=0.0)[None, :]
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+        w = tl.load(norm + own, mask=there & turns, other=0.0).to(tl.float32)
+        a = tl.where(turns, a * scale * w, a)
+        w = tl.load(norm + own + half, mask=there & turns, other=0.0).to(tl.float32)
+        b = tl.where(turns, b * scale * w, b)
+    x = tl.where(turns, a * c - b * s, a).to(qkv.dtype.element_ty)
+    y = tl.where(turns, b * c + a * s, b).to(qkv.dtype.element_ty)
+    query = (head < HEADS)[:, None]
+    tl.store(low, x, mask=there & query)
+    tl.store(low + half, y, mask=there & query)
+    place = kv + slot * (2 * KV_HEADS * HEAD_DIM) - HEADS * HEAD_DIM + own
+    cached = there & (head >= HEADS)[:, None] & (slot >= 0)
+    tl.store(place, x, mask=cached)
+    tl.store(place + half, y, mask=cached)
+
+
+@triton.jit
+def attend(
+    qkv,
+    kv,
+    out,
+    partial,
+    weight,
+    tiles,
+    pages,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIVIDED: tl.constexpr,
+):
+    """Causal attention of a tile's queries over the pages of its sequence, with the softmax online
+    (FlashAttention-2: Dao 2023, algorithm 1), the keys divided over the grid's third dimension
+    (Flash-Decoding: Dao et al. 2023), and the heads that share a KV head folded into the rows, so
+    that KV is read once for them. One program a (tile, KV head, split).
+
+    tiles [n, 4] int32: the tile's first row of qkv and `out`, its number of rows (at most ROWS x
+    KV_HEADS / HEADS), the position of the first one (both 0: it only pads), and where its
+    sequence's page numbers begin in `pages`. scale: of the scores, by log2(e). WINDOW: keys seen, 0
+    for all. KEYS are read at a time; DIM: HEAD_DIM or more; these two and ROWS are powers of two.
+
+    The result goes to `out` [rows, HEADS, HEAD_DIM]; or, DIVIDED, each split's own to `partial`
+    [n, KV_HEADS, ROWS, splits, HEAD_DIM] and log2 of its weight to `weight` [n, KV_HEADS, ROWS,
+    splits], for `combine`.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    row = tl.load(tiles + tile * 4).to(tl.int64)
+    count = tl.load(tiles + tile * 4 + 1)
+    first = tl.load(tiles + tile * 4 + 2)
+    table = pages + tl.load(tiles + tile * 4 + 3)
+
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    own = r // group < count
+    mask = own[:, None] & (d < HEAD_DIM)[None, :]
+    at = head * group + r % group
+    q_row: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    q = tl.load(
+        qkv + (row + r // group)[:, None] * q_row + at[:, None] * HEAD_DIM + d[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    position = first + r // group
+
+    stop = first + count
+    start = 0
+    if WINDOW:
+        start = tl.maximum(first + 1 - WINDOW, 0) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(stop - start, KEYS), splits) * KEYS
+    begin = start + split * share
+    end = tl.minimum(begin + share, stop)
+
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, DIM], tl.float32)
+    for n in range(begin, end, KEYS):
+        key = n + tl.arange(0, KEYS)
+        here = key < stop
+        page = tl.load(table + key // PAGE, mask=here, other=0).to(tl.int64)
+        place = (page * PAGE + key % PAGE) * (2 * KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        k = tl.load(
+            kv + place[None, :] + d[:, None],
+            mask=here[None, :] & (d < HEAD_DIM)[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        seen = (key[None, :] <= position[:, None]) & own[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        # A row that has seen no key yet: -inf less -inf is no number.
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(best - base)
+        v = tl.load(
+            kv + (place + KV_HEADS * HEAD_DIM)[:, None] + d[None, :],
+            mask=here[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        total = total * kept + tl.sum(p, 1)
+        summed = summed * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = highest
+
+    total = tl.where(total > 0, total, 1.0)  # no key here: best says so
+    summed = summed / total[:, None]
+    if not DIVIDED:
+        target = out + (row + r // group)[:, None] * (HEADS * HEAD_DIM)
+        target = target + at[:, None] * HEAD_DIM + d[None, :]
+        tl.store(target, summed.to(out.dtype.element_ty), mask=mask)
+    else:
+        part = ((tile * KV_HEADS + head) * ROWS + r) * splits + split
+        tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], summed, mask=mask)
+        tl.store(weight + part, best + tl.log2(total), mask=own)
+
+
+@triton.jit
+def combine(
+    partial,
+    weight,
+    out,
+    tiles,
+    splits,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """What the splits of `attend` found, weighed. One program a (tile, KV head, row)."""
+    tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    if r // group < tl.load(tiles + tile * 4 + 1):
+        row = tl.load(tiles + tile * 4).to(tl.int64) + r // group
+        s = tl.arange(0, MOST_SPLITS)
+        d = tl.arange(0, DIM)
+        part = ((tile * KV_HEADS + head) * ROWS + r) * splits + s
+        w = tl.load(weight + part, mask=s < splits, other=float("-inf"))
+        share = tl.exp2(w - tl.max(w, 0))
+        found = tl.load(
+            partial + part[:, None] * HEAD_DIM + d[None, :],
+            mask=(s < splits)[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        mean = tl.sum(found * share[:, None], 0) / tl.sum(share, 0)
+        target = out + row * (HEADS * HEAD_DIM) + (head * group + r % group) * HEAD_DIM + d
+        tl.store(target, mean.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def silu_times(gate_up, out, width, TILE: tl.constexpr):
+    """out [rows, width] = silu of the first half of gate_up [rows, 2 x width], times the second."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(gate_up + row * 2 * width + i, mask=i < width, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + i, mask=i < width, other=0.0).to(tl.float32)
+    active = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + i, active.to(out.dtype.element_ty), mask=i < width)

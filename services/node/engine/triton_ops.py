@@ -1,0 +1,34 @@
+"""What a decoder computes on a GPU besides products with weights (see ops.py): by fused kernels.
+
+A decode step reads each weight once and does little else; what torch's operators for the rest would
+read, write and launch one by one is a good part of it.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import functional
+
+from services.node.engine import triton_kernels as kernels
+from services.node.engine.attention import Attention, Span
+from services.node.engine.paged_attention import PagedStep, paged_step
+
+ACTIVATED = 1024
+"""Numbers that a program of the activation has."""
+
+
+class TritonOps:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """torch's own is one kernel."""
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_times(self, gate_up: Tensor) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        kernels.silu_times[rows, -(-width // ACTIVATED)](gate_up, out, width, TILE=ACTIVATED)
+        return out
+
+    def attention(
+        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
+    ) -> PagedStep:
+        return paged_step(attention, frequencies, spans, n_padded)

@@ -1,0 +1,65 @@
+"""Kernels are compiled once for a machine, and done without where they can't be."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.node.engine import kernels
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.load.cache_clear()
+    yield tmp_path / "lambdascale"
+    kernels.load.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.load() is not None
+    (library,) = empty_cache.iterdir()
+    made = library.stat().st_mtime_ns
+    kernels.load.cache_clear()
+    assert kernels.load() is not None
+    assert library.stat().st_mtime_ns == made
+    kernels.load.cache_clear()
+    monkeypatch.setattr(kernels, "_processor", lambda: "another")
+    assert kernels.load() is not None
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    (folder / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kernels.load() is None
+
+
+def test_with_a_compiler_that_fails(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path / "bin", "echo no such option >&2; exit 1", monkeypatch)
+    assert kernels.load() is None
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_with_a_compiler_that_makes_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
+    compiler(tmp_path / "bin", script, monkeypatch)
+    assert kernels.load() is None
+
+
+def test_without_a_place_for_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kernels.load() is None
