@@ -138,6 +138,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Sequences that a full replica runs at once."""
     step_tokens: Count = 512
     """Most tokens that one step prefills."""
+    speculation: Size = 7
+    """Most tokens a step that are proposed for a sequence, from what its prompt and answer said
+    before, and checked at once: as few steps as an answer repeats, the same tokens. Steps under
+    load have none. 0: none at all."""
     threads: Size = 0
     """Torch threads; 0: torch's default."""
     link_bytes_per_s: Size = 0

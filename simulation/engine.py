@@ -373,10 +373,10 @@ def _result(rider: _Rider, model: _Open) -> PartResult:
     part = rider.part
     if part.stop < model.manifest.n_blocks:
         hidden = model.hidden[: rider.positions]
-        return PartResult(part.rows, hidden, (None,) * len(part.rows))
+        return PartResult(part.rows, hidden, ((),) * len(part.rows))
     vocab = model.model.vocab
     sampled = tuple(
-        token_of(row.sequence.rpartition("#")[0], row.draw.index, vocab) if row.draw else None
+        (token_of(row.sequence.rpartition("#")[0], row.draw.index, vocab),) if row.draw else ()
         for row in part.rows
     )
     return PartResult(part.rows, None, sampled)

@@ -26,6 +26,7 @@ from benchmarks.engine.results import (
     OVERHEAD,
     PREFILL,
     PREFIX,
+    SPECULATION,
     SWEEP,
     TOKENS_PER_S,
     Results,
@@ -38,7 +39,9 @@ from services.node.engine.attention import AttentionStep
 from services.node.engine.linear import Int8, Packed, Stored
 from services.node.engine.ops import KernelOps, TorchOps
 from services.node.model.store import Store
+from shared.config import NodeConfig
 from shared.errors import BadInput
+from shared.messages.serving import LogitRules
 
 HEAD_DIM, GROUP = 64, 3
 """As in small Llamas: three query heads share a KV head."""
@@ -48,6 +51,8 @@ OWN_TOKENS = 8
 CONTEXT = 4096
 READ_BYTES = 1 << 30
 """More than any processor's caches hold."""
+REPEATING = LogitRules(frequency_penalty=-2.0)
+"""Whatever was said is said again: it makes an answer of random weights one that repeats itself."""
 COMPUTING: tuple[tuple[type, str], ...] = (
     *((kind, "__call__") for kind in (Stored, Packed, Int8)),
     (KernelOps, "run"),
@@ -77,9 +82,12 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
             make_checkpoint(checkpoint, replace(spec(settings), dtype=getattr(torch, dtype)))
             store = Store(Path(folder) / f"store-{dtype}")
             imported = store.import_checkpoint(checkpoint)
-            ours = Ours(store, imported, slots=settings.batch + 1, threads=torch.get_num_threads())
+            threads = torch.get_num_threads()
+            ours = Ours(store, imported, slots=settings.batch + 1, threads=threads)
+            most = NodeConfig().speculation
+            speculating = Ours(store, imported, slots=1, threads=threads, speculation=most)
             peer = None if without else peers.Peer(checkpoint, dtype)
-            cases = Cases(settings, dtype, ours, peer, memory)
+            cases = Cases(settings, dtype, ours, speculating, peer, memory)
             for number in range(-1, settings.rounds):
                 cases.run(warm=number < 0)
                 if number >= 0:
@@ -146,9 +154,17 @@ class Cases:
     """All that is measured of one model."""
 
     def __init__(
-        self, settings: Settings, dtype: str, ours: Ours, peer: peers.Peer | None, memory: Memory
+        self,
+        settings: Settings,
+        dtype: str,
+        ours: Ours,
+        speculating: Ours,
+        peer: peers.Peer | None,
+        memory: Memory,
     ) -> None:
+        """`speculating`: the same again, with speculation."""
         self._settings, self._ours, self._peer, self._memory = settings, ours, peer, memory
+        self._speculating = speculating
         self._random = random.Random(0)
         self._ranges = Ranges(ours)
         self._rows: dict[str, Row] = {}
@@ -159,6 +175,7 @@ class Cases:
             (OVERHEAD, MILLISECONDS),
             (PREFIX, MILLISECONDS),
             (SWEEP, MILLISECONDS),
+            (SPECULATION, TOKENS_PER_S),
         ):
             self._rows[case] = Row(case, dtype, unit)
 
@@ -176,6 +193,7 @@ class Cases:
         row = self._rows[SWEEP]
         row.ours.append(together * 1e3)
         row.peers.setdefault("a sweep each", []).append(apart * 1e3)
+        self._speculation()
         if warm:
             for row in self.rows:
                 row.ours, row.peers, row.limits = [], {}, []
@@ -233,6 +251,13 @@ class Cases:
         first, second = (self._ours.first([*prefix, *self._prompt(OWN_TOKENS)]) for _ in range(2))
         row.ours.append(second * 1e3)
         row.limits.append(first * 1e3)
+
+    def _speculation(self) -> None:
+        row, prompt = self._rows[SPECULATION], self._prompt(self._settings.prompt // 4)
+        tokens = self._settings.tokens
+        row.ours.append(self._speculating.rate(prompt, tokens, REPEATING))
+        without = self._ours.rate(prompt, tokens, REPEATING)
+        row.peers.setdefault("without speculation", []).append(without)
 
     def _prompt(self, length: int) -> list[int]:
         return self._random.choices(range(10, self._settings.vocab), k=length)

@@ -12,7 +12,7 @@ from services.node.steps import Steps
 from shared.errors import LambdaScaleError
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import Cancel, Sampling, Submit, Tokens
+from shared.messages.serving import Cancel, LogitRules, Sampling, Submit, Tokens
 
 Step = Callable[[], None]
 NODE, ADDRESS = NodeId("bench"), "bench"
@@ -36,7 +36,9 @@ class Answer:
 class Ours:
     """A node's engine with one model, from a store and in an arena as in a node."""
 
-    def __init__(self, store: Store, imported: Imported, *, slots: int, threads: int) -> None:
+    def __init__(
+        self, store: Store, imported: Imported, *, slots: int, threads: int, speculation: int = 0
+    ) -> None:
         manifest = imported.manifest
         self.model: ModelId = imported.model_id
         self.manifest = manifest
@@ -47,6 +49,7 @@ class Ours:
             engine=self.engine,
             slots=slots,
             step_tokens=STEP_TOKENS,
+            speculation=speculation,
             send=lambda *_: None,
             emit=self._hear,
             ran=lambda *_: self._swept(),
@@ -68,7 +71,7 @@ class Ours:
         table = next(t for t in blocks[0].tensors if t.name == "model.embed_tokens.weight")
         return sum(tensor.nbytes for b in blocks for tensor in b.tensors) - table.nbytes
 
-    def submit(self, prompt: Sequence[int], tokens: int) -> Answer:
+    def submit(self, prompt: Sequence[int], tokens: int, rules: LogitRules | None = None) -> Answer:
         self._made += 1
         request = RequestId(f"r{self._made}")
         answer = self._answers[request] = Answer(time.perf_counter())
@@ -86,6 +89,7 @@ class Ours:
                 max_tokens=tokens,
                 stop_ids=(),
                 sampling=Sampling(),
+                rules=rules,
             )
         )
         return answer
@@ -105,6 +109,13 @@ class Ours:
         while not answer.came:
             self.sweep()
         return answer.came[0] - answer.began
+
+    def rate(self, prompt: Sequence[int], tokens: int, rules: LogitRules) -> float:
+        """Tokens/s of an answer after its first token."""
+        answer = self.submit(prompt, 1 + tokens, rules)
+        while len(answer.came) <= tokens:
+            self.sweep()
+        return tokens / (answer.came[-1] - answer.came[0])
 
     @contextmanager
     def decoding(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Step]:

@@ -12,6 +12,7 @@ PREFILL = "prefill"
 OVERHEAD = "engine overhead"
 PREFIX = "shared prefix, second request"
 SWEEP = "one sweep for four block ranges"
+SPECULATION = "an answer that repeats itself"
 TOKENS_PER_S = "tokens/s"
 MILLISECONDS = "ms"
 

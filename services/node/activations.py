@@ -13,7 +13,7 @@ from services.node.core.microbatches import Failed, Forward, Free, Sampled, Stag
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
 
-VERSION = 2
+VERSION = 3
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -79,6 +79,7 @@ def _check_forward(message: Forward) -> None:
         fits = row.position >= 0 and row.count > 0 and row.position + row.count <= row.limit
         _require(fits, f"positions {row.position} + {row.count} of {row.limit}")
         _require(not row.tokens, "token ids for a later stage")
+        _require(row.proposed < row.count, f"{row.proposed} of {row.count} positions proposed")
         if row.draw and (context := row.draw.context):
             generated = len(context.tokens) - context.prompt_tokens
             fits = context.prompt_tokens > 0 and generated == row.draw.index

@@ -150,6 +150,7 @@ class RealParts:
             device=device,
             slots=config.slots,
             step_tokens=config.step_tokens,
+            speculation=config.speculation,
             send=send,
             emit=emit,
             ran=ran,

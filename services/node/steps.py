@@ -51,6 +51,10 @@ class WorkerLoad:
     """Those of them whose KV was found in the prefix cache."""
     preemptions: int = 0
     """Times since then that a sequence gave its KV back, so that others had room."""
+    tokens_proposed: int = 0
+    """By speculation, for sequences led here, since the start; and those of them that were drawn.
+    """
+    tokens_accepted: int = 0
     violations: int = 0
     """Messages of peers that were malformed or out of place."""
 
@@ -90,13 +94,16 @@ class Steps:
         engine: Engine,
         slots: int,
         step_tokens: int,
+        speculation: int = 0,
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
     ) -> None:
         self._node = node
         self._engine = engine
-        self._batcher = Batcher(node, slots=slots, step_tokens=step_tokens, kv=engine)
+        self._batcher = Batcher(
+            node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
+        )
         self._send = send
         self._emit = emit
         self._ran = ran
@@ -224,6 +231,8 @@ class Steps:
             prompt_tokens=self._batcher.prompt_tokens,
             cached_tokens=self._batcher.cached_tokens,
             preemptions=self._batcher.preemptions,
+            tokens_proposed=self._batcher.tokens_proposed,
+            tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,
         )
 

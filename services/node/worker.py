@@ -37,6 +37,7 @@ class Worker:
         device: DeviceArena | None = None,
         slots: int,
         step_tokens: int,
+        speculation: int = 0,
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
@@ -50,6 +51,7 @@ class Worker:
         self._device = device
         self._slots = slots
         self._step_tokens = step_tokens
+        self._speculation = speculation
         self._send = send
         self._emit = emit
         self._ran = ran
@@ -217,6 +219,7 @@ class Worker:
             engine=engine,
             slots=self._slots,
             step_tokens=self._step_tokens,
+            speculation=self._speculation,
             send=self._send,
             emit=self._emit,
             ran=self._ran,

@@ -102,6 +102,10 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Those of them whose KV was found in the prefix cache."""
     preemptions: int = 0
     """Times since then that a sequence gave its KV back, so that others had room."""
+    tokens_proposed: int = 0
+    """By speculation, for sequences that it leads, since then; and those of them that were drawn.
+    """
+    tokens_accepted: int = 0
     violations: int = 0
     """Malformed stage messages that were refused since then."""
     profile: Profile = Profile()

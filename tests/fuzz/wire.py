@@ -66,7 +66,7 @@ def examples() -> list[bytes]:
     """What is right, to begin with."""
     stage_messages: list[StageMessage] = [
         FORWARD,
-        Sampled(5, (("r1#1", None), ("r2#4", 99))),
+        Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
         Free(("r1#1",)),
         Failed(("r1#1",), "capacity", "no room"),
     ]

@@ -1,7 +1,8 @@
 """The engine on a GPU, and a node around it.
 
 The kernels beside the CPU's attention: tests/unit/node/engine/test_paged_attention.py, which is
-compiled and run on the GPU where there is one.
+compiled and run on the GPU where there is one. What is here has not been run yet: no GPU was there
+when it was written.
 """
 
 import random
@@ -72,8 +73,7 @@ class Batch:
     def step(self, members: Sequence[int]) -> None:
         rows = [self._row(number) for number in members]
         sampled = run(self._engine, part(rows, 0, self._blocks)).sampled
-        for number, one, token in zip(members, rows, sampled, strict=True):
-            assert token is not None
+        for number, one, (token,) in zip(members, rows, sampled, strict=True):
             self._done[number] += one.count
             self.tokens[number].append(token)
 

@@ -15,6 +15,7 @@ CASES = [
     "engine overhead",
     "shared prefix, second request",
     "one sweep for four block ranges",
+    "an answer that repeats itself",
 ]
 
 

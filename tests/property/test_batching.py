@@ -21,7 +21,8 @@ from services.node.core.microbatches import (
     Send,
     StageMessage,
 )
-from services.node.core.sequences import sequence_key
+from services.node.core.rows import Row
+from services.node.core.sequences import limit_of, sequence_key
 from shared.errors import CapacityExceeded, StaleEpoch, TransportTimeout
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
@@ -58,14 +59,14 @@ class CheckedEngine:
     """Knows only how far each sequence is; refuses when it has no pages left."""
 
     kv_capacity: int
-    kv: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """key -> (positions run, limit)"""
+    kv: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """key -> (positions that stay, positions run, limit)"""
     made: set[str] = field(default_factory=set)
     preempted: int = 0
 
     @property
     def kv_used(self) -> int:
-        return sum(whole_pages(run) for run, _ in self.kv.values())
+        return sum(whole_pages(run) for _, run, _ in self.kv.values())
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         """Now and then something is cached."""
@@ -73,30 +74,52 @@ class CheckedEngine:
         found = (len(tokens) - 1) // PAGE * PAGE if (len(tokens) + len(self.made)) % 3 else 0
         if found:
             self.made.add(key)
-            self.kv[key] = (found, limit)
+            self.kv[key] = (found, found, limit)
         return found
 
     def join(self, part: Part) -> None:
         rows = part.rows
-        new = sum(whole_pages(r.position + r.count) - whole_pages(r.position) for r in rows)
+        had = {row.sequence: self.kv.get(row.sequence, (0, 0, 0))[1] for row in rows}
+        ends = {row.sequence: max(row.position + row.count, had[row.sequence]) for row in rows}
+        new = sum(whole_pages(ends[key]) - whole_pages(had[key]) for key in had)
         if self.kv_used + new > self.kv_capacity:
             raise CapacityExceeded("full")
         for row in part.rows:
             if row.position == 0:
                 assert row.sequence not in self.made, "KV made twice"
                 self.made.add(row.sequence)
-                self.kv[row.sequence] = (0, row.limit)
-            reached, limit = self.kv[row.sequence]
-            assert reached == row.position
+                self.kv[row.sequence] = (0, 0, row.limit)
+            stays, reached, limit = self.kv[row.sequence]
+            assert stays <= row.position <= reached
             assert limit == row.limit >= row.position + row.count
             assert len(row.tokens) == (row.count if part.start == 0 else 0)
-            self.kv[row.sequence] = (row.position + row.count, limit)
+            end = row.position + row.count
+            self.kv[row.sequence] = (end - row.proposed, end, limit)
 
-    def finish(self, part: Part) -> tuple[Part, list[int | None]]:
+    def finish(self, part: Part) -> tuple[Part, list[tuple[int, ...]]]:
         """What is left of the part, and what it drew."""
         part = part.without(set(part.keys) - set(self.kv))
-        drawn = [(row.position * 5 + row.count) % 11 if row.draw else None for row in part.rows]
-        return part, drawn if part.stop == BLOCKS else [None] * len(part.rows)
+        drawn = [_drawn(row) for row in part.rows]
+        return part, drawn if part.stop == BLOCKS else [()] * len(part.rows)
+
+
+def token_after(position: int, limit: int) -> int:
+    """What is drawn: it often repeats what was drawn before."""
+    if position % 13 == 12:
+        return STOP_ID
+    return (position // 3 if limit % 2 else position) % 3
+
+
+def _drawn(row: Row) -> tuple[int, ...]:
+    if row.draw is None:
+        return ()
+    last = row.position + row.count - row.proposed - 1
+    tokens = [token_after(last, row.limit)]
+    for proposed in row.draw.proposed:
+        if proposed != tokens[-1]:
+            break
+        tokens.append(token_after(last + len(tokens), row.limit))
+    return tuple(tokens)
 
 
 @dataclass
@@ -123,7 +146,10 @@ class Network:
         engines = {name: CheckedEngine(capacities[name]) for name in NODES}
         self.nodes = {
             name: Node(
-                Batcher(NodeId(name), slots=SLOTS, step_tokens=STEP_TOKENS, kv=engine), engine
+                Batcher(
+                    NodeId(name), slots=SLOTS, step_tokens=STEP_TOKENS, speculation=3, kv=engine
+                ),
+                engine,
             )
             for name, engine in engines.items()
         }
@@ -259,6 +285,7 @@ class Network:
             self.failed.append(what)
             return
         assert what.index == self.next_index[key]
+        assert what.token == token_after(message.prompt_tokens + what.index - 1, limit_of(message))
         self.next_index[key] += 1
         stopped = what.token in message.stop_ids
         length = what.index + 1 == message.max_tokens
@@ -322,7 +349,7 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         stages=draw.draw(st.sampled_from(network.paths)),
         tokens=tuple(range(prompt + so_far)),
         prompt_tokens=prompt,
-        max_tokens=so_far + draw.draw(st.integers(1, 6)),
+        max_tokens=so_far + draw.draw(st.integers(1, 20)),
         stop_ids=draw.draw(st.sampled_from([(), (STOP_ID,)])),
         sampling=Sampling(),
     )

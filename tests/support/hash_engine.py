@@ -152,11 +152,11 @@ class HashSweep:
         if part.stop < self._engine.n_blocks[self._model_id]:
             passed = [value for row in rows for value in rider.values[row.sequence]]
             column = torch.tensor(passed, dtype=torch.float32).unsqueeze(1)
-            return PartResult(rows, column.repeat(1, HIDDEN), (None,) * len(rows))
+            return PartResult(rows, column.repeat(1, HIDDEN), ((),) * len(rows))
         sampled = tuple(
-            _mix(rider.values[row.sequence][-1], row.draw.index, row.draw.sampling.seed) % VOCAB
+            (_mix(rider.values[row.sequence][-1], row.draw.index, row.draw.sampling.seed) % VOCAB,)
             if row.draw
-            else None
+            else ()
             for row in rows
         )
         failed = {

@@ -150,6 +150,7 @@ class Cluster:
         kv_capacity: int,
         slots: int,
         step_tokens: int,
+        speculation: int,
     ) -> Worker:
         def make_engine() -> Engine:
             engine = self._make_engine(kv_capacity)
@@ -162,6 +163,7 @@ class Cluster:
             make_engine=make_engine,
             slots=slots,
             step_tokens=step_tokens,
+            speculation=speculation,
             send=lambda address, header, payload: self._send(name, address, header, payload),
             emit=self._emit,
             ran=lambda *_: None,
@@ -210,6 +212,7 @@ async def cluster(
     *names: str,
     slots: int = 8,
     step_tokens: int = 4,
+    speculation: int = 0,
     kv_capacity: Mapping[str, int] = MappingProxyType({}),
     manifest: Manifest = HASH_MODEL,
     buffers: Sequence[bytearray] = (bytearray(),) * BLOCKS,
@@ -223,6 +226,7 @@ async def cluster(
                 kv_capacity=kv_capacity.get(name, 10_000),
                 slots=slots,
                 step_tokens=step_tokens,
+                speculation=speculation,
             )
             stack.push_async_callback(worker.stop)
         yield made

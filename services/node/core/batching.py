@@ -6,7 +6,8 @@ micro-batches of led lanes and micro-batches that came from other nodes. The eng
 oldest, together with all others of the same model that fit in a step, in one sweep over the blocks
 (`services.node.engine.base`): a pass over the weights serves every path at once, and no decode
 waits for more than the sweep before it. What arrives during a sweep may still join it, if it begins
-at a block ahead.
+at a block ahead. A step with room to spare also runs tokens that are proposed to follow
+(`services.node.core.speculation`).
 
 Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
 which comes back through `ran` or `failed`, or is tried again after `no_room`. Events may come in
@@ -18,7 +19,7 @@ it elsewhere or brings it again after a pause (here it could only wait for what 
 see). Either loses nothing, and the one that began first always goes on: so all of them end.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from services.node.core.following import Follower
 from services.node.core.kv import Kv
@@ -38,16 +39,22 @@ from services.node.core.microbatches import (
 )
 from services.node.core.rows import Row, SequenceKey
 from services.node.core.sequences import Lane
+from services.node.core.speculation import STEP_POSITIONS
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId, NodeId
 from shared.messages.serving import Cancel, Logprobs, Submit
 
 
 class Batcher:
-    def __init__(self, node: NodeId, *, slots: int, step_tokens: int, kv: Kv) -> None:
-        self._leader = Leader(node, slots=slots, kv=kv)
+    def __init__(
+        self, node: NodeId, *, slots: int, step_tokens: int, speculation: int = 0, kv: Kv
+    ) -> None:
+        """`speculation`: most tokens that are proposed for a sequence in a step."""
+        self._leader = Leader(node, slots=slots, speculation=speculation, kv=kv)
         self._follower = Follower(node, kv)
         self._step_tokens = step_tokens
+        self._speculative = min(STEP_POSITIONS, step_tokens) if speculation else 0
+        """Positions to which proposals fill a step."""
         self._ticks = 0
         self._batches = 0
         self.tokens_out = 0
@@ -105,7 +112,7 @@ class Batcher:
                 parts.append(part)
                 room = max(0, room - part.positions)
         self._follower.take(parts)
-        return tuple(parts)
+        return tuple(self._speculated(parts))
 
     def join(self, model_id: ModelId, at: int, aboard: Iterable[Part]) -> tuple[Part, ...]:
         """What may join a sweep, with these parts in it, that has come to block `at`."""
@@ -123,14 +130,15 @@ class Batcher:
     def ran(
         self,
         part: Part,
-        sampled: Sequence[int | None],
+        sampled: Sequence[tuple[int, ...]],
         hidden: Hidden,
-        logprobs: Mapping[SequenceKey, Logprobs] | None = None,
+        logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] | None = None,
     ) -> list[Command]:
-        """The part's result: `sampled` a row; `hidden` where it did not end in the head."""
+        """The part's result: tokens drawn after each row; `hidden` where it did not end in the
+        head."""
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
-        self.tokens_out += sum(token is not None for token in sampled)
+        self.tokens_out += sum(map(len, sampled))
         tokens = tuple(zip(part.keys, sampled, strict=True))
         message = Sampled(part.batch, tokens, dict(logprobs or {}))
         if part.stage == 0:
@@ -181,6 +189,15 @@ class Batcher:
     def cached_tokens(self) -> int:
         return self._leader.cached_tokens
 
+    @property
+    def tokens_proposed(self) -> int:
+        """Tokens that were proposed for sequences led here, and run."""
+        return self._leader.proposed
+
+    @property
+    def tokens_accepted(self) -> int:
+        return self._leader.accepted
+
     def flights(self, path: Path) -> int:
         """Micro-batches of a led path that are out."""
         lane = self._leader.lanes.get(path)
@@ -203,6 +220,18 @@ class Batcher:
         self._batches += 1
         part = source.form(self._batches, room, self._tick())
         return part if part.rows else None
+
+    def _speculated(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """A step's parts; if it is small, and there is KV for what runs already, with proposals."""
+        parts = tuple(parts)
+        spare = self._speculative - sum(part.positions for part in parts)
+        speculates = spare > 0 and self._leader.kv_room() >= 0
+        for part in parts:
+            if speculates and part.stage == 0:
+                plain = part.positions
+                part = self._leader.propose(part, spare)
+                spare -= part.positions - plain
+            yield part
 
     def _passed_on(self, part: Part, hidden: Hidden) -> list[Command]:
         if not any(self._alive(part, key) for key in part.keys):

@@ -35,6 +35,8 @@ class Followed:
     limit: int
     since: int
     """When it began to run here, in the scheduler's ticks."""
+    certain: int = 0
+    """Positions that stay; those after them have proposed tokens."""
     position: int = 0
     """Positions run here, or queued to be."""
 
@@ -62,7 +64,8 @@ class Follower:
             followed = self.sequences.setdefault(
                 row.sequence, Followed(message.path, row.limit, tick)
             )
-            followed.position += row.count
+            followed.position = row.position + row.count
+            followed.certain = followed.position - row.proposed
         if part.rows:
             self.queue.append((tick, part))
         return self._refuse(
@@ -90,7 +93,8 @@ class Follower:
         if followed is None:
             return row.position == 0 and row.sequence not in self._over
         fits = row.position + row.count <= followed.limit
-        return followed.path == path and followed.position == row.position and fits
+        follows = followed.certain <= row.position <= followed.position
+        return followed.path == path and follows and fits
 
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)

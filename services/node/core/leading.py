@@ -12,6 +12,8 @@ everywhere, they go back to the head of the queue, and their tokens so far are p
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
 
 from services.node.core.kv import Kv
 from services.node.core.microbatches import (
@@ -19,6 +21,7 @@ from services.node.core.microbatches import (
     Emit,
     Failure,
     Finish,
+    Part,
     Path,
     Release,
     Sampled,
@@ -29,15 +32,20 @@ from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane, Sequence, limit_of, share_of
 from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
-from shared.messages.serving import AttemptFailed, Submit, Token
+from shared.messages.serving import AttemptFailed, Logprobs, Submit, Token
 
-NO_TOKEN = Failure("protocol", "the last stage of the path returned no token where one was due")
+WRONG_TOKENS = Failure(
+    "protocol",
+    "the last stage of the path returned no token where one was due, or accepted what was not "
+    "proposed",
+)
 
 
 class Leader:
-    def __init__(self, node: NodeId, *, slots: int, kv: Kv) -> None:
+    def __init__(self, node: NodeId, *, slots: int, speculation: int, kv: Kv) -> None:
         self._node = node
         self._slots = slots
+        self._speculation = speculation
         self._kv = kv
         self.waiting: deque[Sequence] = deque()
         self.running: dict[SequenceKey, Sequence] = {}
@@ -48,6 +56,10 @@ class Leader:
         """Of the sequences that have begun, each counted once, whether it was preempted or not."""
         self.cached_tokens = 0
         """Those of them whose KV was cached."""
+        self.proposed = 0
+        """Tokens that were proposed and run."""
+        self.accepted = 0
+        """Those of them that were drawn."""
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
         """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued.
@@ -65,9 +77,11 @@ class Leader:
             )
         older = [s for s in self._all() if s.submit.request == submit.request]
         newest = self._attempts.get(submit.request)
-        if older and submit.attempt == newest:
-            _check_goes_on(older[0])
-            return []
+        for sequence in older:
+            known = sequence.submit
+            if (known.attempt, known.stages) == (submit.attempt, submit.stages):
+                _check_goes_on(sequence)
+                return []
         if newest is not None and submit.attempt <= newest:
             raise StaleEpoch(
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
@@ -75,7 +89,7 @@ class Leader:
         self._check_room(submit)
         self._attempts[submit.request] = submit.attempt
         commands = self.end(older, None)
-        self.waiting.append(Sequence.of(submit))
+        self.waiting.append(Sequence.of(submit, self._speculation))
         return commands
 
     def _check_room(self, submit: Submit) -> None:
@@ -111,7 +125,7 @@ class Leader:
             sequence = self.waiting[0]
             if taken + sequence.share > self._slots:
                 return
-            if sequence.kv_soon > self._kv_room():
+            if sequence.kv_soon > self.kv_room():
                 return
             self.waiting.popleft()
             taken += sequence.share
@@ -128,10 +142,20 @@ class Leader:
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence
 
-    def _kv_room(self) -> int:
+    def kv_room(self) -> int:
         """Positions, less those that the running sequences here will take before long."""
         free = self._kv.kv_capacity - self._kv.kv_used
         return free - sum(max(0, s.kv_soon - s.kv_taken) for s in self.running.values())
+
+    def propose(self, part: Part, spare: int) -> Part:
+        """A part that was just formed, with proposed tokens: `spare` positions more at most, shared
+        evenly by those who have some."""
+        rows = []
+        for left, row in zip(range(len(part.rows), 0, -1), part.rows, strict=True):
+            row = self.running[row.sequence].propose(-(-spare // left))
+            spare -= row.proposed
+            rows.append(row)
+        return replace(part, rows=tuple(rows))
 
     def preempt(self, sequence: Sequence) -> list[Command]:
         commands = self.end([sequence], None)
@@ -144,23 +168,24 @@ class Leader:
         commands: list[Command] = []
         over: list[Sequence] = []
         cut: list[Sequence] = []
-        for key, token in message.tokens:
+        for key, drawn in message.tokens:
             sequence = self.running.get(key)
-            if sequence is None or sequence.flight != message.batch:
+            if sequence is None or sequence.row is None or sequence.flight != message.batch:
                 continue
-            if not sequence.land(tick):
+            draw = sequence.row.draw
+            sequence.land(drawn, tick)
+            if draw is None:
                 continue
-            if token is None:
+            if not drawn or drawn[:-1] != draw.proposed[: len(drawn) - 1]:
                 cut.append(sequence)
                 continue
-            index, finish = sequence.append(token)
-            submit = sequence.submit
-            logprobs = message.logprobs.get(key)
-            out = Token(submit.request, submit.attempt, index, token, finish.value, logprobs)
-            commands.append(Emit(submit.gateway, out))
+            self.proposed += len(draw.proposed)
+            self.accepted += len(drawn) - 1
+            said, finish = _taken(sequence, drawn, message.logprobs.get(key, ()))
+            commands += said
             if finish is not Finish.NOT_YET:
                 over.append(sequence)
-        return commands + self.end(over, None) + self.end(cut, NO_TOKEN)
+        return commands + self.end(over, None) + self.end(cut, WRONG_TOKENS)
 
     def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
         return self.end([self.running[key] for key in keys if key in self.running], failure)
@@ -206,6 +231,22 @@ class Leader:
     def _all(self) -> Iterator[Sequence]:
         yield from self.running.values()
         yield from self.waiting
+
+
+def _taken(
+    sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...]
+) -> tuple[list[Command], Finish]:
+    """What goes out of the drawn tokens: none after one that ends the request."""
+    submit = sequence.submit
+    commands: list[Command] = []
+    finish = Finish.NOT_YET
+    for token, its in zip_longest(drawn, logprobs[: len(drawn)]):
+        index, finish = sequence.append(token)
+        out = Token(submit.request, submit.attempt, index, token, finish.value, its)
+        commands.append(Emit(submit.gateway, out))
+        if finish is not Finish.NOT_YET:
+            break
+    return commands, finish
 
 
 def _check_goes_on(sequence: Sequence) -> None:

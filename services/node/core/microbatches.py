@@ -58,10 +58,11 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
     """Last stage -> leader: the micro-batch has come through."""
 
     batch: int
-    tokens: tuple[tuple[SequenceKey, int | None], ...]
-    """A row each; None where no token was to be drawn."""
-    logprobs: dict[SequenceKey, Logprobs] = {}
-    """Of the tokens whose draws asked for them."""
+    tokens: tuple[tuple[SequenceKey, tuple[int, ...]], ...]
+    """A row each, with what was drawn: nothing where nothing was due, several tokens where
+    proposed ones were accepted."""
+    logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
+    """Of the tokens whose draws asked for them, one each."""
 
 
 class Free(StageMessage, frozen=True, tag="free"):

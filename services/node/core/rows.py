@@ -22,7 +22,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sample the token with this index of its request, after the row's last position."""
+    """Sample the token with this index of its request, after the row's last position; where tokens
+    are proposed, after the last one before theirs, and go on as long as they are what is drawn."""
 
     index: int
     sampling: Sampling
@@ -30,6 +31,9 @@ class Draw:
     """With the draw that ends a prefill, if the request has rules. The stage with the head keeps
     it as long as the sequence's KV and adds what it draws itself: so a decode step carries none of
     it, and a request that is resumed elsewhere, or prefilled again, begins from the same state."""
+    proposed: tuple[int, ...] = ()
+    """Tokens of the row's last positions (services.node.core.speculation). Those behind the last
+    accepted one are taken back by the sequence's next row, which begins there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Row:
     sequence: SequenceKey
     position: int
     """0 starts the sequence, unless it begins with cached KV; later rows go on where the last one
-    ended."""
+    ended, or where proposed tokens begin that were not accepted."""
     count: int
     limit: int
     """Most positions the sequence will ever have."""
@@ -47,3 +51,12 @@ class Row:
     """`count` token ids where the batch starts at block 0, else empty."""
     draw: Draw | None = None
     """Set on the row that completes the known tokens; used by the stage with the head."""
+
+    @property
+    def proposed(self) -> int:
+        """How many of its positions, the last ones, have proposed tokens."""
+        return len(self.draw.proposed) if self.draw else 0
+
+    def kept(self, drawn: int) -> int:
+        """How many of its positions, the first ones, stay once so many tokens were drawn."""
+        return self.count - self.proposed + max(drawn - 1, 0)

@@ -6,12 +6,13 @@ so the lane stays evenly split while sequences come and go. Prompts are prefille
 served (what is shared among them all is late for them all); decodes go by who has waited longest.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from services.node.core.kv import PAGE, whole_pages
 from services.node.core.microbatches import Finish, Part, Path
 from services.node.core.rows import Context, Draw, Row, SequenceKey
+from services.node.core.speculation import Speculation
 from shared.ids import RequestId
 from shared.messages.serving import Submit
 
@@ -45,6 +46,8 @@ class Sequence:
     """Positions that it can come to."""
     prompt: int
     """Tokens that it begins with: the prompt, and what was generated before."""
+    speculation: Speculation | None
+    """None: nothing is proposed."""
     admitted: int = 0
     """When it first began to run, in the scheduler's ticks; 0: it has not."""
     preempted: int = 0
@@ -54,23 +57,26 @@ class Sequence:
     position: int = 0
     flight: int | None = None
     """The micro-batch that it is in."""
-    in_flight: int = 0
-    """Its positions in that micro-batch."""
+    row: Row | None = None
+    """What of it is in that micro-batch."""
     asked_in: int | None = None
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
 
     @classmethod
-    def of(cls, submit: Submit) -> "Sequence":
+    def of(cls, submit: Submit, speculation: int) -> "Sequence":
+        """`speculation`: most tokens that are proposed a step."""
         key = sequence_key(submit.request, submit.attempt)
         path = Path(submit.model_id, submit.stages)
+        tokens = list(submit.tokens)
         return cls(
             submit,
             key,
             path,
-            list(submit.tokens),
+            tokens,
             share_of(submit),
             limit_of(submit),
-            len(submit.tokens),
+            len(tokens),
+            Speculation(tokens, speculation) if speculation else None,
         )
 
     @property
@@ -80,7 +86,7 @@ class Sequence:
 
     @property
     def kv_taken(self) -> int:
-        return whole_pages(self.position + self.in_flight)
+        return whole_pages(self.position + (self.row.count if self.row else 0))
 
     @property
     def started(self) -> bool:
@@ -100,11 +106,33 @@ class Sequence:
         """Its next `count` positions, in a micro-batch."""
         start, stop = self.position, self.position + count
         draw = None
+        if self.speculation:
+            self.speculation.learn()
         if stop == len(self.tokens):
             context = None if self.decodes else self._context()
             draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)
-        self.flight, self.in_flight = batch, count
-        return Row(self.key, start, count, self.limit, tuple(self.tokens[start:stop]), draw)
+        self.flight = batch
+        self.row = Row(self.key, start, count, self.limit, tuple(self.tokens[start:stop]), draw)
+        return self.row
+
+    def propose(self, most: int) -> Row:
+        """The row in which it departed, with up to `most` proposed tokens behind if it decodes:
+        none past its limit, and none that ends the request (what followed could not be used)."""
+        row = self.row
+        assert row is not None
+        if self.speculation is None or not self.decodes or row.draw is None:
+            return row
+        proposed = self.speculation.propose(min(most, self.limit - row.position - row.count))
+        stops = self.submit.stop_ids
+        end = next((i for i, token in enumerate(proposed) if token in stops), len(proposed))
+        if proposed := proposed[:end]:
+            self.row = row = replace(
+                row,
+                count=row.count + len(proposed),
+                tokens=row.tokens + proposed,
+                draw=replace(row.draw, proposed=proposed),
+            )
+        return row
 
     def _context(self) -> Context | None:
         submit = self.submit
@@ -112,18 +140,21 @@ class Sequence:
             return None
         return Context(tuple(self.tokens), submit.prompt_tokens, submit.stop_ids, submit.rules)
 
-    def land(self, tick: int) -> bool:
-        """Its micro-batch is back. Whether a token is due with it."""
-        self.position += self.in_flight
-        self.flight, self.in_flight, self.ready = None, 0, tick
-        return self.position == len(self.tokens)
+    def land(self, drawn: tuple[int, ...], tick: int) -> None:
+        """Its micro-batch is back, with these tokens."""
+        row = self.row
+        assert row is not None
+        self.position += row.kept(len(drawn))
+        self.flight, self.row, self.ready = None, None, tick
+        if self.speculation and row.proposed:
+            self.speculation.settle(row.proposed, len(drawn) - 1)
 
     def restart(self) -> None:
         """All its KV is gone: it begins anew with the tokens so far, under another key."""
         self.preempted += 1
         self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.preempted}"
         self.prompt, self.position = len(self.tokens), 0
-        self.flight, self.in_flight = None, 0
+        self.flight, self.row = None, None
 
     def append(self, token: int) -> tuple[int, Finish]:
         """Takes the drawn token: (its index, how the request ended)."""

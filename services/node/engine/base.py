@@ -47,10 +47,11 @@ class PartResult:
     """The part's, in order, less those whose sequences were freed on the way."""
     hidden: torch.Tensor | None
     """[sum(count), hidden_size] of these rows; None where the part ended with the head."""
-    sampled: tuple[int | None, ...]
-    """One a row; None for rows without a draw, or where the head was not run."""
-    logprobs: Mapping[SequenceKey, Logprobs] = field(default_factory=dict)
-    """Of the tokens whose draws asked for them."""
+    sampled: tuple[tuple[int, ...], ...]
+    """For each row the tokens drawn: none without a draw, where the head was not run, and where the
+    rules leave none; several where proposed ones were accepted."""
+    logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] = field(default_factory=dict)
+    """Of the tokens whose draws asked for them, one each."""
     failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
     """Rows whose draws could not be made, and why; the others are not concerned."""
 

@@ -61,6 +61,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     """Positions in the cache, or about to be written."""
+    proposed: int = 0
+    """The last so many of them have proposed tokens, and may be taken back."""
     live: bool = True
     """False once it was freed."""
     known: int = 0
@@ -228,9 +230,9 @@ class KvCache:
                 f"node.kv_bytes"
             )
 
-    def extend(self, sequence: Sequence, count: int) -> None:
-        """Makes room for `count` more positions, to be written before the next attention.
-        CapacityExceeded changes nothing.
+    def extend(self, sequence: Sequence, count: int, proposed: int = 0) -> None:
+        """Makes room for `count` more positions, to be written before the next attention; the last
+        `proposed` of them may be taken back. CapacityExceeded changes nothing.
 
         On a CPU the page they end in is read whole: what is left in it by an earlier sequence is
         erased, since masking makes a foreign value weigh nothing only if it is finite.
@@ -243,7 +245,13 @@ class KvCache:
                 last = sequence.pages[-1] * PAGE
                 layers = self.of_layers(sequence.model_id, sequence.layers)
                 layers[:, last : last + PAGE].zero_()
-        sequence.length = end
+        sequence.length, sequence.proposed = end, proposed
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Takes back the proposed positions from there on; the others stay. Their pages are still
+        the sequence's, which will come to them again, and nobody else's."""
+        assert sequence.length - sequence.proposed <= length <= sequence.length
+        sequence.length, sequence.proposed = length, 0
 
     def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:
         """The next positions of a sequence with all layers of its model are written, with these

@@ -27,7 +27,7 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: there is none to draw, as `error` says."""
+    """None: there is none to draw, as `error` says, or what it would follow was not drawn."""
     logprobs: Logprobs | None = None
     error: LambdaScaleError | None = None
 
@@ -39,9 +39,13 @@ def sample(
     logits: torch.Tensor,
     draws: Sequence[Draw],
     processors: Sequence[Processor | None] | None = None,
+    proposed: Sequence[int | None] | None = None,
 ) -> list[Drawn]:
     """One token for each row of `logits` [n, vocab]; the processors are told of theirs. What goes
-    wrong with one row is told in its place, and the others are drawn."""
+    wrong with one row is told in its place, and the others are drawn.
+
+    A row with a `proposed` token follows the row before if that draws this token; if not, nothing
+    is drawn for it."""
     # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
     drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in _largest_ids(logits)]
     of = processors or [None] * len(draws)
@@ -50,9 +54,12 @@ def sample(
         for row, draw in enumerate(draws)
         if drawn[row].error is None and (of[row] or not _is_plain(draw.sampling))
     ]
-    if rest:
-        values = logits[rest].to(torch.float64).cpu().numpy()
-        for row, own in zip(rest, values, strict=True):
+    values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
+    for row, due in enumerate(proposed or [None] * len(draws)):
+        if due is not None and drawn[row - 1].token != due:
+            drawn[row] = Drawn(None)
+        elif row in values:
+            own = values[row].to(torch.float64).numpy()
             drawn[row] = _guarded(own, draws[row], of[row])
     return drawn
 

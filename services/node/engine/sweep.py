@@ -4,9 +4,10 @@ A row's result depends neither on its place nor on the other rows (attention.py 
 does not matter who else rides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,22 +66,23 @@ class _Rider:
     """With the head."""
     hidden: torch.Tensor
     """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
-    drawn: tuple[Drawn, ...] = ()
-    """One a row, once the head was run."""
+    drawn: tuple[tuple[Drawn, ...], ...] = ()
+    """After each row, once the head was run."""
 
     @property
     def result(self) -> PartResult:
         hidden = None if self.ends else to_host(self.hidden)
-        sampled = tuple(drawn.token for drawn in self.drawn) or (None,) * len(self.rows)
+        drawn = self.drawn or ((),) * len(self.rows)
+        sampled = tuple(tuple(one.token for one in ones if one.token is not None) for ones in drawn)
         logprobs = {
-            row.sequence: drawn.logprobs
-            for row, drawn in zip(self.rows, self.drawn, strict=False)
-            if drawn.logprobs
+            row.sequence: found
+            for row, ones in zip(self.rows, drawn, strict=True)
+            if (found := tuple(one.logprobs for one in ones if one.logprobs))
         }
         failed = {
-            row.sequence: drawn.error
-            for row, drawn in zip(self.rows, self.drawn, strict=False)
-            if drawn.error
+            row.sequence: error
+            for row, ones in zip(self.rows, drawn, strict=True)
+            if (error := next((one.error for one in ones if one.error), None))
         }
         return PartResult(tuple(self.rows), hidden, sampled, logprobs, failed)
 
@@ -212,10 +214,18 @@ class TorchSweep:
             self._aboard = [rider for rider in self._aboard if not leaves(rider)]
             self._packed = False
         for rider in leaving:
-            if rider.start == 0 and rider.ends:
-                for sequence, row in zip(rider.sequences, rider.rows, strict=True):
-                    self._kv.keep(sequence, row.tokens)
+            if rider.drawn:
+                self._settle(rider)
         return {rider.number: rider.result for rider in leaving}
+
+    def _settle(self, rider: _Rider) -> None:
+        """Takes back what was proposed and not accepted; pages with the rest may be shared."""
+        for sequence, row, drawn in zip(rider.sequences, rider.rows, rider.drawn, strict=True):
+            kept = row.kept(sum(one.token is not None for one in drawn))
+            if row.proposed:
+                self._kv.truncate(sequence, row.position + kept)
+            if rider.start == 0:
+                self._kv.keep(sequence, row.tokens[:kept])
 
     def _drop_freed(self) -> None:
         for rider in (*self._waiting, *self._aboard):
@@ -230,16 +240,20 @@ class TorchSweep:
         layers = model.layers(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
-            had = [s.length for key in ends if (s := self._kv.find(key))]
-            self._kv.require(sum(map(pages_of, ends.values())) - sum(map(pages_of, had)))
+            self._kv.require(sum(self._pages_wanted(key, end) for key, end in ends.items()))
         sequences: list[Sequence] = []
         for row in part.rows:
             sequence = self._kv.find(row.sequence) or self._kv.start(
                 self._model_id, (part.start, part.stop), layers, row.sequence, row.limit
             )
-            self._kv.extend(sequence, row.count)
+            self._kv.truncate(sequence, row.position)
+            self._kv.extend(sequence, row.count, row.proposed)
             sequences.append(sequence)
         return sequences
+
+    def _pages_wanted(self, key: SequenceKey, end: int) -> int:
+        sequence = self._kv.find(key)
+        return max(0, pages_of(end) - (len(sequence.pages) if sequence else 0))
 
     def _check(self, part: StagePart, model: Model) -> None:
         n_blocks = model.manifest.n_blocks
@@ -264,15 +278,17 @@ class TorchSweep:
         if sequence and (sequence.model_id, *sequence.blocks) != stage:
             raise Conflict(f"sequence {row.sequence} was begun by another stage here")
         end = ends.get(row.sequence, sequence.length if sequence else 0)
-        if row.position != end or (row.position == 0 and sequence):
+        unsure = sequence.proposed if sequence and row.sequence not in ends else 0
+        if not end - unsure <= row.position <= end or (row.position == 0 and sequence):
             raise Conflict(
                 f"sequence {row.sequence} has {end} positions here; a row cannot start at "
                 f"{row.position}"
             )
-        if row.count < 1 or row.position + row.count > row.limit:
+        if row.count <= row.proposed or row.position + row.count > row.limit:
             raise BadInput(
-                f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
-                f"expected at least one and an end within its limit {row.limit}"
+                f"sequence {row.sequence}: {row.count} positions from {row.position} on, "
+                f"{row.proposed} of them proposed; expected at least one that is not, and an end "
+                f"within its limit {row.limit}"
             )
         ends[row.sequence] = row.position + row.count
 
@@ -300,18 +316,30 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
 
 def _drawn(
     model: Model, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[Row]
-) -> tuple[Drawn, ...]:
-    """Draws after the last position of each row that has a draw."""
-    draws, last, drawing, processors = [], -1, [], []
-    drawn = [Drawn(None)] * len(rows)
-    for index, row in enumerate(rows):
-        last += row.count
-        if row.draw is not None:
-            draws.append(row.draw)
-            drawing.append((index, last))
+) -> tuple[tuple[Drawn, ...], ...]:
+    """What is drawn after each row: nothing where there is no draw."""
+    draws, positions, processors, proposed = [], [], [], []
+    end = 0
+    for row in rows:
+        end += row.count
+        draw = row.draw
+        if draw is None:
+            continue
+        first = end - 1 - row.proposed
+        for number, due in enumerate((None, *draw.proposed)):
+            draws.append(replace(draw, index=draw.index + number) if number else draw)
+            positions.append(first + number)
             processors.append(model.processors.of(row.sequence))
-    if draws:
-        logits = model.decoder.head(unit, hidden, [position for _, position in drawing])
-        for (index, _), one in zip(drawing, sample(logits, draws, processors), strict=True):
-            drawn[index] = one
-    return tuple(drawn)
+            proposed.append(due)
+    if not draws:
+        return ((),) * len(rows)
+    logits = model.decoder.head(unit, hidden, positions)
+    drawn = iter(sample(logits, draws, processors, proposed))
+    return tuple(_accepted(islice(drawn, 1 + row.proposed)) if row.draw else () for row in rows)
+
+
+def _accepted(drawn: Iterable[Drawn]) -> tuple[Drawn, ...]:
+    """One or more tokens, or why there is none. What comes after tokens and is none is left to the
+    next step."""
+    first, *rest = drawn
+    return (first, *(one for one in rest if one.token is not None))

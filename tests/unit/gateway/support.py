@@ -130,6 +130,8 @@ class ScriptedNode(Recorder):
         self.refusal: LambdaScaleError | None = None
         self.pause_at: int | None = None
         """The index at which generation waits for `resume`."""
+        self.at_once = 1
+        """Tokens in a message, as of a step with accepted ones."""
         self.resume = asyncio.Event()
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
@@ -171,6 +173,7 @@ class ScriptedNode(Recorder):
 
     async def _generate(self, submit: Submit) -> None:
         script = [*self.script(submit), EOS_ID]
+        tokens: list[Token] = []
         for index in range(len(submit.tokens) - submit.prompt_tokens, submit.max_tokens):
             if index == self.pause_at:
                 await self.resume.wait()
@@ -179,8 +182,10 @@ class ScriptedNode(Recorder):
             if not finish and index + 1 == submit.max_tokens:
                 finish = "length"
             logprobs = logprobs_of(submit, index, value)
-            token = Token(submit.request, submit.attempt, index, value, finish, logprobs)
-            await self.send(submit, token)
+            tokens.append(Token(submit.request, submit.attempt, index, value, finish, logprobs))
+            if finish or len(tokens) == self.at_once:
+                await self.send(submit, *tokens)
+                tokens.clear()
             await asyncio.sleep(0)
             if finish:
                 return

@@ -327,6 +327,24 @@ async def test_stop_string_over_tokens_cancels_the_attempt(
     await cluster.loaded(lambda load: load.running_requests == load.running_tokens == 0)
 
 
+@pytest.mark.parametrize("at_once", [4, 7, 50])
+async def test_several_tokens_at_once_are_taken_in_order_up_to_a_stop_string(
+    cluster: Cluster, http: aiohttp.ClientSession, at_once: int
+) -> None:
+    cluster.nodes[1].at_once = at_once
+    parts = await events(http, CHAT, "chat/completions")
+    pieces = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == "hello world"
+    parts = await events(http, {**CHAT, "stop": "o w"}, "chat/completions")
+    pieces = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == "hell"
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    _, answer = await post(http, {**ASK, "stop": "o w", "logprobs": 0})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hell", "stop")
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] == 7
+
+
 async def test_a_stop_string_ends_its_own_choice_only(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:

@@ -68,8 +68,8 @@ def test_a_payload_that_cannot_be_written_to_is_copied() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Sampled(5, (("r1#1", None), ("r2#4", 99))),
-        Sampled(5, (("r2#4", 99),), {"r2#4": Logprobs(-0.5, ((99, -0.5), (3, -1.25)))}),
+        Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
+        Sampled(5, (("r2#4", (99,)),), {"r2#4": (Logprobs(-0.5, ((99, -0.5), (3, -1.25))),)}),
         Free(("r1#1", "r2#4")),
         Failed(("r1#1",), "capacity", "no room"),
     ],
@@ -100,6 +100,14 @@ def with_row(*, position: int = 0, count: int = 3) -> Forward:
     return changed(rows=(replace(ROWS[0], position=position, count=count), ROWS[1]))
 
 
+PROPOSING = Draw(2, Sampling(), proposed=(7,))
+
+
+def test_proposed_tokens_arrive() -> None:
+    rows = (replace(ROWS[0], draw=PROPOSING), ROWS[1])
+    assert over_the_wire(changed(rows=rows), HIDDEN)[0] == changed(rows=rows)
+
+
 PATH = FORWARD.path
 BACKWARDS = msgspec.structs.replace(PATH, stages=PATH.stages[::-1])
 GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
@@ -124,6 +132,7 @@ GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
         (with_context(prompt_tokens=3), HIDDEN),
         (with_context(prompt_tokens=0, tokens=(7, 8)), HIDDEN),
         (with_context(tokens=(7, 8, 9, -1)), HIDDEN),
+        (changed(rows=(ROWS[0], replace(ROWS[1], draw=PROPOSING))), HIDDEN),
         (with_row(count=0), HIDDEN[:1]),
         (with_row(count=-3), HIDDEN),
         (with_row(position=-1), HIDDEN),

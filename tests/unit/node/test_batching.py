@@ -1,6 +1,7 @@
 """The scheduler by example; its invariants are in tests/property/test_batching.py."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,21 @@ from services.node.core.microbatches import (
     Sampled,
     Send,
 )
-from services.node.core.rows import Context, Row
+from services.node.core.rows import Context, Draw, Row
 from services.node.core.sequences import sequence_key
+from services.node.core.speculation import STEP_POSITIONS
 from shared.errors import CapacityExceeded, ProtocolViolation, StaleEpoch, TransportTimeout
 from shared.ids import ModelId
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Cancel, LogitRules, Logprobs, Submit, Token
+from shared.messages.serving import (
+    AttemptFailed,
+    Cancel,
+    LogitRules,
+    Logprobs,
+    Sampling,
+    Submit,
+    Token,
+)
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
 WHY = Failure("peer_lost", "gone")
@@ -43,10 +53,19 @@ class FakeKv:
 
 
 def batcher(
-    node: str = "a", *, slots: int = 8, step_tokens: int = 4, kv: FakeKv | None = None
+    node: str = "a",
+    *,
+    slots: int = 8,
+    step_tokens: int = 4,
+    speculation: int = 0,
+    kv: FakeKv | None = None,
 ) -> Batcher:
     return Batcher(
-        stages((node, 0, 1))[0].node, slots=slots, step_tokens=step_tokens, kv=kv or FakeKv()
+        stages((node, 0, 1))[0].node,
+        slots=slots,
+        step_tokens=step_tokens,
+        speculation=speculation,
+        kv=kv or FakeKv(),
     )
 
 
@@ -67,7 +86,7 @@ def take(core: Batcher) -> Work:
 def run(core: Batcher, work: Work, token: int = 1) -> list[Command]:
     commands: list[Command] = []
     for part in work:
-        sampled = [token if row.draw else None for row in part.rows]
+        sampled = [(token,) if row.draw else () for row in part.rows]
         commands += core.ran(part, sampled, f"hidden {part.batch}")
     return commands
 
@@ -97,7 +116,7 @@ def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:
     for _ in range(2):
         work = take(core)
         queue(core, first)
-        core.received(Sampled(work[0].batch, (("r#1", None),)))
+        core.received(Sampled(work[0].batch, (("r#1", ()),)))
     queue(core, first)
     run(core, take(core))
     queue(core, first)
@@ -134,7 +153,7 @@ def test_log_probabilities_go_out_with_their_tokens() -> None:
     queue(core, one("r", WHOLE), one("s", WHOLE))
     (part,) = take(core)
     found = Logprobs(-0.5, ((4, -0.5),))
-    commands = core.ran(part, [4, 5], None, {"r#1": found})
+    commands = core.ran(part, [(4,), (5,)], None, {"r#1": (found,)})
     said = [c.what for c in commands if isinstance(c, Emit)]
     assert [what.logprobs for what in said if isinstance(what, Token)] == [found, None]
 
@@ -166,7 +185,7 @@ def test_a_prompt_that_waits_for_another_holds_up_no_other_path() -> None:
         steps.append(rows(work))
         for command in run(core, work):
             if isinstance(command, Send) and isinstance(command.message, Forward):
-                core.received(Sampled(command.message.batch, (("decode#1", 1),)))
+                core.received(Sampled(command.message.batch, (("decode#1", (1,)),)))
     assert steps == [
         [("decode#1", 0, 1), ("long#1", 0, 3)],
         [("long#1", 3, 4), ("decode#1", 1, 1)],
@@ -185,7 +204,7 @@ def test_prompts_of_two_paths_take_turns() -> None:
         chunks.append([key for key, _, count in rows(work) if count > 1])
         for command in run(core, work):
             if isinstance(command, Send) and isinstance(command.message, Forward):
-                back = tuple((row.sequence, 1) for row in command.message.rows)
+                back = tuple((row.sequence, (1,)) for row in command.message.rows)
                 core.received(Sampled(command.message.batch, back))
     assert chunks == [["w1#1"], ["two#1"]] * 3
 
@@ -209,7 +228,7 @@ def test_a_path_of_two_stages_has_two_even_micro_batches_in_flight() -> None:
     assert [len(first.rows), len(second.rows)] == [3, 2]
     run(core, (first, second))
     assert not core.take()
-    core.received(Sampled(first.batch, tuple((k, 1) for k in first.keys)))
+    core.received(Sampled(first.batch, tuple((k, (1,)) for k in first.keys)))
     assert {row[0] for row in rows(take(core))} == set(first.keys)
     assert not core.take()
 
@@ -229,10 +248,10 @@ def test_an_answer_to_another_micro_batch_is_ignored() -> None:
     work = take(core)
     run(core, work)
     batch = work[0].batch
-    assert core.received(Sampled(batch + 1, (("r#1", 5),))) == []
-    (out,) = core.received(Sampled(batch, (("r#1", 5),)))
+    assert core.received(Sampled(batch + 1, (("r#1", (5,)),))) == []
+    (out,) = core.received(Sampled(batch, (("r#1", (5,)),)))
     assert isinstance(out, Emit)
-    assert core.received(Sampled(batch, (("r#1", 5),))) == []
+    assert core.received(Sampled(batch, (("r#1", (5,)),))) == []
 
 
 def test_a_missing_token_fails_the_attempt() -> None:
@@ -240,7 +259,7 @@ def test_a_missing_token_fails_the_attempt() -> None:
     queue(core, one("r", TWO))
     work = take(core)
     run(core, work)
-    commands = core.received(Sampled(work[0].batch, (("r#1", None),)))
+    commands = core.received(Sampled(work[0].batch, (("r#1", ()),)))
     assert [
         c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
     ] == ["protocol"]
@@ -355,7 +374,7 @@ def test_preemption_frees_every_stage_and_what_is_under_way_is_ignored() -> None
         Send("mem://b", Free(("young#1",))),
         Send("mem://c", Free(("young#1",))),
     ]
-    assert core.received(Sampled(part.batch, (("young#1", 5),))) == []
+    assert core.received(Sampled(part.batch, (("young#1", (5,)),))) == []
     assert core.received(Failed(("young#1",), "not_found", "gone")) == []
     assert (core.running, core.waiting) == (1, 1)
     assert rows(take(core)) == [("young#1~1", 0, 1)]
@@ -438,6 +457,177 @@ def _cancel_of(message: Submit) -> Cancel:
     return Cancel(request=message.request, attempt=message.attempt)
 
 
+# --- speculation ------------------------------------------------------------
+
+LOOP = (1, 2, 3, 1, 2)
+"""3 follows, and then all again."""
+
+
+def looping(
+    *names: str, path: tuple[Stage, ...] = WHOLE, kv: FakeKv | None = None, **options: Any
+) -> Batcher:
+    """A scheduler that speculates, and requests whose first token was drawn: 3."""
+    core = batcher(step_tokens=100, speculation=15, kv=kv)
+    queue(core, *(submit(name, path, prompt=LOOP, **options) for name in names))
+    (part,) = take(core)
+    land(core, part, *[(3,)] * len(names))
+    return core
+
+
+def land(core: Batcher, part: Part, *drawn: tuple[int, ...]) -> list[Token]:
+    """What goes out of these tokens."""
+    if len(part.path.stages) > 1:
+        core.ran(part, [()] * len(drawn), "hidden")
+        pairs = tuple(zip(part.keys, drawn, strict=True))
+        commands = core.received(Sampled(part.batch, pairs))
+    else:
+        commands = core.ran(part, list(drawn), None)
+    return [c.what for c in commands if isinstance(c, Emit) and isinstance(c.what, Token)]
+
+
+def proposals(parts: Work) -> list[tuple[int, ...]]:
+    return [row.draw.proposed for part in parts for row in part.rows if row.draw]
+
+
+@pytest.mark.parametrize("path", [WHOLE, TWO], ids=["whole", "stages"])
+def test_a_decode_row_goes_on_with_what_followed_before(path: tuple[Stage, ...]) -> None:
+    core = looping("r", path=path)
+    ((row,),) = [part.rows for part in take(core)]
+    assert (row.position, row.count, row.tokens) == (5, 4, (3, 1, 2, 3))
+    assert row.draw is not None
+    assert (row.draw.index, row.draw.proposed) == (1, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "then"),
+    [((1, 2, 3, 9), (9, (9,))), ((1, 2, 9), (8, (9,))), ((9,), (6, (9,)))],
+    ids=["all", "two", "none"],
+)
+@pytest.mark.parametrize("path", [WHOLE, TWO], ids=["whole", "stages"])
+def test_it_goes_on_after_what_was_accepted(
+    path: tuple[Stage, ...], drawn: tuple[int, ...], then: tuple[int, tuple[int, ...]]
+) -> None:
+    core = looping("r", path=path)
+    (part,) = take(core)
+    said = land(core, part, drawn)
+    assert [(token.index, token.token) for token in said] == list(enumerate(drawn, 1))
+    ((row,),) = [part.rows for part in take(core)]
+    assert (row.position, row.tokens) == then
+    assert row.draw is not None
+    assert row.draw.index == 1 + len(drawn)
+    assert (core.tokens_proposed, core.tokens_accepted) == (3, len(drawn) - 1)
+
+
+def test_nothing_is_proposed_past_the_last_token() -> None:
+    core = looping("r", max_tokens=4)
+    (part,) = take(core)
+    assert proposals((part,)) == [(1, 2)]
+    assert part.rows[0].position + part.rows[0].count == part.rows[0].limit
+    said = land(core, part, (1, 2, 3))
+    assert [token.finish for token in said] == ["", "", "length"]
+    assert core.running == 0
+
+
+def test_nothing_is_proposed_from_a_token_on_that_ends_the_request() -> None:
+    core = looping("r", stop_ids=(2,))
+    assert proposals(take(core)) == [(1,)]
+
+
+def test_a_token_that_ends_the_request_is_its_last_in_an_accepted_run_too() -> None:
+    core = looping("r", max_tokens=5)
+    (part,) = take(core)
+    core._leader.running["r#1"].submit = submit("r", WHOLE, prompt=LOOP, stop_ids=(2,))
+    said = land(core, part, (1, 2, 3, 1))
+    assert [(token.token, token.finish) for token in said] == [(1, ""), (2, "stop")]
+    assert core.running == 0
+
+
+def test_log_probabilities_of_accepted_tokens_go_out_each_with_its_own() -> None:
+    core = looping("r")
+    (part,) = take(core)
+    found = tuple(Logprobs(-float(i), ()) for i in range(3))
+    commands = core.ran(part, [(1, 2, 9)], None, {"r#1": found})
+    said = [c.what for c in commands if isinstance(c, Emit)]
+    assert [what.logprobs for what in said if isinstance(what, Token)] == list(found)
+
+
+def test_what_a_step_has_room_for_is_shared_evenly() -> None:
+    core = looping(*(f"r{i}" for i in range(5)))
+    parts = take(core)
+    assert [len(proposed) for proposed in proposals(parts)] == [3, 2, 2, 2, 2]
+    assert sum(part.positions for part in parts) == STEP_POSITIONS
+
+
+def test_a_large_step_has_no_proposals() -> None:
+    core = looping("r")
+    queue(core, one("long", WHOLE, STEP_POSITIONS - 1))
+    parts = take(core)
+    assert proposals(parts) == [(), ()]
+    land(core, parts[0], (1,), (5,))
+    assert proposals(take(core)) == [(2, 3, 1), ()]
+
+
+def test_proposals_of_all_paths_together_fill_a_step() -> None:
+    core = batcher(step_tokens=10, speculation=15)
+    for name, path in (("r", WHOLE), ("s", TWO)):
+        queue(core, submit(name, path, prompt=LOOP, max_tokens=40))
+    for drawn in ((3,), (1, 2, 3, 1)):
+        for part in take(core):
+            land(core, part, drawn)
+    assert [part.positions for part in take(core)] == [8, 2]
+
+
+def test_nothing_is_proposed_for_want_of_kv() -> None:
+    kv = FakeKv(kv_capacity=64)
+    core = looping("r", kv=kv, max_tokens=40)
+    kv.kv_used = 50
+    (part,) = take(core)
+    assert proposals((part,)) == [()]
+    kv.kv_used = 16
+    land(core, part, (1,))
+    assert proposals(take(core)) == [(2, 3, 1)]
+
+
+@pytest.mark.parametrize("drawn", [(2, 2), (1, 2, 3, 1, 2), (1, 3, 3)])
+def test_tokens_that_were_not_proposed_cannot_be_accepted(drawn: tuple[int, ...]) -> None:
+    core = looping("r", path=TWO)
+    (part,) = take(core)
+    core.ran(part, [()], "hidden")
+    commands = core.received(Sampled(part.batch, ((part.keys[0], drawn),)))
+    assert [
+        c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
+    ] == ["protocol"]
+    assert core.running == 0
+
+
+def test_a_preempted_sequence_still_knows_what_followed() -> None:
+    core = looping("old", "r")
+    (part,) = take(core)
+    core.no_room(part, FULL)
+    land(core, core.live(part), (1,))
+    (part,) = take(core)
+    assert [row.sequence for row in part.rows] == ["r#1~1", "old#1"]
+    land(core, part, (1,), (2,))
+    assert (2, 3, 1) in proposals(take(core))
+
+
+def test_a_followed_sequence_goes_on_at_any_of_its_proposed_positions() -> None:
+    def proposing(position: int) -> Row:
+        draw = Draw(0, Sampling(), proposed=(7, 8))
+        return Row("x#1", position, 3, 30, (), draw)
+
+    for accepted in range(3):
+        core = batcher()
+        core.received(forward(FROM_C, proposing(0)))
+        assert core.received(forward(FROM_C, proposing(1 + accepted), batch=2)) == []
+    for wrong in (0, 4):
+        core = batcher()
+        core.received(forward(FROM_C, proposing(0)))
+        (_, told) = core.received(forward(FROM_C, proposing(wrong), batch=2))
+        assert isinstance(told, Send)
+        assert isinstance(told.message, Failed)
+
+
 # --- following --------------------------------------------------------------
 
 
@@ -448,8 +638,8 @@ def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None
     work = take(core)
     assert [part.hidden for part in work] == ["from c", "from d"]
     assert not core.take()
-    assert core.ran(work[0], [5], None) == [Send("mem://c", Sampled(4, (("x#1", 5),)))]
-    assert core.ran(work[1], [None], None) == [Send("mem://d", Sampled(7, (("y#1", None),)))]
+    assert core.ran(work[0], [(5,)], None) == [Send("mem://c", Sampled(4, (("x#1", (5,)),)))]
+    assert core.ran(work[1], [()], None) == [Send("mem://d", Sampled(7, (("y#1", ()),)))]
     assert core.tokens_out == 1
 
 
@@ -511,7 +701,7 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
     path = Path(MODEL, THREE)
     row = Row("x#1", 0, 2, 9)
     core.received(forward(path, row, batch=3), "in")
-    assert core.ran(take(core)[0], [None], "out") == [
+    assert core.ran(take(core)[0], [()], "out") == [
         Send("mem://c", Forward(path, 2, 3, (row,)), "out")
     ]
 
@@ -576,7 +766,7 @@ def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     core.received(forward(path, Row("x#1", 0, 2, 9)))
     work = take(core)
     core.received(Free(("x#1",)))
-    assert core.ran(work[0], [None], "out") == []
+    assert core.ran(work[0], [()], "out") == []
 
 
 def test_keys_name_an_attempt() -> None:

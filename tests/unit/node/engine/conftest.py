@@ -27,10 +27,14 @@ class Logits:
         return rows
 
     def watch(
-        self, values: torch.Tensor, draws: Sequence[Draw], processors: Sequence[Processor | None]
+        self,
+        values: torch.Tensor,
+        draws: Sequence[Draw],
+        processors: Sequence[Processor | None],
+        proposed: Sequence[int | None],
     ) -> list[Drawn]:
         self._rows.extend(values.clone())
-        return sample(values, draws, processors)
+        return sample(values, draws, processors, proposed)
 
 
 @pytest.fixture

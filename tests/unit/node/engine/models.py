@@ -156,7 +156,7 @@ class Path:
             (model.engine(start, stop, kv_tokens), start, stop) for start, stop in pairwise(bounds)
         ]
 
-    def run(self, rows: list[Row]) -> tuple[int | None, ...]:
+    def run(self, rows: list[Row]) -> tuple[tuple[int, ...], ...]:
         hidden: torch.Tensor | None = None
         for engine, start, stop in self.stages:
             stage_rows = rows if start == 0 else [replace(row, tokens=()) for row in rows]
@@ -169,8 +169,7 @@ class Path:
         tokens: list[int] = []
         new, position = prompt, 0
         for index in range(count):
-            (token,) = self.run([row(key, position, new, draw=index)])
-            assert token is not None
+            ((token,),) = self.run([row(key, position, new, draw=index)])
             tokens.append(token)
             position += len(new)
             new = [token]

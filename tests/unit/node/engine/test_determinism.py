@@ -13,14 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.node.core.kv import PAGE
-from services.node.engine import kernels
+from services.node.engine import kernels, sweep
 from services.node.engine.attention import ROWS
-from services.node.engine.base import Row, StagePart, Sweep
+from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv import FreePages
 from services.node.engine.linear import Packed
+from services.node.engine.sampling import Drawn
 from tests.unit.node.engine.conftest import Logits
-from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
+from tests.unit.node.engine.models import GREEDY, MODEL, Model, Path, make_model, part, row, run
 
 LENGTH = 400
 QWEN3_MOE: dict[str, Any] = {
@@ -117,6 +118,64 @@ def test_same_bits_however_it_is_run(
             assert torch.equal(logits.take()[at], expected[stop - 1])
             for engine, _, _ in path.stages:
                 engine.free(tuple(other.sequence for other in others))
+
+
+class Accepting:
+    """Stands for `sample` in a step whose last row has proposed tokens: what is drawn is these."""
+
+    logits: torch.Tensor
+
+    def __init__(self, before: int, tokens: list[int], wrong: int) -> None:
+        """So many draws before the row's; so many proposed tokens after those accepted."""
+        self._before = before
+        self._drawn = [0] * before + tokens + [0]
+        self._wrong = wrong
+
+    def __call__(self, values: torch.Tensor, *_: Any) -> list[Drawn]:
+        self.logits = values[self._before :].clone()
+        return [*map(Drawn, self._drawn), *[Drawn(None)] * self._wrong]
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=30),
+    start=st.integers(1, 300),
+    cuts=st.sets(st.integers(1, 5), max_size=2),
+    seed=st.integers(0, 2**32),
+)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_same_bits_with_proposed_tokens(
+    any_model: Model,
+    logits: Logits,
+    steps: list[tuple[int, int]],
+    start: int,
+    cuts: set[int],
+    seed: int,
+) -> None:
+    """A step has one position, so many right proposed tokens and so many wrong ones. Which are
+    right is for TOKENS to say: nothing is really drawn."""
+    expected = _expected(any_model, logits)
+    rng, path = random.Random(seed), Path(any_model, tuple(sorted(cuts)))
+    path.run([row("s", 0, TOKENS[:start])])
+    position = start
+    for right, wrong in steps:
+        if position + right >= LENGTH:
+            return
+        tokens = [*TOKENS[position : position + 1 + right], *rng.choices(range(96), k=wrong)]
+        draw = Draw(0, GREEDY, proposed=tuple(tokens[1:]))
+        others = companions(rng, position)
+        accepting = Accepting(len(others), tokens[1 : 1 + right], wrong)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sweep, "sample", accepting)
+            path.run([*others, replace(row("s", position, tokens), draw=draw)])
+        end = position + 1 + right
+        assert torch.equal(accepting.logits[: 1 + right], expected[position:end])
+        for engine, _, _ in path.stages:
+            engine.free(tuple(other.sequence for other in others))
+        position = end
 
 
 class Crowd:

@@ -55,8 +55,8 @@ def test_stored_weights_are_views_of_the_buffer(model: Model) -> None:
     decoder = model.oracle.model
     logits = model.oracle.lm_head(decoder.norm(decoder.embed_tokens.weight[7]))
     sampled = run(engine, part([row("s", 0, [5, 6, 7], draw=0)], 0, LAST)).sampled
-    assert sampled == (int(logits.argmax()),)
-    assert list(sampled) != model.expected_tokens([5, 6, 7], 1)
+    assert sampled == ((int(logits.argmax()),),)
+    assert list(*sampled) != model.expected_tokens([5, 6, 7], 1)
 
 
 def test_hidden_states_come_out_unless_the_head_ran(model: Model) -> None:
@@ -65,11 +65,11 @@ def test_hidden_states_come_out_unless_the_head_ran(model: Model) -> None:
     assert first.hidden is not None
     embedded = model.oracle.model.embed_tokens.weight[torch.tensor([1, 2, 3, 4])]
     assert torch.equal(first.hidden, embedded)
-    assert first.sampled == (None, None)
+    assert first.sampled == ((), ())
     untokened = [replace(one, tokens=()) for one in rows]
     last = run(model.engine(1), part(untokened, 1, LAST, first.hidden))
     assert last.hidden is None
-    assert last.sampled == (model.expected_tokens([1, 2, 3], 1)[0], None)
+    assert last.sampled == (tuple(model.expected_tokens([1, 2, 3], 1)), ())
 
 
 def test_only_stages_with_layers_use_kv(model: Model) -> None:
@@ -86,7 +86,7 @@ def test_no_room_runs_nothing(model: Model) -> None:
         run(engine, part(rows, 0, LAST))
     assert (engine.kv_used, engine.kv_capacity) == (16, 48)
     tokens = run(engine, part([row("a", 2, [3], draw=0), rows[1]], 0, LAST)).sampled
-    assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
+    assert list(tokens[0]) == model.expected_tokens([1, 2, 3], 1)
     engine.free(("a", "b", "nobody"))
     assert engine.kv_used == 0
 
@@ -113,7 +113,64 @@ def test_rows_that_do_not_fit(model: Model, bad: Row, error: type[Exception]) ->
         run(engine, part([row("other", 0, [1]), bad], 0, LAST))
     assert engine.kv_used == used
     tokens = run(engine, part([row("s", 2, [3], draw=0)], 0, LAST)).sampled
-    assert tokens[0] == model.expected_tokens([1, 2, 3], 1)[0]
+    assert list(tokens[0]) == model.expected_tokens([1, 2, 3], 1)
+
+
+def proposing(key: str, position: int, tokens: list[int], *proposed: int, index: int = 0) -> Row:
+    draw = Draw(index, Sampling(), proposed=proposed)
+    return replace(row(key, position, [*tokens, *proposed]), draw=draw)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (1, 3, 5)])
+@pytest.mark.parametrize("right", range(5))
+def test_what_is_drawn_of_proposed_tokens(model: Model, cuts: tuple[int, ...], right: int) -> None:
+    path, expected = Path(model, cuts), model.expected_tokens([1, 2, 3], 8)
+    proposed = expected[:right] + [(token + 1) % 96 for token in expected[right:4]]
+    (drawn,) = path.run([proposing("s", 0, [1, 2, 3], *proposed)])
+    assert list(drawn) == expected[: right + 1]
+    (drawn,) = path.run([row("s", 3 + right, [expected[right]], draw=right + 1)])
+    assert list(drawn) == [expected[right + 1]]
+
+
+def test_a_sequence_goes_on_where_the_accepted_tokens_end_and_nowhere_else(model: Model) -> None:
+    engine, expected = model.engine(), model.expected_tokens([1, 2, 3], 2)
+    wrong = (expected[1] + 1) % 96
+    run(engine, part([proposing("s", 0, [1, 2, 3], expected[0], wrong)], 0, LAST))
+    for position in (0, 2, 3, 5):
+        with pytest.raises(Conflict):
+            run(engine, part([row("s", position, [1])], 0, LAST))
+    first = model.engine(0, 2)
+    run(first, part([proposing("s", 0, [1, 2, 3], expected[0], wrong)], 0, 2))
+    for position in (2, 6):
+        with pytest.raises(Conflict):
+            run(first, part([row("s", position, [1])], 0, 2))
+    run(first, part([row("s", 3, [1])], 0, 2))
+    with pytest.raises(BadInput, match="proposed"):
+        run(first, part([replace(proposing("s", 4, [], 5), tokens=(5,))], 0, 2))
+
+
+def test_a_page_that_was_proposed_into_need_not_be_found_again(model: Model) -> None:
+    engine, expected = model.engine(kv_tokens=32), model.expected_tokens([1] * 14, 2)
+    wrong = [(expected[0] + 1) % 96] * 4
+    run(engine, part([proposing("s", 0, [1] * 14, *wrong)], 0, LAST))
+    assert engine.kv_used == 32
+    (drawn,) = run(engine, part([proposing("s", 14, expected[:1], *wrong)], 0, LAST)).sampled
+    assert list(drawn) == expected[1:]
+
+
+def test_only_accepted_tokens_are_found_by_others(model: Model) -> None:
+    engine = model.engine()
+    prompt = [i % 96 for i in range(28)]
+    expected = model.expected_tokens(prompt, 3)
+    wrong = [(token + 1) % 96 for token in expected]
+    proposed = [expected[0], expected[1], *wrong[:2]]
+    run(engine, part([proposing("s", 0, prompt, *proposed)], 0, LAST))
+    assert engine.adopt(MODEL, "wrong", (*prompt, *proposed, 1), 60) == 16
+    run(engine, part([row("s", 30, [expected[2], 7, 8])], 0, LAST))
+    right = (*prompt, *expected, 7, 8)
+    assert engine.adopt(MODEL, "right", right, 60) == 32
+    (drawn,) = run(engine, part([row("right", 32, [8], draw=0)], 0, LAST)).sampled
+    assert list(drawn) == model.expected_tokens(list(right), 1)
 
 
 @pytest.mark.parametrize("hidden", [None, torch.zeros(2, 32), torch.zeros(1, 31)])
@@ -160,7 +217,7 @@ def test_two_models_share_the_budget(model: Model) -> None:
     run(engine, part(prompt, 0, LAST))
     mine = [replace(prompt[0], sequence="t", limit=40)]
     sampled = run(engine, part(mine, 0, 4), second).sampled
-    assert sampled[0] == other.expected_tokens([1, 2, 3], 1)[0]
+    assert list(*sampled) == other.expected_tokens([1, 2, 3], 1)
     assert engine.kv_used == 32
 
 

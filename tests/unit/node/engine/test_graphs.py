@@ -79,8 +79,7 @@ class Requests:
         stage = part(rows, 0, self._model.n_blocks)
         first, *others = (run(engine, stage).sampled for engine in self._engines)
         assert all(other == first for other in others)
-        for one, token in zip(rows, first, strict=True):
-            assert token is not None
+        for one, (token,) in zip(rows, first, strict=True):
             self._done[one.sequence] += one.count
             self._tokens[one.sequence].append(token)
 

@@ -38,10 +38,10 @@ def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MOD
     return kv.start(model_id, STAGE, layers, key, WHOLE_MEMORY)
 
 
-def write(kv: KvCache, sequence: Sequence, values: list[float]) -> None:
+def write(kv: KvCache, sequence: Sequence, values: list[float], proposed: int = 0) -> None:
     """Puts a value at each of the next positions, as a step would."""
     first = sequence.length
-    kv.extend(sequence, len(values))
+    kv.extend(sequence, len(values), proposed)
     slots = sequence.slots(first, len(values))
     kv.tensor(sequence.model_id)[:, slots] = torch.tensor(values).view(1, -1, 1, 1, 1)
 
@@ -148,6 +148,22 @@ def test_runs_are_of_neighbours() -> None:
     assert sequence.runs(80) == [Run(64, 0, 32), Run(16, 32, 80)]
     assert sequence.runs(48) == [Run(64, 0, 32), Run(16, 32, 48)]
     assert sequence.slots(30, 4) == [94, 95, 16, 17]
+
+
+def test_only_what_was_proposed_is_taken_back_and_its_pages_stay() -> None:
+    kv = cache(pages=4)
+    sequence = start(kv, "a")
+    write(kv, sequence, [1.0] * 18, proposed=3)
+    for wrong in (14, 19):
+        with pytest.raises(AssertionError):
+            kv.truncate(sequence, wrong)
+    kv.truncate(sequence, 15)
+    assert (sequence.length, kv.used) == (15, 2 * PAGE)
+    with pytest.raises(AssertionError):
+        kv.truncate(sequence, 14)
+    write(kv, sequence, [2.0, 3.0])
+    assert kv.used == 2 * PAGE
+    assert read(kv, sequence)[0, 14:17, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
 
 
 # --- shared prefixes --------------------------------------------------------
@@ -296,6 +312,15 @@ class Machine(RuleBasedStateMachine):
         self.run(sequence, list(range(count)))
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 3), proposed=st.integers(1, 20))
+    def speculate(self, data: st.DataObject, count: int, proposed: int) -> None:
+        """Some of what was proposed is accepted; the rest is taken back."""
+        sequence = self.kv.find(data.draw(st.sampled_from(sorted(self.tokens))))
+        assert sequence is not None
+        accepted = data.draw(st.integers(0, proposed))
+        self.run(sequence, list(range(count + accepted)), proposed, proposed - accepted)
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.tokens)))
@@ -308,22 +333,26 @@ class Machine(RuleBasedStateMachine):
         self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
         open_model(self.kv, OTHER)
 
-    def run(self, sequence: Sequence, new: list[int]) -> None:
-        """A step: all or nothing, never a page that another reads."""
+    def run(self, sequence: Sequence, new: list[int], proposed: int = 0, refused: int = 0) -> None:
+        """A step: all or nothing, never a page that another reads, nor one that may be shared. The
+        last `refused` of the positions are taken back."""
         tokens = self.tokens[sequence.key]
         free, had = self.kv.available, len(sequence.pages)
-        needed = whole_pages(len(tokens) + len(new)) // PAGE - had
+        needed = whole_pages(len(tokens) + len(new) + refused) // PAGE - had
         all_tokens = tokens + new
         values = [value_of(all_tokens[: i + 1]) for i in range(len(tokens), len(all_tokens))]
+        values += [1.0] * refused
         if needed > free:
             with pytest.raises(CapacityExceeded):
-                self.kv.extend(sequence, len(new))
+                self.kv.extend(sequence, len(values))
             assert (self.kv.available, len(sequence.pages)) == (free, had)
             return
-        write(self.kv, sequence, values)
-        written = {slot // PAGE for slot in sequence.slots(len(tokens), len(new))}
+        write(self.kv, sequence, values, proposed)
+        written = {slot // PAGE for slot in sequence.slots(len(tokens), len(values))}
         readers = self.readers()
         assert all(readers[page] == 1 for page in written)
+        assert not written & set(self.kv._prefix_of)
+        self.kv.truncate(sequence, len(all_tokens))
         self.kv.keep(sequence, new)
         self.tokens[sequence.key] = all_tokens
 

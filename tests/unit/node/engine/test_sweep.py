@@ -9,6 +9,7 @@ import torch
 from services.node.engine.base import Context, Draw, PartResult, Row, StagePart, Sweep
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
+from services.node.engine.processors import Logits, Processor
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
 from shared.messages.serving import LogitRules, Sampling
@@ -98,8 +99,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
             if stream.stop < LAST:
                 late = replace(one, sequence=f"{one.sequence} after", tokens=())
                 result = run(others, part([late], stream.stop, LAST, result.hidden))
-            (token,) = result.sampled
-            assert token is not None
+            ((token,),) = result.sampled
             stream.tokens.append(token)
             stream.position += one.count
     for stream in streams:
@@ -119,7 +119,7 @@ def test_parts_get_off_where_they_stop(model: Model) -> None:
     left |= sweep.advance()
     assert hidden is not None
     assert torch.equal(hidden, expected)
-    assert list(left[late].sampled) == model.expected_tokens(PROMPT, 1)
+    assert list(*left[late].sampled) == model.expected_tokens(PROMPT, 1)
     assert (sweep.at, sweep.advance()) == (LAST, {})
 
 
@@ -133,7 +133,7 @@ def test_joining_on_the_way(model: Model) -> None:
     joined = sweep.join(from_block(model, 2, row("joined", 0, PROMPT[:5], draw=0)))
     later = sweep.join(from_block(model, 5, row("later", 0, PROMPT[:3], draw=0)))
     left = finish(sweep, 3)
-    assert {number: list(result.sampled) for number, result in left.items()} == {
+    assert {number: list(*result.sampled) for number, result in left.items()} == {
         first: model.expected_tokens(PROMPT, 1),
         joined: model.expected_tokens(PROMPT[:5], 1),
         later: model.expected_tokens(PROMPT[:3], 1),
@@ -147,8 +147,33 @@ def test_a_row_whose_draw_fails_leaves_the_others_their_tokens(model: Model) -> 
     rows[1] = replace(rows[1], draw=Draw(0, Sampling(), odd))
     result = run(model.engine(), part(rows, 0, LAST))
     (token,) = model.expected_tokens(PROMPT, 1)
-    assert result.sampled == (token, None, token)
+    assert result.sampled == ((token,), (), (token,))
     assert list(result.failed) == ["odd"]
+
+
+def test_a_draw_that_fails_after_accepted_tokens_fails_at_the_next_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would have if they had been drawn one by one."""
+    apply, applied = Processor.apply, 0
+
+    def breaks(self: Processor, logits: Logits) -> None:
+        nonlocal applied
+        applied += 1
+        if applied > 2:
+            raise BadInput("no more")
+        apply(self, logits)
+
+    monkeypatch.setattr(Processor, "apply", breaks)
+    engine, expected = model.engine(), model.expected_tokens(PROMPT, 3)
+    rules = Context(tuple(PROMPT), len(PROMPT), (), LogitRules(presence_penalty=1e-9))
+    draw = Draw(0, Sampling(), rules, tuple(expected))
+    first = replace(row("s", 0, [*PROMPT, *expected]), draw=draw)
+    result = run(engine, part([first], 0, LAST))
+    assert (result.sampled, result.failed) == ((tuple(expected[:2]),), {})
+    result = run(engine, part([row("s", len(PROMPT) + 1, expected[1:2], draw=2)], 0, LAST))
+    assert result.sampled == ((),)
+    assert list(result.failed) == ["s"]
 
 
 def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
@@ -162,8 +187,8 @@ def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
     with pytest.raises(NotFound):
         engine.begin(MODEL).join(part([row("early", 0, [1])], 0, LAST))
     left = finish(sweep, 2)
-    assert list(left[first].sampled) == model.expected_tokens(PROMPT, 1)
-    assert list(left[fits].sampled) == model.expected_tokens([1] * 32, 1)
+    assert list(*left[first].sampled) == model.expected_tokens(PROMPT, 1)
+    assert list(*left[fits].sampled) == model.expected_tokens([1] * 32, 1)
     assert engine.kv_used == engine.kv_capacity == 48
 
 
@@ -182,10 +207,10 @@ def test_freed_rows_leave_and_their_pages_can_be_had(model: Model) -> None:
     assert left[first].rows == (rows[0], rows[2])
     for index, name in ((0, "a"), (2, "c")):
         (expected,) = model.expected_tokens([*PROMPT, index], 1)
-        assert left[first].sampled["ac".index(name)] == expected
-    assert list(left[second].sampled) == model.expected_tokens([5] * 20, 1)
+        assert left[first].sampled["ac".index(name)] == (expected,)
+    assert list(*left[second].sampled) == model.expected_tokens([5] * 20, 1)
     (again,) = run(engine, part([row("a", 8, [44], limit=30, draw=1)], 0, LAST)).sampled
-    assert [again] == model.expected_tokens([*PROMPT, 0, 44], 1)
+    assert list(again) == model.expected_tokens([*PROMPT, 0, 44], 1)
 
 
 def test_hidden_states_of_those_who_stay_when_others_are_freed(model: Model) -> None:
