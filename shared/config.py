@@ -22,6 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\\Z")]
 """One token of a subject (see shared.ids.check_name)."""
@@ -129,8 +130,12 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     arena_bytes: Count = 1 << 30
     """Memory for weights, allocated at the start; on `cuda` so much on the host and on the device.
     """
-    kv_tokens: Count = 65536
-    """KV cache budget, token positions a layer."""
+    kv_bytes: Size = 0
+    """Memory for KV caches, where the engine computes; 0: what is left of it once the arenas are
+    taken, less a tenth of all there is. A model has as much of it as it has of the arena."""
+    kv_share: Share = 1.0
+    """Where `kv_bytes` is 0: the part of that which this node takes; less than 1 where several
+    nodes share a machine or a device."""
     slots: Count = 8
     """Sequences that a full replica runs at once."""
     step_tokens: Count = 512

@@ -125,7 +125,6 @@ class NodeParts:
             machine=self.name,
             device="modelled",
             arena_bytes=math.ceil(1.1 * spec.arena_bytes / spec.unit),
-            kv_tokens=spec.kv_tokens,
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
@@ -161,7 +160,7 @@ class NodeParts:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
-            engine=ModelledEngine(spec.hardware, config.kv_tokens),
+            engine=ModelledEngine(spec.hardware, spec.kv_tokens),
             pcie=self._pcie,
             host=self._host,
             slots=config.slots,

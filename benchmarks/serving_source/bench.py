@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.multicast.model import checkpoint_spec
 from benchmarks.multicast.nodes import BenchFailed, Nodes
 from benchmarks.serving_source.plain import plain_copy
-from benchmarks.serving_source.requests import Requests, kv_tokens
+from benchmarks.serving_source.requests import Requests
 from benchmarks.serving_source.results import (
     HALF,
     OURS,
@@ -61,7 +61,6 @@ async def _run(
     whole = goodput(settings.link_mbit)
     half = round(whole / 2)
     memory = {
-        "LAMBDASCALE_NODE_KV_TOKENS": str(kv_tokens(settings.batch)),
         "LAMBDASCALE_NODE_SLOTS": str(settings.batch),
     }
     async with Nodes(testbed, folder, settings.nbytes) as nodes:

@@ -23,11 +23,6 @@ STEADY_S = 60.0
 T = TypeVar("T")
 
 
-def kv_tokens(batch: int) -> int:
-    """Positions that the node needs room for."""
-    return batch * CONTEXT
-
-
 class Requests:
     """While it is entered, the node has `batch` sequences to decode at every step.
 

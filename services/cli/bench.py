@@ -29,6 +29,12 @@ prefills, what a step spends outside of torch's operators, what a shared prefix 
 the same run, transformers with the same checkpoint, threads and prompts, where it is installed, and
 the rate at which the machine reads memory. The model is a Llama with random weights.
 """
+PIPELINE = """\
+Whether the stages of a path are busy while it decodes a steady batch: the share of the time in
+which each is idle; tokens/s, against what the slowest stage allows and against the same path with
+one micro-batch in flight; the time from one stage's end to the next one's start. Stages are
+processes, over TCP, and take a given time for a step without using the processor.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
@@ -39,6 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     _add_multicast(benches)
     _add_serving_source(benches)
     _add_engine(benches)
+    _add_pipeline(benches)
 
 
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
@@ -138,6 +145,35 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run_engine)
 
 
+def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "pipeline",
+        help="how busy the stages of a path are, and what a hand-over takes",
+        description=PIPELINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--stages", type=_counts, default=(2, 4), metavar="N,N,..", help="of each path (2,4)"
+    )
+    parser.add_argument(
+        "--stage-ms", type=_milliseconds, default=20.0, metavar="T",
+        help="least time of a stage's step (20: a fourth of a model of 8B parameters in bf16 at "
+        "200 GB/s); 0: as fast as the machine computes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=_count, default=8, help="sequences in a micro-batch, one a stage (8)"
+    )
+    parser.add_argument(
+        "--hidden", type=_count, default=512, help="width of the model, a multiple of 64 (512)"
+    )
+    parser.add_argument(
+        "--window", type=_amount, default=2.0, metavar="S", help="seconds of a measurement (2)"
+    )
+    parser.add_argument("--rounds", type=_count, default=5, help="of each (5)")
+    add_json_option(parser)
+    parser.set_defaults(run=run_pipeline)
+
+
 def run_multicast(args: argparse.Namespace) -> int:
     with _in_a_checkout():
         from benchmarks.multicast import (  # torch and matplotlib: a second or two
@@ -216,6 +252,27 @@ def run_engine(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_pipeline(args: argparse.Namespace) -> int:
+    with _in_a_checkout():
+        from benchmarks.pipeline import bench, results  # torch: a second or two
+    settings = results.Settings(
+        stages=args.stages,
+        stage_s=args.stage_ms / 1e3,
+        batch=args.batch,
+        hidden=args.hidden,
+        window_s=args.window,
+        rounds=args.rounds,
+    )
+    found = bench.measure(settings, say)
+    verdict = [str(bar) for bar in results.bars(found)]
+    if args.json:
+        print_json(results.document(found))
+        say("\n".join(verdict))
+    else:
+        print("\n".join([*results.table(found), "", *verdict]))
+    return 0
+
+
 @contextmanager
 def _in_a_checkout() -> Iterator[None]:
     """ConfigError if what is imported meanwhile is not there."""
@@ -271,3 +328,7 @@ def _amount(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number more than 0")
     return value
+
+
+def _milliseconds(text: str) -> float:
+    return 0.0 if text == "0" else _amount(text)

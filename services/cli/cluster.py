@@ -134,6 +134,9 @@ class Cluster:
         settings = {
             "LAMBDASCALE_NODE_ID": name,
             "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / name),
+            "LAMBDASCALE_NODE_KV_SHARE": str(
+                load(self.spec.config).node.kv_share / self.spec.nodes
+            ),
         }
         if self.spec.apart:
             settings["LAMBDASCALE_NODE_MACHINE"] = name

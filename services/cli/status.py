@@ -135,6 +135,11 @@ def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) ->
         "staging": view.info.staging,
         "address": view.info.address,
         "arena_free": view.arena_free,
+        "kv_used": view.kv_used,
+        "kv_capacity": view.kv_capacity,
+        "prompt_tokens": view.prompt_tokens,
+        "cached_tokens": view.cached_tokens,
+        "preemptions": view.preemptions,
         "blocks": blocks,
         "peers": {way: list(nodes) for way, nodes in view.peers.items()},
     }
@@ -170,10 +175,15 @@ def _print(document: Mapping[str, Any]) -> None:
     nodes = [
         {**node, "device": _device_text(node), "blocks": _blocks_text(node["blocks"], sizes),
          "peers": ", ".join(f"{way} {len(nodes)}" for way, nodes in node["peers"].items()),
-         "free MB": f"{node['arena_free'] / 1e6:.0f}"}
+         "free MB": f"{node['arena_free'] / 1e6:.0f}",
+         "KV used": _share(node["kv_used"], node["kv_capacity"]),
+         "KV found": _share(node["cached_tokens"], node["prompt_tokens"]),
+         "preempted": node["preemptions"]}
         for node in document["nodes"]
     ]  # fmt: skip
-    _print_table(console, "nodes", ("id", "state", "device", "free MB", "peers", "blocks"), nodes)
+    columns = ("id", "state", "device", "free MB", "KV used", "KV found", "preempted")
+    columns += ("peers", "blocks")
+    _print_table(console, "nodes", columns, nodes)
     paths = [
         {**i, "blocks": " -> ".join(
             f"{s['node']} {s['blocks'][0]}-{s['blocks'][1] - 1}" for s in i["stages"]
@@ -193,6 +203,10 @@ def _print(document: Mapping[str, Any]) -> None:
 
 def _device_text(node: Mapping[str, Any]) -> str:
     return f"{node['device']}, from {node['staging']}" if node["staging"] else str(node["device"])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else ""
 
 
 def _blocks_text(blocks: Mapping[str, Mapping[str, list[int]]], sizes: Mapping[str, int]) -> str:

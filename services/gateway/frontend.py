@@ -203,24 +203,37 @@ class Frontend:
         for request in command.moved:
             self._settle(request)
             self._switches[request] = switch
+        for choice, count in (("moved", len(command.moved)), ("stayed", command.stayed)):
+            self._metrics.switched.labels(command.name, choice).inc(count)
+        if not command.moved:
+            _record(switch)
 
     def _settle(self, request: RequestId) -> None:
         switch = self._switches.pop(request, None)
         if switch is None:
             return
         switch.waiting.discard(request)
-        if switch.waiting:
-            return
-        command = switch.command
-        telemetry.record(
-            "mode_switch",
-            start_ns=switch.started_ns,
-            end_ns=wall_ns(),
-            parent=command.trace,
-            attributes={
-                "model": command.name,
-                "moved": len(command.moved),
-                "stayed": command.stayed,
-                "from_instances": ",".join(command.sources),
-            },
-        )
+        if not switch.waiting:
+            _record(switch)
+
+
+def _record(switch: _Switch) -> None:
+    command = switch.command
+    attributes: dict[str, telemetry.Attribute] = {
+        "model": command.name,
+        "moved": len(command.moved),
+        "stayed": command.stayed,
+        "waiting": command.waiting,
+        "from_instances": ",".join(command.sources),
+    }
+    for choice, costs in (("moved", command.moved_costs), ("stayed", command.stayed_costs)):
+        if costs is not None:
+            attributes[f"{choice}_stay_s"] = round(costs.stay_s, 4)
+            attributes[f"{choice}_move_s"] = round(costs.move_s, 4)
+    telemetry.record(
+        "mode_switch",
+        start_ns=switch.started_ns,
+        end_ns=wall_ns(),
+        parent=command.trace,
+        attributes=attributes,
+    )

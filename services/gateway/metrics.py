@@ -32,6 +32,12 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of accepted prompts", "model")
         self.tokens = counter("generated_tokens", "Tokens taken from instances", "model")
         self.resumptions = counter("resumptions", "Attempts that were ended", "model", "reason")
+        self.switched = counter(
+            "switched_requests",
+            "Requests whose path ended, by what came of them",
+            "model",
+            "choice",
+        )
         self.ttft = histogram("ttft_seconds", "Arrival to first token", _WAITS)
         self.tpot = histogram("tpot_seconds", "Mean time of a token after the first", _STEPS)
         self.queued = gauge("queued_requests", "Requests that wait for an instance")

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from services.node.data_plane import DataPlane
+from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine, torch_device
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
@@ -141,7 +142,7 @@ class RealParts:
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
                 config.device,
-                config.kv_tokens,
+                kv_budget(config, torch_device(config.device)),
                 config.threads,
                 step_floor_s=config.step_floor_s,
                 cpu_weights=config.cpu_weights,

@@ -180,7 +180,6 @@ class NodeService(Service):
             arena_bytes=config.arena_bytes,
             link_bytes_per_s=config.link_bytes_per_s,
             slots=config.slots,
-            kv_tokens=config.kv_tokens,
             rack=config.rack,
             trunk_bytes_per_s=config.trunk_bytes_per_s,
             local_bytes_per_s=config.local_bytes_per_s,

@@ -46,6 +46,12 @@ class WorkerLoad:
     kv_capacity: int = 0
     tokens_out: int = 0
     """Tokens drawn here since the start."""
+    prompt_tokens: int = 0
+    """Tokens that sequences led here have begun with since then."""
+    cached_tokens: int = 0
+    """Those of them whose KV was found in the prefix cache."""
+    preemptions: int = 0
+    """Times since then that a sequence gave its KV back, so that others had room."""
     tokens_proposed: int = 0
     """By speculation, for sequences led here, since the start; and those of them that were drawn.
     """
@@ -223,6 +229,9 @@ class Steps:
             kv_used=self._engine.kv_used,
             kv_capacity=self._engine.kv_capacity,
             tokens_out=self._batcher.tokens_out,
+            prompt_tokens=self._batcher.prompt_tokens,
+            cached_tokens=self._batcher.cached_tokens,
+            preemptions=self._batcher.preemptions,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,

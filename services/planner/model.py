@@ -182,12 +182,11 @@ class ModelController:
     def _policy(self) -> Policy:
         cluster, config = self._context.cluster, self._context.config
         nodes = len(cluster.nodes)
-        slots, kv_tokens = cluster.largest
         return Policy(
             min_instances=self.record.min_instances,
             max_instances=min(self.record.max_instances or nodes, nodes),
-            slots=slots,
-            kv_tokens=kv_tokens,
+            slots=cluster.slots,
+            kv_tokens=cluster.kv_tokens(self.record.model_id),
             queue_per_instance=config.queue_per_instance,
             prefill_wait_s=config.prefill_wait_s,
             prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),

@@ -216,6 +216,8 @@ class Serving:
             epoch=self._context.epoch,
             revision=self._revision,
             instances=self.instances,
+            decode_s=self._context.cluster.decode_s(self._record.model_id),
+            prefill_s_per_token=self._context.cluster.prefill_s_per_token(self._record.model_id),
             trace=self.cause.trace,
         )
 

@@ -60,6 +60,11 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     """Start of the planner process, ns: a new planner's revisions count from 0 again."""
     revision: int
     instances: tuple[Instance, ...]
+    decode_s: float = 0.0
+    """What a pass of one token through the whole model takes, as nodes measured it; 0: not known.
+    """
+    prefill_s_per_token: float = 0.0
+    """What each token more in a pass adds, as nodes measured it; 0: nothing, or not known."""
 
 
 class InstancesQuery(Message, frozen=True, kw_only=True, tag="instances_query"):

@@ -33,8 +33,6 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rate of its data link each way; 0 when not known."""
     slots: int
     """Sequences that a full replica on this node runs at once."""
-    kv_tokens: int
-    """KV positions that it holds."""
     staging: str = ""
     """How weights reach the device, in words; empty: it computes where they land."""
     rack: str = ""
@@ -95,8 +93,15 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     kv_used: int = 0
     """KV cache in use, token positions."""
     kv_capacity: int = 0
+    """0: no model is open, and how many positions there will be depends on the model."""
     tokens_out: int = 0
     """Tokens drawn here since the node started."""
+    prompt_tokens: int = 0
+    """Tokens that sequences which it leads have begun with since then."""
+    cached_tokens: int = 0
+    """Those of them whose KV was found in the prefix cache."""
+    preemptions: int = 0
+    """Times since then that a sequence gave its KV back, so that others had room."""
     tokens_proposed: int = 0
     """By speculation, for sequences that it leads, since then; and those of them that were drawn.
     """
@@ -254,6 +259,11 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arena_free: int
     reserved_by: EventId | None
     running: int = 0
+    kv_used: int = 0
+    kv_capacity: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
 

@@ -29,7 +29,7 @@ port = 0
 
 [node]
 arena_bytes = 67108864
-kv_tokens = 8192
+kv_bytes = 67108864
 threads = 1
 """
 LIMIT_S = 60.0

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from services.gateway.core.routing import Switch
 from shared.errors import LambdaScaleError
 from shared.ids import InstanceId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance
@@ -58,14 +59,21 @@ class Served(msgspec.Struct, frozen=True):
     submitted_at: float
 
 
-class Switched(msgspec.Struct, frozen=True):
-    """A set moved requests off its moving instances. For the record."""
+class Switched(msgspec.Struct, frozen=True, kw_only=True):
+    """What a set did with the requests of its moving instances. For the record."""
 
     name: ModelName
     trace: str
     moved: tuple[RequestId, ...]
     stayed: int
+    """Requests that better end where they are."""
+    waiting: int
+    """Those that found no room elsewhere yet."""
     sources: tuple[InstanceId, ...]
+    moved_costs: Switch | None
+    """Of one request that moved, on average; None: not known."""
+    stayed_costs: Switch | None
+    """Of one that stayed."""
 
 
 Command = Send | Withdraw | Emit | End | Resumed | Served | Switched

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from statistics import fmean
 
 from services.gateway.core import routing, streams
 from services.gateway.core.commands import (
@@ -67,6 +68,17 @@ class Ledger:
     """Commands of the event that is being handled."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A request whose instance moves."""
+
+    request: Request
+    source: Route
+    costs: routing.Switch | None
+    """None: not measured yet, or it has no KV yet."""
+    stays: bool
+
+
 class Model:
     def __init__(self, name: ModelName, model_id: ModelId, rules: Rules, ledger: Ledger) -> None:
         self.name = name
@@ -83,12 +95,7 @@ class Model:
 
     def apply(self, new: InstanceSet, now: float) -> None:
         self._give_back(self.table.apply(new), "left the set", now)
-        moved = self._move(now)
-        if moved:
-            staying = sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r))
-            requests = tuple(request.id for request, _ in moved)
-            sources = tuple(dict.fromkeys(source.instance.id for _, source in moved))
-            self._out.append(Switched(self.name, new.trace, requests, staying, sources))
+        self._tell(self._move(now), new.trace)
         self.dispatch(now)
 
     def node_gone(self, node: NodeId, now: float) -> None:
@@ -103,6 +110,8 @@ class Model:
         """Takes the request's next token; says whether its instance has more room now."""
         route = self._route(request)
         first = request.state is State.SUBMITTED
+        if not first:
+            route.measure(now - request.progress_at)
         if first and not route.served:
             route.served = True
             self._out.append(Served(self.name, route.instance, route.trace, request.progress_at))
@@ -216,27 +225,54 @@ class Model:
 
     # --- attempts ------------------------------------------------------------
 
-    def _move(self, now: float) -> list[tuple[Request, Route]]:
-        """Resumes elsewhere what is worth moving, as far as there is room; (request, source)s.
+    def _move(self, now: float) -> list[_Judged]:
+        """Resumes elsewhere what is worth moving, as far as there is room.
 
         What finds no room goes on where it is: that is better for it than to wait.
         """
-        moved: list[tuple[Request, Route]] = []
+        judged: list[_Judged] = []
+        target: Route | None = None
         routes = self.table.routes.values()
         for source in [route for route in routes if _is_moving(route) and route.requests]:
-            stages = len(source.instance.stages)
             for request in list(source.requests.values()):
-                context = len(request.prompt) + len(request.tokens)
-                if routing.stays(request.remaining, context, stages):
-                    continue
-                target = routing.refuge(routes, now)
+                target = target or routing.refuge(routes, now)
                 if target is None:
-                    return moved
-                self._take_off(source, request, f"moves to {target.instance.id}", now)
-                self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
-                self._start(request, target, now)
-                moved.append((request, source))
-        return moved
+                    return judged
+                costs = None
+                if request.state is State.STREAMING:
+                    context = len(request.prompt) + len(request.tokens)
+                    costs = routing.switch(
+                        self.table, source, target, remaining=request.remaining, context=context
+                    )
+                stays = costs is not None and costs.stays
+                judged.append(_Judged(request, source, costs, stays))
+                if not stays:
+                    self._take_off(source, request, f"moves to {target.instance.id}", now)
+                    self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
+                    self._start(request, target, now)
+                    target = None
+        return judged
+
+    def _tell(self, judged: list[_Judged], trace: str) -> None:
+        """Of requests that moved, and the first time of those that all stay."""
+        if all(each.stays and each.source.told for each in judged):
+            return
+        for each in judged:
+            each.source.told = True
+        moved = [each for each in judged if not each.stays]
+        stayed = [each for each in judged if each.stays]
+        left = sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r))
+        switched = Switched(
+            name=self.name,
+            trace=trace,
+            moved=tuple(each.request.id for each in moved),
+            stayed=len(stayed),
+            waiting=left - len(stayed),
+            sources=tuple(dict.fromkeys(each.source.instance.id for each in judged)),
+            moved_costs=_mean(moved),
+            stayed_costs=_mean(stayed),
+        )
+        self._out.append(switched)
 
     def _start(self, request: Request, route: Route, now: float) -> None:
         instance = route.instance
@@ -335,6 +371,13 @@ class Model:
         if request.instance is None:
             raise NotFound(f"request {request.id} is on no instance")
         return self.table.routes[request.instance]
+
+
+def _mean(judged: list[_Judged]) -> routing.Switch | None:
+    costs = [each.costs for each in judged if each.costs is not None]
+    if not costs:
+        return None
+    return routing.Switch(fmean(c.stay_s for c in costs), fmean(c.move_s for c in costs))
 
 
 def _is_moving(route: Route) -> bool:

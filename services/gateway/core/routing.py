@@ -17,13 +17,11 @@ AVOID_S = 0.05
 """How long an instance is left alone after a refusal; doubles with each one that follows. The
 request that it refused keeps away twice as long, so that others go first: it may be too large."""
 AVOID_MAX_S = 1.0
-HOP_STEPS = 0.25
-"""What a token gains by leaving a path, in decode steps for each hop of the path."""
+SMOOTHING = 16
+"""Tokens over which the time between two is averaged."""
 PROMPTS_AHEAD = 4096
 """Tokens of prompts that an instance of capacity 1 may have before it (one prompt in any case):
 enough to keep it busy. More would wait there in vain when another instance appears."""
-PREFILL_TOKENS = 64
-"""Tokens that are prefilled in the time of one decode step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +41,10 @@ class Route:
     """In a row."""
     served: bool = False
     """It has given a token."""
+    token_s: float = 0.0
+    """Time from a request's token to its next one, lately; 0: not known."""
+    told: bool = False
+    """It moves, and what became of its requests was recorded."""
 
     def takes(self, now: float) -> bool:
         instance = self.instance
@@ -58,6 +60,11 @@ class Route:
     def load(self) -> float:
         return self.tokens / self.instance.capacity
 
+    def measure(self, token_s: float) -> None:
+        """A request's token came so long after the one before."""
+        before = self.token_s or token_s
+        self.token_s = before + (token_s - before) / SMOOTHING
+
     def avoid(self, now: float) -> None:
         self.avoid_until = now + pause(self.refusals)
         self.refusals += 1
@@ -72,6 +79,8 @@ class Table:
         self.routes: dict[InstanceId, Route] = {}
         self.prompts = 0
         """Tokens to prefill, of all requests that have no token from where they are."""
+        self.decode_s = self.prefill_s = 0.0
+        """Of a pass of one token through the model, 0: not known; and of each token more."""
         self._capacity = 0.0
         """Of all that serve."""
 
@@ -89,6 +98,7 @@ class Table:
         if (new.epoch, new.revision) < self.version:
             return []
         self.version = (new.epoch, new.revision)
+        self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
         old, self.routes = self.routes, {}
         for instance in new.instances:
             route = old.pop(instance.id, None) or Route(instance, new.trace)
@@ -155,8 +165,35 @@ def refuge(routes: Iterable[Route], now: float) -> Route | None:
     return min(free, key=lambda route: (route.load, len(route.requests)), default=None)
 
 
-def stays(remaining: int, context: int, stages: int) -> bool:
-    """Whether a request better ends on its moving instance: what its remaining tokens would gain
-    elsewhere is less than recomputing the KV of its context costs, both in decode steps."""
-    gain = remaining * HOP_STEPS * max(1, stages - 1)
-    return gain < 1 + context / PREFILL_TOKENS
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What a request whose path moves has left to wait for its last token, either way; in s."""
+
+    stay_s: float
+    move_s: float
+
+    @property
+    def stays(self) -> bool:
+        return self.stay_s <= self.move_s
+
+
+def switch(
+    table: Table, path: Route, target: Route, *, remaining: int, context: int
+) -> Switch | None:
+    """Keeps a request with so many tokens to come its KV, and ends on its path, or does it leave
+    for a complete node, where the KV of its context is computed anew? None: not measured yet.
+
+    On the path a token takes what tokens there took lately. On the target the prompts before it and
+    its own context are prefilled first; then a token takes a pass with the requests that are there
+    and its own. Both are as nodes measured them. That a path keeps its nodes busy costs the others
+    nothing that counts: they are the complete nodes, and its rows ride on sweeps that run anyway,
+    or would run for the same tokens on the target. What recomputing adds is the prefill.
+
+    lambdaScale (section 4.4) recomputes always, BlitzScale (section 5.2) lets requests end where
+    their KV is: each is right for some rest and context.
+    """
+    if not (path.token_s and table.decode_s):
+        return None
+    prefill = target.prompts + context
+    token_s = table.decode_s + len(target.requests) * table.prefill_s
+    return Switch(remaining * path.token_s, prefill * table.prefill_s + remaining * token_s)

@@ -59,6 +59,8 @@ class Batcher:
         self._batches = 0
         self.tokens_out = 0
         """Tokens drawn on this node."""
+        self.preemptions = 0
+        """Times that a sequence gave its KV back, so that others had room."""
 
     # --- events -------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Batcher:
         followed = self._follower.sequences
         if len(led) + len(followed) == 1:
             return self.failed(part, why)
+        self.preemptions += 1
         last = max(reversed(led), key=lambda s: s.admitted, default=None)
         newest = max(reversed(followed), key=lambda key: followed[key].since, default=None)
         if newest is None or (last and last.admitted > followed[newest].since):
@@ -177,6 +180,14 @@ class Batcher:
     @property
     def waiting(self) -> int:
         return len(self._leader.waiting)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._leader.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._leader.cached_tokens
 
     @property
     def tokens_proposed(self) -> int:

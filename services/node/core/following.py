@@ -56,7 +56,8 @@ class Follower:
             raise ProtocolViolation(
                 f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
             )
-        large = [row.sequence for row in message.rows if row.limit > self._kv.kv_capacity]
+        # Without capacity no model is open: the engine says so when the part comes to it.
+        large = [row.sequence for row in message.rows if 0 < self._kv.kv_capacity < row.limit]
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
         part = Part.of(message, hidden).without({*large, *astray})
         for row in part.rows:
@@ -73,7 +74,7 @@ class Follower:
             Failure(
                 CapacityExceeded.code,
                 f"node {self._node} has {self._kv.kv_capacity} positions of KV cache, fewer than "
-                f"the sequence may come to: raise node.kv_tokens",
+                f"the sequence may come to: raise node.kv_bytes",
             ),
         ) + self._refuse(
             message.path,

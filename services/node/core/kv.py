@@ -26,7 +26,8 @@ class Kv(Protocol):
         """Of the pages that live sequences have; one that several share counts once."""
 
     @property
-    def kv_capacity(self) -> int: ...
+    def kv_capacity(self) -> int:
+        """0: no model is open."""
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

@@ -52,6 +52,10 @@ class Leader:
         self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
         """The newest attempt seen of a request: older ones come too late."""
+        self.prompt_tokens = 0
+        """Of the sequences that have begun, each counted once, whether it was preempted or not."""
+        self.cached_tokens = 0
+        """Those of them whose KV was cached."""
         self.proposed = 0
         """Tokens that were proposed and run."""
         self.accepted = 0
@@ -89,10 +93,10 @@ class Leader:
         return commands
 
     def _check_room(self, submit: Submit) -> None:
-        if limit_of(submit) > self._kv.kv_capacity:
+        if not submit.image and limit_of(submit) > self._kv.kv_capacity:
             raise CapacityExceeded(
                 f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
-                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_tokens"
+                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_bytes"
             )
         taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
         if taken > 2 * self._slots - share_of(submit):
@@ -131,6 +135,9 @@ class Leader:
                 sequence.position = self._kv.adopt(
                     sequence.submit.model_id, sequence.key, tuple(sequence.tokens), sequence.limit
                 )
+            if not sequence.preempted:
+                self.prompt_tokens += len(sequence.tokens)
+                self.cached_tokens += sequence.position
             self.running[sequence.key] = sequence
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence

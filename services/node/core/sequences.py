@@ -180,6 +180,11 @@ class Lane:
     had no budget for prompts: then the lane keeps its age, and one day is the first to get some."""
 
     @property
+    def depth(self) -> int:
+        """Most micro-batches in flight."""
+        return len(self.path.stages)
+
+    @property
     def flights(self) -> set[int]:
         """Micro-batches out; one whose sequences have all ended is no longer waited for."""
         return {s.flight for s in self.sequences.values() if s.flight is not None}
@@ -187,7 +192,7 @@ class Lane:
     @property
     def waiting_since(self) -> int | None:
         """Tick since which a micro-batch could have been formed; None: there is none to form."""
-        if len(self.flights) >= len(self.path.stages):
+        if len(self.flights) >= self.depth:
             return None
         since = min((s.ready for s in self.sequences.values() if s.flight is None), default=None)
         return None if since is None else max(since, self.formed)
@@ -195,7 +200,7 @@ class Lane:
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
         """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens. An image
         is not cut: the last one may exceed the budget."""
-        share = -(-len(self.sequences) // len(self.path.stages))
+        share = -(-len(self.sequences) // self.depth)
         ready = sorted(
             (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
         )

@@ -29,6 +29,12 @@ from shared.errors import BadInput
 from shared.layout import BlockSpec
 
 
+def kv_dtype(dtype: torch.dtype, fused: bool) -> torch.dtype:
+    """Of the keys and values of a model in `dtype`: products of bf16 matrices as small as
+    attention's are slow on a CPU, where memory for KV in fp32 is cheap."""
+    return dtype if fused else torch.float32
+
+
 class Decoder:
     """What a model's steps share."""
 
@@ -46,10 +52,7 @@ class Decoder:
         """`fused`: with the kernels for GPUs."""
         self.config, self.dtype, self.device = config, dtype, device
         self.ops = gpu_ops() if fused else ops_for(device, dtype)
-        # Products of bf16 matrices as small as attention's are slow on a CPU, where memory for
-        # KV in fp32 is cheap.
-        kv_dtype = dtype if fused else torch.float32
-        self.attention = Attention(config, longest, kv_dtype, device)
+        self.attention = Attention(config, longest, kv_dtype(dtype, fused), device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:

@@ -8,7 +8,8 @@ import torch
 
 from services.node.engine import kernels
 from services.node.engine.base import SequenceKey, Weights
-from services.node.engine.decoder import Decoder
+from services.node.engine.budget import KvBudget
+from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.linear import Form
@@ -17,8 +18,9 @@ from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.model.architecture import read_config
+from services.node.model.config import ModelConfig
 from services.node.model.vit_config import VitConfig
-from shared.errors import ConfigError, Conflict, NotFound
+from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -40,14 +42,15 @@ class TorchEngine:
     def __init__(
         self,
         device: str,
-        kv_tokens: int,
+        kv: KvBudget | int,
         threads: int,
         *,
         step_floor_s: float = 0.0,
         cpu_weights: Form = "packed",
         capture: "Capture | None" = None,
     ) -> None:
-        """`threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
+        """`kv`: what there is for KV caches; a number: so many positions, whatever they take.
+        `threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
         (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. `capture`: how
         decode steps are recorded, None as the device can; given on a CPU, the kernels for GPUs are
         run there, in Triton's interpreter. Make it on the thread that calls it."""
@@ -59,7 +62,8 @@ class TorchEngine:
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         if self._device.type == "cpu":
             kernels.load()  # compiled now, if they were not yet, and not while a model waits
-        self._kv = KvCache(kv_tokens, self._device)
+        self._budget = kv
+        self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
             torch.set_num_threads(threads)
@@ -75,6 +79,7 @@ class TorchEngine:
             network = Encoder(config, dtype, self._device)
             self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
         else:
+            self._make_room(manifest, config, dtype)
             longest, fused = self._kv.capacity, self._capture is not None
             network = decoder = Decoder(config, dtype, self._device, longest, fused=fused)
             self._kv.open_model(
@@ -89,6 +94,23 @@ class TorchEngine:
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)
         self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
+
+    def _make_room(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> None:
+        """The first of the models that are open decides how many positions there are for all.
+        CapacityExceeded if that leaves too little memory for this one."""
+        budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
+        position = elements * kv_dtype(dtype, self._capture is not None).itemsize
+        if not any(isinstance(model.network, Decoder) for model in self._models.values()):
+            weights = sum(block.nbytes for block in manifest.blocks)
+            capacity = budget if isinstance(budget, int) else budget.positions(weights, position)
+            self._kv.resize(capacity)
+        elif isinstance(budget, KvBudget):
+            left, wanted = budget.nbytes - self._kv.nbytes, self._kv.capacity * position
+            if wanted > left:
+                raise CapacityExceeded(
+                    f"{wanted} bytes are wanted for {self._kv.capacity} positions of KV cache, and "
+                    f"other models leave {left} of {budget.nbytes}: raise node.kv_bytes"
+                )
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,

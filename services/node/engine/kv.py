@@ -132,19 +132,23 @@ class KvCache:
     """Budget: `capacity` positions (rounded up to whole pages) over all sequences of all models."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity = pages_of(capacity) * PAGE
         self.changes = 0
         """Grows when sequences end: what was planned for them is outdated."""
         self._device = device
         self._tensors: dict[ModelId, torch.Tensor] = {}
         self._sequences: dict[SequenceKey, Sequence] = {}
-        self._free = FreePages(pages_of(capacity))
-        self._readers = [0] * pages_of(capacity)
-        """Sequences that have the page."""
+        self.resize(capacity)
         self._prefix_of: dict[int, Prefix] = {}
         self._page_of: dict[Prefix, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages of prefixes that no sequence has; the least recently used first."""
+
+    def resize(self, capacity: int) -> None:
+        """While no model has KV."""
+        self.capacity = pages_of(capacity) * PAGE
+        self._free = FreePages(pages_of(capacity))
+        self._readers = [0] * pages_of(capacity)
+        """Sequences that have the page."""
 
     @property
     def available(self) -> int:
@@ -156,6 +160,11 @@ class KvCache:
         """Positions of pages that sequences have."""
         return self.capacity - self.available * PAGE
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for all models."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def open_model(
         self, model_id: ModelId, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
@@ -166,7 +175,7 @@ class KvCache:
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the KV cache of model {model_id} ({math.prod(shape) * dtype.itemsize} bytes for "
-                f"{self.capacity} positions) cannot be allocated: lower node.kv_tokens"
+                f"{self.capacity} positions) cannot be allocated: lower node.kv_bytes"
             ) from error
 
     def close_model(self, model_id: ModelId) -> None:
@@ -222,7 +231,7 @@ class KvCache:
             raise CapacityExceeded(
                 f"{pages * PAGE} more positions of KV cache are needed, {self.available * PAGE} "
                 f"of {self.capacity} are free: wait for running sequences to end, or raise "
-                f"node.kv_tokens"
+                f"node.kv_bytes"
             )
 
     def extend(self, sequence: Sequence, count: int, proposed: int = 0) -> None:

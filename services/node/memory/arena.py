@@ -10,8 +10,8 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
+from services.node.memory.available import host_memory
 from services.node.memory.views import Memory
 from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, Manifest
@@ -54,8 +54,8 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
-        if self.nbytes > (available := _available()):
-            raise _no_memory(self.nbytes, f"{available} bytes are left of this machine's")
+        if self.nbytes > (left := host_memory().left):
+            raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's")
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close_descriptor = weakref.finalize(self, os.close, descriptor)
         try:
@@ -143,12 +143,6 @@ class ModelSpace:
 
     def block(self, index: int) -> memoryview:
         return self._blocks[index]
-
-
-def _available() -> int:
-    """Bytes of memory that can still be had: who takes more is not refused, but killed."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].removesuffix("kB")) << 10
 
 
 def _no_memory(nbytes: int, why: str | None) -> CapacityExceeded:

@@ -46,9 +46,13 @@ class Cluster:
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """Nodes that say they hold something of the model, of whatever generation."""
-        self._largest: tuple[int, int] | None = None
+        self._slots: int | None = None
+        self._kv: dict[ModelId, int] = {}
+        """KV positions of a replica, as a node that has the model open said last."""
         self._prefill: dict[ModelId, float] = {}
         """Seconds a prompt token takes, as a node that ran the model said last."""
+        self._decode: dict[ModelId, float] = {}
+        """Seconds a pass of one token takes, as such a node said."""
         self._loads: dict[GatewayId, _Report] = {}
         self.over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
@@ -62,7 +66,7 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
-        self._largest = None
+        self._slots = None
         return before if before and before.generation != info.generation else None
 
     def on_gone(self, node: NodeId, generation: Generation) -> bool:
@@ -72,7 +76,7 @@ class Cluster:
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
-        self._largest = None
+        self._slots = None
         return True
 
     def on_revived(self, info: NodeInfo) -> None:
@@ -91,10 +95,15 @@ class Cluster:
         if known is None or status.profile != known.profile:
             for each in status.profile.models:
                 self._prefill[each.model_id] = each.prefill_s_per_token
+                self._decode[each.model_id] = each.decode_s
         if said is not None and status.holdings == said.status.holdings:
             said.status = status
         else:
             self._sort(status)
+        if status.kv_capacity:
+            for model, tiers in self._said[status.node].models.items():
+                if Tier.GPU in tiers:
+                    self._kv[model] = status.kv_capacity
         return known is None or status.arena_free > known.arena_free
 
     def _sort(self, status: NodeStatus) -> None:
@@ -152,19 +161,23 @@ class Cluster:
         return said.status.profile if said is not None else Profile()
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """(most slots, most KV positions) of any node; at least 1."""
-        if self._largest is None:
-            infos = self.nodes.values()
-            self._largest = (
-                max((info.slots for info in infos), default=1),
-                max((info.kv_tokens for info in infos), default=1),
-            )
-        return self._largest
+    def slots(self) -> int:
+        """The most of any node; at least 1."""
+        if self._slots is None:
+            self._slots = max((info.slots for info in self.nodes.values()), default=1)
+        return self._slots
+
+    def kv_tokens(self, model: ModelId) -> int:
+        """KV positions of a complete replica; 0: not known."""
+        return self._kv.get(model, 0)
 
     def prefill_s_per_token(self, model: ModelId) -> float:
         """Of a complete replica; 0: not known."""
         return self._prefill.get(model, 0.0)
+
+    def decode_s(self, model: ModelId) -> float:
+        """A pass of one token through a complete replica; 0: not known."""
+        return self._decode.get(model, 0.0)
 
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes."""

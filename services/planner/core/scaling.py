@@ -40,7 +40,7 @@ class Policy:
     slots: int
     """Sequences that one replica runs at once."""
     kv_tokens: int
-    """KV positions that one replica holds."""
+    """KV positions that one replica holds; 0: not known, and they do not count."""
     queue_per_instance: float
     prefill_wait_s: float
     """Prefill that may wait for one replica."""
@@ -76,9 +76,10 @@ class Decision:
 
 def fulls(demand: Demand, policy: Policy) -> float:
     """Replicas that the work in the system would fill."""
+    tokens = demand.queued_tokens + demand.running_tokens
     return max(
         (demand.queued_requests + demand.running_requests) / policy.slots,
-        (demand.queued_tokens + demand.running_tokens) / policy.kv_tokens,
+        tokens / policy.kv_tokens if policy.kv_tokens else 0.0,
         _prefill_s(demand, policy) / policy.prefill_wait_s,
     )
 

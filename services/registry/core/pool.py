@@ -194,6 +194,11 @@ class Pool:
             arena_free=status.arena_free if status else 0,
             reserved_by=held.event if held else None,
             running=status.running if status else 0,
+            kv_used=status.kv_used if status else 0,
+            kv_capacity=status.kv_capacity if status else 0,
+            prompt_tokens=status.prompt_tokens if status else 0,
+            cached_tokens=status.cached_tokens if status else 0,
+            preemptions=status.preemptions if status else 0,
             profile=status.profile if status else Profile(),
             peers=status.peers if status else {},
         )

@@ -290,9 +290,14 @@ class Cluster(Recorder):
         return self.nodes[number]
 
     async def publish(
-        self, *instances: Instance, record: ModelRecord | None = None, trace: str = ""
+        self,
+        *instances: Instance,
+        record: ModelRecord | None = None,
+        trace: str = "",
+        step_s: float = 0.0,
     ) -> None:
-        """The model's instances, now; nodes that they need are made."""
+        """The model's instances, now; nodes that they need are made. `step_s`: what they say that
+        any pass takes, and each token more in it."""
         for instance in instances:
             await self.node(int(instance.leader.removeprefix("node-")))
         self._revision += 1
@@ -303,6 +308,8 @@ class Cluster(Recorder):
             epoch=1,
             revision=self._revision,
             instances=instances,
+            decode_s=step_s,
+            prefill_s_per_token=step_s,
             trace=trace,
         )
         self.sets = (new,)

@@ -2,11 +2,19 @@
 
 import pytest
 
-from services.gateway.core.commands import Command, Emit, End, Resumed, Send, Withdraw
+from services.gateway.core.commands import (
+    Command,
+    Emit,
+    End,
+    Resumed,
+    Send,
+    Switched,
+    Withdraw,
+)
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request
-from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD
+from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD, Switch
 from services.gateway.core.streams import Verdict, judge
 from shared.errors import (
     BadInput,
@@ -37,10 +45,17 @@ class Driver:
         self.revision = 0
         self.publish(*instances)
 
-    def publish(self, *instances: Instance) -> list[Command]:
+    def publish(self, *instances: Instance, step_s: float = 0.0) -> list[Command]:
+        """`step_s`: what they say that any pass takes, and each token more in it."""
         self.revision += 1
         new = InstanceSet(
-            name=NAME, model_id=MODEL, epoch=1, revision=self.revision, instances=instances
+            name=NAME,
+            model_id=MODEL,
+            epoch=1,
+            revision=self.revision,
+            instances=instances,
+            decode_s=step_s,
+            prefill_s_per_token=step_s,
         )
         return self.dispatch.on_instances(new, self.now)
 
@@ -274,6 +289,70 @@ def test_moves_are_no_failures() -> None:
         assert len(sent(commands)) == 1
     driver.give("a", 21, 0)
     assert driver.dispatch.loads()[0].running_tokens == 499
+
+
+def streaming(driver: Driver, *, tokens: int, every_s: float) -> None:
+    """Request a, on its way on a path."""
+    driver.admit("a", prompt=10, max_tokens=100)
+    for index in range(tokens):
+        driver.give("a", 1, index)
+        driver.now += every_s
+
+
+def switches(commands: list[Command]) -> list[Switched]:
+    return [command for command in commands if isinstance(command, Switched)]
+
+
+def costs(found: Switch | None) -> tuple[float, float]:
+    assert found is not None
+    return found.stay_s, found.move_s
+
+
+def test_a_request_stays_where_recomputing_costs_more_and_that_is_told_once() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2)
+    commands = driver.publish(*after, step_s=0.2)
+    assert sent(commands) == []
+    (told,) = switches(commands)
+    assert (told.moved, told.stayed, told.moved_costs) == ((), 1, None)
+    assert costs(told.stayed_costs) == pytest.approx((10 * 1.0, (100 + 10) * 0.2))
+    assert switches(driver.publish(*after, step_s=0.2)) == []
+    assert sent(driver.later(0.1)) == []
+
+
+def test_a_request_moves_where_recomputing_costs_less() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=50, every_s=1.0)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2), step_s=0.2)
+    assert sent(commands) == [("a", "replica-2", 2)]
+    (told,) = switches(commands)
+    assert (told.moved, told.stayed, told.stayed_costs) == (("a",), 0, None)
+    assert costs(told.moved_costs) == pytest.approx((50 * 1.0, (60 + 50) * 0.2))
+
+
+def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    driver.admit("b", "c", prompt=10)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=1)
+    (told,) = switches(driver.publish(*after, step_s=0.2))
+    assert (told.moved, told.stayed, told.waiting) == (("b",), 1, 1)
+
+
+def test_a_request_without_kv_moves_whatever_it_costs() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=99, every_s=1.0)
+    driver.admit("b", prompt=1000, max_tokens=1)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2), step_s=10.0)
+    assert sent(commands) == [("b", "replica-2", 1 + 1)]
+
+
+def test_without_measurements_requests_move() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=99, every_s=1.0)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2))
+    assert sent(commands) == [("a", "replica-2", 2)]
 
 
 def test_a_poisonous_request_does_not_take_every_node_along() -> None:

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from shared import telemetry
 from shared.messages.instances import InstanceState
 from tests.unit.gateway.reader import TEXT, Reader, nodes_of
-from tests.unit.gateway.support import NAME, path, replica, running
+from tests.unit.gateway.support import NAME, Cluster, path, replica, running
 
 MOVING = InstanceState.MOVING
 
@@ -78,6 +78,38 @@ async def test_a_mode_switch_is_one_span(spans: InMemorySpanExporter) -> None:
             "model": NAME,
             "moved": 3,
             "stayed": 0,
+            "waiting": 0,
             "from_instances": "path-1-2",
         }
         assert [await task for task in reading] == [TEXT] * 3
+
+
+async def test_a_mode_switch_tells_both_costs(spans: InMemorySpanExporter) -> None:
+    """Passes that take no time to speak of: all move. Passes of 10 s: what is left stays."""
+    async with running(path(1, 2)) as cluster, asyncio.TaskGroup() as group:
+        first, second = await nodes_of(cluster, 1, 2, pause_at=10)
+        reading = group.create_task((reader := Reader(cluster)).read())
+        await reader.until(10)
+        await cluster.publish(path(1, 2, state=MOVING), replica(2), step_s=10.0)
+        await cluster.until(lambda: bool(named(spans, "mode_switch")))
+        (stayed,) = named(spans, "mode_switch")
+        assert stayed.attributes
+        assert (stayed.attributes["moved"], stayed.attributes["stayed"]) == (0, 1)
+        assert stayed.attributes["stayed_stay_s"] < stayed.attributes["stayed_move_s"]  # type: ignore[operator]
+        assert "moved_stay_s" not in stayed.attributes
+        second.pause_at = None
+        await cluster.publish(path(1, 2, state=MOVING), replica(2), step_s=1e-9)
+        assert await reading == TEXT
+        assert not first.resume.is_set()
+        (_, moved) = named(spans, "mode_switch")
+        assert moved.attributes
+        assert (moved.attributes["moved"], moved.attributes["stayed"]) == (1, 0)
+        assert moved.attributes["moved_stay_s"] > moved.attributes["moved_move_s"]  # type: ignore[operator]
+        assert switched(cluster) == {"moved": 1.0, "stayed": 1.0}
+
+
+def switched(cluster: Cluster) -> dict[str, float]:
+    registry = cluster.service._metrics.registry
+    name = "lambdascale_gateway_switched_requests_total"
+    labels = ({"model": NAME, "choice": choice} for choice in ("moved", "stayed"))
+    return {each["choice"]: registry.get_sample_value(name, each) or 0.0 for each in labels}

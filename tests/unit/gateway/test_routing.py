@@ -7,10 +7,11 @@ from services.gateway.core.routing import (
     AVOID_MAX_S,
     AVOID_S,
     Route,
+    Switch,
     Table,
     choose,
     refuge,
-    stays,
+    switch,
 )
 from shared.errors import IllegalTransition
 from shared.ids import ModelId, ModelName, NodeId, RequestId
@@ -143,24 +144,100 @@ def test_the_refuge_is_the_emptiest_replica() -> None:
     assert refuge([routes[0], full], 0.0) is None
 
 
+SECONDS = st.floats(1e-5, 10)
+
+
+def judged(
+    *,
+    remaining: int,
+    context: int,
+    token_s: float = 0.05,
+    decode_s: float = 0.04,
+    prefill_s: float = 0.001,
+    others: int = 0,
+    prompts: int = 0,
+) -> Switch | None:
+    """On a path where a token takes `token_s`, beside a replica with `others` and `prompts`."""
+    table, moving, target = Table(), route(path(1, 2)), route(replica(2), requests=others)
+    table.decode_s, table.prefill_s = decode_s, prefill_s
+    moving.token_s, target.prompts = token_s, prompts
+    return switch(table, moving, target, remaining=remaining, context=context)
+
+
 @given(
     remaining=st.integers(1, 5000),
     context=st.integers(1, 100_000),
-    stages=st.integers(1, 8),
+    token_s=SECONDS,
+    decode_s=SECONDS,
+    prefill_s=SECONDS,
+    others=st.integers(0, 64),
+    prompts=st.integers(0, 10_000),
 )
 def test_staying_is_for_the_last_tokens_of_long_contexts(
-    remaining: int, context: int, stages: int
+    remaining: int,
+    context: int,
+    token_s: float,
+    decode_s: float,
+    prefill_s: float,
+    others: int,
+    prompts: int,
 ) -> None:
-    if not stays(remaining, context, stages):
-        assert not stays(remaining + 1, context, stages)
-        assert not stays(remaining, context, stages + 1)
+    """What says stay, says so for a smaller rest, a longer context, a busier target; on a path that
+    is no slower there is nothing to gain at all."""
+
+    def stays(remaining: int, context: int, others: int, prompts: int) -> bool:
+        found = judged(
+            remaining=remaining,
+            context=context,
+            token_s=token_s,
+            decode_s=decode_s,
+            prefill_s=prefill_s,
+            others=others,
+            prompts=prompts,
+        )
+        assert found is not None
+        assert found.stay_s == remaining * token_s
+        assert found.stays == (found.stay_s <= found.move_s)
+        return found.stays
+
+    if stays(remaining, context, others, prompts):
+        assert remaining == 1 or stays(remaining - 1, context, others, prompts)
+        assert stays(remaining, context + 1, others, prompts)
+        assert stays(remaining, context, others + 1, prompts)
+        assert stays(remaining, context, others, prompts + 1)
     else:
-        assert stays(remaining, context + 64, stages)
+        assert token_s > decode_s + others * prefill_s
 
 
 def test_a_long_rest_is_worth_a_prefill() -> None:
-    assert stays(remaining=3, context=200, stages=2)
-    assert not stays(remaining=200, context=200, stages=2)
+    """A token takes 10 ms less, and the prefill of 200 tokens 0.2 s."""
+    short, long = judged(remaining=19, context=200), judged(remaining=21, context=200)
+    assert short is not None
+    assert short.stays
+    assert long is not None
+    assert not long.stays
+
+
+def test_what_is_waited_for_on_the_target() -> None:
+    """The prompts before it, its own context, and then passes with the others."""
+    found = judged(remaining=10, context=200, others=3, prompts=50)
+    assert found is not None
+    assert found.stay_s == pytest.approx(0.5)
+    assert found.move_s == pytest.approx(0.25 + 10 * 0.043)
+
+
+def test_what_is_not_measured_is_not_judged() -> None:
+    assert judged(remaining=1, context=10_000, token_s=0.0) is None
+    assert judged(remaining=1, context=10_000, decode_s=0.0) is None
+    assert judged(remaining=1, context=10_000, prefill_s=0.0) is not None
+
+
+def test_the_time_of_a_token_follows_what_is_measured() -> None:
+    one = route(path(1, 2))
+    one.measure(0.1)
+    assert one.token_s == 0.1
+    one.measure(0.26)
+    assert one.token_s == pytest.approx(0.11)
 
 
 # --- the states of a request ---------------------------------------------------

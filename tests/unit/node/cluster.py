@@ -96,7 +96,7 @@ class Nodes:
             "machine": name,
             "data_dir": str(self._root / name),
             "arena_bytes": ARENA,
-            "kv_tokens": 2048,
+            "kv_bytes": 1 << 26,
             "threads": 1,
         }
         return NodeConfig(**(defaults | settings))

@@ -331,7 +331,7 @@ def test_a_sequence_is_admitted_for_its_tokens_and_not_for_its_limit() -> None:
 
 
 def test_what_never_fits_is_refused() -> None:
-    with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
+    with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
         queue(batcher(kv=FakeKv(kv_capacity=32)), submit("r", WHOLE, max_tokens=50))
 
 
@@ -348,6 +348,17 @@ def test_a_path_of_several_stages_runs_the_whole_prompt() -> None:
     assert rows(take(core)) == [("r#1", 0, 8)]
 
 
+def test_what_was_found_cached_is_counted_once_a_sequence() -> None:
+    core = batcher(kv=FakeKv(cached={"r#1": 16, "r#1~1": 32}), step_tokens=8)
+    queue(core, one("r", WHOLE, 20), one("s", TWO, 5))
+    assert (core.prompt_tokens, core.cached_tokens) == (0, 0)
+    (part, _) = take(core)
+    assert (core.prompt_tokens, core.cached_tokens) == (25, 16)
+    core.no_room(part, FULL)
+    take(core)
+    assert (core.prompt_tokens, core.cached_tokens) == (25, 16)
+
+
 # --- preemption -------------------------------------------------------------
 
 FULL = Failure("capacity", "full")
@@ -362,6 +373,7 @@ def test_the_last_that_began_is_preempted_and_begins_anew_with_its_tokens_so_far
     (part,) = take(core)
     assert part.keys == ("old#1", "young#1")
     assert core.no_room(part, FULL) == [Release(("young#1",))]
+    assert core.preemptions == 1
     assert core.live(part).keys == ("old#1",)
     assert core.waiting == 1
     run(core, (core.live(part),))
@@ -451,11 +463,18 @@ def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
     assert [row[0] for row in rows(take(core))] == ["y#1"]
 
 
+def test_a_node_without_a_model_leaves_it_to_the_engine_to_say_so() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=0))
+    assert core.received(forward(FROM_C, Row("x#1", 0, 1, 33))) == []
+    assert [row[0] for row in rows(take(core))] == ["x#1"]
+
+
 def test_what_does_not_fit_alone_fails() -> None:
     core = batcher()
     queue(core, one("r", WHOLE))
     (part,) = take(core)
     released, told = core.no_room(part, FULL)
+    assert core.preemptions == 0
     assert released == Release(("r#1",))
     assert isinstance(told, Emit)
     assert isinstance(told.what, AttemptFailed)

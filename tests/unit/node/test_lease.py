@@ -27,7 +27,6 @@ INFO = NodeInfo(
     arena_bytes=1,
     link_bytes_per_s=0,
     slots=1,
-    kv_tokens=1,
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.node import parts
+from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
@@ -46,6 +47,9 @@ def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[list[Sl
     monkeypatch.setattr(parts, "DeviceArena", on_cpu)
     monkeypatch.setattr(
         parts, "TorchEngine", lambda _, *rest, **more: TorchEngine("cpu", *rest, **more)
+    )
+    monkeypatch.setattr(
+        parts, "kv_budget", lambda config, _: kv_budget(config, torch.device("cpu"))
     )
     yield made
     assert not any(link.locked for link in made)

@@ -240,7 +240,7 @@ async def test_refuses_what_it_cannot_serve() -> None:
         ):
             with pytest.raises(BadInput):
                 await worker.submit(wrong)
-        with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
+        with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
             await worker.submit(submit("r", WHOLE, max_tokens=20_000))
 
 

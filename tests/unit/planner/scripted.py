@@ -21,7 +21,7 @@ from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, No
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Tier
+from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Profile, Tier
 from shared.messages.scaling import (
     ApplyPlan,
     BlockArrived,
@@ -122,6 +122,8 @@ class ScriptedNode:
         """Sources that send it nothing, without an end."""
         self.mute = False
         """Sends nothing, and delivers no block."""
+        self.profile = Profile()
+        """What it says that it has measured."""
         self.lossy = False
         """Its arrivals are not heard of; its reports are."""
         self.release_gate = asyncio.Event()
@@ -142,7 +144,6 @@ class ScriptedNode:
             arena_bytes=ARENA_BYTES,
             link_bytes_per_s=0,
             slots=SLOTS,
-            kv_tokens=100_000,
         )
 
     # --- its life ---
@@ -206,6 +207,7 @@ class ScriptedNode:
                 seq=self._seq,
                 arena_free=ARENA_BYTES - BLOCKS * BLOCK_BYTES * len({*self.gpu, *self.host}),
                 holdings=self._holdings(),
+                profile=self.profile,
             )
             await self._bus.publish(subjects.POOL_STATUS, status)
 

@@ -7,7 +7,7 @@ from services.planner.core.cluster import BLIND_S, FRESH_S, Cluster
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import Holding, Profile, Tier
+from shared.messages.pool import Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
 A = NodeId("a")
@@ -70,23 +70,39 @@ def test_holders_follow_the_reports() -> None:
 def test_what_a_node_measured_is_its_last_word_of_it() -> None:
     found = cluster(holding(Tier.GPU, 0))
     assert found.profile(A) == Profile()
-    fast = Profile(in_bytes_per_s=1e9)
+    ran = ModelProfile(model_id=MODEL, prefill_s_per_token=0.001, decode_s=0.02)
+    fast = Profile(in_bytes_per_s=1e9, models=(ran,))
+    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.0, 0.0)
     said = status("a", holding(Tier.GPU, 0), seq=2)
     found.on_status(msgspec.structs.replace(said, profile=fast), now=1.0)
     assert found.profile(A) == fast
+    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.02, 0.001)
     found.on_joined(info("a", generation=2))
     assert found.profile(A) == Profile()
 
 
-def test_the_largest_node_is_one_that_lives() -> None:
+def test_the_most_slots_are_of_a_node_that_lives() -> None:
     found = Cluster()
-    assert found.largest == (1, 1)
+    assert found.slots == 1
     found.on_joined(info("a"))
-    assert found.largest == (4, 1000)
+    assert found.slots == 4
     found.on_joined(msgspec.structs.replace(info("b"), slots=9))
-    assert found.largest == (9, 1000)
+    assert found.slots == 9
     found.on_gone(NodeId("b"), Generation(1))
-    assert found.largest == (4, 1000)
+    assert found.slots == 4
+
+
+def test_a_node_with_the_model_open_says_how_much_kv_a_replica_has() -> None:
+    found = Cluster()
+    found.on_joined(info("a"))
+    assert found.kv_tokens(MODEL) == 0
+    found.on_status(status("a", holding(Tier.HOST, 0)), 0.0)
+    opened = status("a", holding(Tier.GPU, 0), seq=2)
+    found.on_status(msgspec.structs.replace(opened, kv_capacity=640), 0.1)
+    assert (found.kv_tokens(MODEL), found.kv_tokens(OTHER)) == (640, 0)
+    closed = status("a", holding(Tier.HOST, 0), seq=3)
+    found.on_status(msgspec.structs.replace(closed, kv_capacity=96), 0.2)  # of another model
+    assert found.kv_tokens(MODEL) == 640
 
 
 def test_an_older_report_that_comes_late_changes_nothing() -> None:

@@ -39,6 +39,12 @@ def policy(
     )
 
 
+def test_kv_that_is_not_known_does_not_count() -> None:
+    work = demand(queued=1, tokens=2500)
+    assert fulls(work, policy()) == 2.5
+    assert fulls(work, replace(policy(), kv_tokens=0)) == 1 / SLOTS
+
+
 def demand(queued: int = 0, running: int = 0, tokens: int = 0) -> Demand:
     return Demand(
         queued_requests=queued, queued_tokens=tokens, running_requests=running, running_tokens=0

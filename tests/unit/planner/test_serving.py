@@ -18,6 +18,7 @@ from services.planner.core.serving.strategies import SERVING
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
+from shared.messages.pool import ModelProfile, Profile
 from shared.messages.scaling import EventState, PlannerQuery, PlannerState
 from tests.unit.planner.cluster import CONFIG, Cluster
 from tests.unit.planner.scripted import SLOTS, WAIT_S
@@ -76,6 +77,20 @@ async def test_an_unknown_way_of_serving_is_refused() -> None:
     async with Cluster(msgspec.structs.replace(CONFIG, serving="best")) as cluster:
         with pytest.raises(ConfigError, match=r"planner\.serving 'best': known are .*pipelines"):
             await cluster.start_planner()
+
+
+async def test_instance_sets_say_what_nodes_measured(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "REPUBLISH_S", 0.05)
+    (node,) = await cluster.serve(nodes=1)
+    assert (cluster.sets[-1].decode_s, cluster.sets[-1].prefill_s_per_token) == (0.0, 0.0)
+    model = cluster.sets[-1].model_id
+    ran = ModelProfile(model_id=model, decode_s=0.02, prefill_s_per_token=0.001)
+    node.profile = Profile(models=(ran,))
+    await node.report()
+    await cluster.until(lambda: cluster.sets[-1].decode_s == 0.02)
+    assert cluster.sets[-1].prefill_s_per_token == 0.001
 
 
 @pytest.fixture

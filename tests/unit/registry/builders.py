@@ -19,7 +19,6 @@ def info(node: str = "a", generation: int = 1, address: str = "tcp://10.0.0.1:70
         arena_bytes=1000,
         link_bytes_per_s=0,
         slots=4,
-        kv_tokens=1000,
     )
 
 

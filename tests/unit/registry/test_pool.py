@@ -215,6 +215,16 @@ def test_the_view_tells_what_nodes_measured(pool: Pool) -> None:
     assert [(v.running, v.profile) for v in pool.view().nodes[:2]] == [(3, profile), (0, Profile())]
 
 
+def test_the_view_tells_of_the_kv_cache(pool: Pool) -> None:
+    counted = {
+        "kv_used": 16, "kv_capacity": 64, "prompt_tokens": 90, "cached_tokens": 32,
+        "preemptions": 2,
+    }  # fmt: skip
+    pool.status(msgspec.structs.replace(status("a", seq=2), **counted), 0.1)
+    view = pool.view().nodes[0]
+    assert {name: getattr(view, name) for name in counted} == counted
+
+
 def kept(node: str, generation: int = 1) -> Reservation:
     of = info(node, generation)
     return Reservation(node=of.node, generation=of.generation, event=EVENT, model_id=MODEL)

@@ -95,7 +95,7 @@ def test_without_a_page_nothing_changes() -> None:
     a, b = start(kv, "a"), start(kv, "b")
     write(kv, a, [1.0] * 16)
     write(kv, b, [2.0])
-    with pytest.raises(CapacityExceeded, match=r"16 more .* 0 of 32 .* node\.kv_tokens"):
+    with pytest.raises(CapacityExceeded, match=r"16 more .* 0 of 32 .* node\.kv_bytes"):
         kv.extend(a, 1)
     assert (a.length, len(a.pages)) == (16, 1)
     kv.free(("b",))
@@ -263,7 +263,7 @@ def test_closing_a_model_frees_its_sequences_and_its_prefixes() -> None:
 
 def test_memory_that_cannot_be_had() -> None:
     kv = KvCache(1 << 20, torch.device("cpu"))
-    with pytest.raises(CapacityExceeded, match=r"node\.kv_tokens"):
+    with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
         kv.open_model(MODEL, 1_000_000, n_kv_heads=10_000, head_dim=128, dtype=torch.float32)
 
 
