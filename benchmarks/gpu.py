@@ -5,7 +5,8 @@ of real shapes, made on the device.
 
 Bars: decode of one sequence >= 0.75 of the rate at which memory is read; of 64 >= 3 x transformers;
 prefill >= 0.55 of the largest matrix product's rate. How fast blocks come: benchmarks.device.
-Needs a GPU; without one it says so and exits with 2.
+Needs a GPU; without one it says so and exits with 2. It has been run on a CPU only, with a tiny
+shape, to see that it works.
 """
 
 import argparse

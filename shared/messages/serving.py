@@ -51,9 +51,9 @@ class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Gateway -> leader. Ok once queued; CapacityExceeded, NotFound (no such blocks), BadInput.
 
-    The same attempt once more asks whether it goes on: Ok if it waits its turn or runs, StaleEpoch
-    if it is over here, TransportTimeout if it has been in the same micro-batch, with other nodes,
-    since this was asked last.
+    The same attempt over the same path once more asks whether it goes on: Ok if it waits its turn
+    or runs, StaleEpoch if it is over here, TransportTimeout if it has been in the same micro-batch,
+    with other nodes, since this was asked last.
     """
 
     request: RequestId

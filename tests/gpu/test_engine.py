@@ -1,7 +1,8 @@
 """The engine on a GPU, and a node around it.
 
 The kernels beside the CPU's attention: tests/unit/node/engine/test_paged_attention.py, which is
-compiled and run on the GPU where there is one.
+compiled and run on the GPU where there is one. What is here has not been run yet: no GPU was there
+when it was written.
 """
 
 import random

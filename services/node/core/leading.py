@@ -73,9 +73,11 @@ class Leader:
             )
         older = [s for s in self._all() if s.submit.request == submit.request]
         newest = self._attempts.get(submit.request)
-        if older and submit.attempt == newest:
-            _check_goes_on(older[0])
-            return []
+        for sequence in older:
+            known = sequence.submit
+            if (known.attempt, known.stages) == (submit.attempt, submit.stages):
+                _check_goes_on(sequence)
+                return []
         if newest is not None and submit.attempt <= newest:
             raise StaleEpoch(
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"

@@ -33,6 +33,8 @@ class TorchEngine:
     way its KV came to be (attention.py says how), on the same kind of CPU.
     On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
     run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
+    That path has not been run on a GPU yet: its kernels and buffers have on a CPU, in Triton's
+    interpreter.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ def _own_stream(device: torch.device) -> "Capture":
 
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    return CudaCapture()
+    return CudaCapture(device)
 
 
 def torch_device(name: str) -> torch.device:

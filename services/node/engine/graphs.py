@@ -30,10 +30,13 @@ class CudaCapture:
     """Graphs that are never run at a time, so that they share memory. On one thread, whose stream
     is not the default one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        anything = torch.zeros(1, device=device)
+        # torch takes a pool back for good when the last graph of it goes.
+        self._first = self(anything.zero_)
 
-    def __call__(self, work: Callable[[], None]) -> Replay:
+    def __call__(self, work: Callable[[], object]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         # Other threads use CUDA meanwhile, to bring weights: that must not end the recording.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -158,7 +158,7 @@ async def test_rules_that_cannot_be_followed_end_their_own_request_only(
         ]
         plain, refused, after = [await nodes.submit(message) for message in messages]
         await asyncio.gather(*(one.end() for one in (plain, refused, after)))
-        assert refused.code == "not_found"
+        assert refused.code == "not_ready"
         assert plain.ids == after.ids == model.expected_tokens(list(PROMPTS[1]), 8)
 
 
