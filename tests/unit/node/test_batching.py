@@ -139,6 +139,12 @@ def test_an_image_waits_for_no_kv() -> None:
     assert rows(take(core)) == [("a#1", 0, 3)]
 
 
+def test_an_image_needs_no_kv_cache_at_all() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=0))
+    queue(core, picture("a", WHOLE, 3))
+    assert rows(take(core)) == [("a#1", 0, 3)]
+
+
 def test_a_later_stage_is_not_sent_the_image() -> None:
     core = batcher()
     queue(core, picture("a", TWO, 3))

@@ -12,9 +12,11 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from services.node.engine.base import Draw, PartResult, Row, RowsRefused
 from services.node.engine.engine import TorchEngine
 from shared.errors import BadInput, NotFound
+from shared.ids import ModelId
 from shared.messages.serving import Sampling
 from tests.unit.node.engine.conftest import Logits
-from tests.unit.node.engine.models import MODEL, Model, pack, part, run, run_all
+from tests.unit.node.engine.models import MODEL, Model, make_model, pack, part, run, run_all
+from tests.unit.node.engine.models import row as text_row
 
 SIZE, PATCH, LABELS = 32, 8, 7
 POSITIONS = (SIZE // PATCH) ** 2 + 1
@@ -260,3 +262,16 @@ def test_a_block_that_is_not_there(vit: Model) -> None:
     engine: TorchEngine = vit.engine(0, 5)
     with pytest.raises(NotFound, match=r"blocks \[5\]"):
         engine.begin(MODEL).join(part([row("s", image(0))], 0, 6))
+
+
+def test_a_model_that_reads_text_finds_its_kv_after_one_that_sees(vit: Model) -> None:
+    reader, engine = make_model(), TorchEngine("cpu", 256, threads=1)
+    engine.open_model(ModelId("seeing"), vit.manifest)
+    assert engine.kv_capacity == 0
+    engine.open_model(MODEL, reader.manifest)
+    assert engine.kv_capacity == 256
+    for block, buffer in enumerate(reader.buffers):
+        engine.attach(MODEL, block, memoryview(buffer))
+    prompt = text_row("s", 0, [5, 6, 7], draw=0)
+    token = reader.expected_tokens([5, 6, 7], 1)[0]
+    assert run(engine, part([prompt], 0, reader.n_blocks)).sampled == ((token,),)
