@@ -42,7 +42,7 @@ def _route(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in float32, experts) of each row, both [padded rows, per_token]."""
-    logits = mlp.router(normed)
+    logits = mlp.router(normed.float())
     weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(config.per_token)
     if config.normalized:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -1,7 +1,9 @@
 """Products with a model's weights: x [rows, in] times a matrix of the checkpoint, [out, in].
 
 A matrix is held in one of three forms. In all of them a row of fp32 gets the same bits in every
-batch (attention.py says why that matters), as measured for all numbers of rows from 2 to 640.
+batch (attention.py says why that matters), as measured for all numbers of rows from 2 to 640. A row
+of bf16 does not: on CPUs that multiply bf16 (AVX-512, AMX) many rows go another way than few, and
+now and then a last bit is another.
 
 - Stored: where the checkpoint's bytes lie, at no memory. MKL's products with the few rows of a
   decode step stay far below the rate at which memory is read: it is the form for GPUs.

@@ -34,6 +34,7 @@ class Mlp:
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     router: Linear
+    """In float32: what is nearly tied would else go one way or another."""
     gate_up: tuple[Linear, ...]
     """Each expert's, as `down`."""
     down: tuple[Linear, ...]
@@ -144,7 +145,7 @@ class BlockTensors:
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         return ExpertMlp(
-            router=linear(self._joined([prefix + ROUTER]), None, "stored"),
+            router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
             gate_up=tuple(map(self._formed, self._joined([prefix + GATE_UP]))),
             down=tuple(map(self._formed, self._joined([prefix + DOWN]))),
         )

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.node.engine.base import Draw, PartResult, Row, StagePart
 from services.node.engine.engine import TorchEngine
+from services.node.engine.linear import Form
 from services.node.model.architecture import read_config
 from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
@@ -26,20 +27,15 @@ class Model:
         self.manifest = manifest
         self.buffers = buffers
         self.oracle = oracle
+        self.cpu_weights: Form = "packed"
 
     @property
     def n_blocks(self) -> int:
         return self.manifest.n_blocks
 
     def engine(self, start: int = 0, stop: int | None = None, kv_tokens: int = 4096) -> TorchEngine:
-        """An engine that holds blocks start <= block < stop.
-
-        Packed bf16 has other bits with many rows than with few (linear.py): a test of small models
-        in bf16 is one of what they are without that."""
-        is_narrow = any(t.dtype == "bfloat16" for b in self.manifest.blocks for t in b.tensors)
-        engine = TorchEngine(
-            "cpu", kv_tokens, threads=1, cpu_weights="stored" if is_narrow else "packed"
-        )
+        """An engine that holds blocks start <= block < stop."""
+        engine = TorchEngine("cpu", kv_tokens, threads=1, cpu_weights=self.cpu_weights)
         engine.open_model(MODEL, self.manifest)
         for block in range(start, self.n_blocks if stop is None else stop):
             engine.attach(MODEL, block, memoryview(self.buffers[block]))
