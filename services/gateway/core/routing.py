@@ -189,7 +189,7 @@ def switch(
     nothing that counts: they are the complete nodes, and its rows ride on sweeps that run anyway,
     or would run for the same tokens on the target. What recomputing adds is the prefill.
 
-    lambdaScale (section 4.4) recomputes always, BlitzScale (section 5.2) lets requests end where
+    lambdaScale (section 4) recomputes always, BlitzScale (section 5.2) lets requests end where
     their KV is: each is right for some rest and context.
     """
     if not (path.token_s and table.decode_s):
