@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.multicast.model import CONTEXT
 from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
 from services.cli.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
@@ -42,6 +41,7 @@ REQUEST_S = 10.0
 STOP_S = 20.0
 POLL_S = 0.1
 ARENA_SLACK = 1 << 20
+KV_BYTES = 64 << 20
 LOG_TAIL = 5
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +108,8 @@ class Nodes:
                 "RACK": f"rack-{wiring.rack_of(number)}" if wiring.racks else "",
                 "DATA_DIR": str(self._directory / name),
                 "ARENA_BYTES": str(self._arena_bytes),
-                "KV_TOKENS": str(CONTEXT),
+                "KV_BYTES": str(KV_BYTES),
+                "CPU_WEIGHTS": "stored",  # else two cores would pack the copies of all nodes
                 "THREADS": "1",
             }
             environment = {f"LAMBDASCALE_NODE_{key}": value for key, value in fixed.items()}
