@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from benchmarks.machine import machine
 from benchmarks.multicast.bars import Bar
-from benchmarks.serving_source.results import machine
 
 DECODE_ONE = "decode, batch 1"
 PREFILL = "prefill"

@@ -1,12 +1,10 @@
 """What was measured of a source that serves, what it is held to, and both in words."""
 
-import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
+from benchmarks.machine import machine
 from benchmarks.multicast.bars import Bar
 
 OURS, PLAIN = "lambdascale", "plain socket"
@@ -114,17 +112,6 @@ def bar(results: Results) -> Bar:
     (row,) = (row for row in results.rows if (row.link, row.way) == (HALF, OURS))
     what = f"tokens/s lost while loading at half the link: {row.loss:.1%}"
     return Bar(f"{what}, less than {MOST_LOST:.0%}", row.loss < MOST_LOST)
-
-
-def machine() -> str:
-    """Its processor and how many cores of it this process may use."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    name = names[0] if names else platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def document(results: Results) -> dict[str, object]:
