@@ -18,6 +18,7 @@ FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale --create-home \
     --shell /usr/sbin/nologin lambdascale
 # Nodes compile their kernels for the processor they run on (services/node/engine/kernels).
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/lambdascale /opt/lambdascale

@@ -113,7 +113,7 @@ async def running(
         settings={
             "LAMBDASCALE_NODE_THREADS": "1",
             "LAMBDASCALE_NODE_ARENA_BYTES": str(64 << 20),
-            "LAMBDASCALE_NODE_KV_TOKENS": "8192",
+            "LAMBDASCALE_NODE_KV_BYTES": str(512 << 20),
             **(settings or {}),
         },
         apart=apart,

@@ -48,7 +48,7 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
         "LAMBDASCALE_NODE_MACHINE": node,
         "LAMBDASCALE_NODE_DATA_DIR": "/tmp/data",
         "LAMBDASCALE_NODE_ARENA_BYTES": str(16 << 20),
-        "LAMBDASCALE_NODE_KV_TOKENS": "2048",
+        "LAMBDASCALE_NODE_KV_BYTES": str(64 << 20),
         "LAMBDASCALE_NODE_THREADS": "1",
         "LAMBDASCALE_NODE_LEASE_S": "10",
         "LAMBDASCALE_NODE_RDMA_DEVICE": device,
