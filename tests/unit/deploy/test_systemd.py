@@ -103,7 +103,9 @@ def test_no_unit_sets_what_the_common_part_would_override(path: Path) -> None:
 
 
 def test_a_nodes_settings_are_known_and_follow_its_name() -> None:
-    (line,) = values(NODE, "Environment")
+    line, cache = values(NODE, "Environment")
+    assert cache == "XDG_CACHE_HOME=%C"
+    assert values(NODE, "CacheDirectory") == ["lambdascale"]
     variables = dict(pair.split("=", 1) for pair in line.replace("%i", "gpu1-0").split())
     config = load(None, settings(variables)).node
     assert config.id == "gpu1-0"
