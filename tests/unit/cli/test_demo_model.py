@@ -1,6 +1,7 @@
 """The demo model is a checkpoint like any other: transformers is the oracle."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,9 @@ from tests.support.models import LLAMA3_ROPE, TINY
 
 STEPS = 64
 EOS_ID = 1
-PROMPTS = (
-    "The quick brown fox jumps over the lazy dog",
-    "def fibonacci(n): return n if n < 2 else 0",
-    "hello hello hello hello hello hello hello",
-    "One model moves once, and then it serves",
-)
+PROMPTS = [[0, *random.Random(seed).choices(range(5, 2900), k=12)] for seed in range(4)]
+"""Token ids: the tokenizer, which is trained on the texts of the Python that runs, is not the same
+everywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +73,16 @@ def test_blocks_are_of_nearly_equal_size(demo: Path) -> None:
     assert 40e6 < sum(sizes) < 55e6
 
 
-def test_greedy_decoding_is_stable_and_lively(oracle: Any, tokenizer: Any) -> None:
+def test_greedy_decoding_is_stable_and_lively(oracle: Any) -> None:
     for prompt in PROMPTS:
-        tokens, gaps = greedy(oracle, tokenizer(prompt)["input_ids"])
+        tokens, gaps = greedy(oracle, prompt)
         assert min(gaps) > 1e-4
         assert EOS_ID not in tokens
         assert len(set(tokens[-32:])) > 8
 
 
-def test_early_tokens_change_what_comes_much_later(oracle: Any, tokenizer: Any) -> None:
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt)["input_ids"]
+def test_early_tokens_change_what_comes_much_later(oracle: Any) -> None:
+    for ids in PROMPTS:
         other = [ids[0], ids[1] + 1, *ids[2:]]
         late, other_late = greedy(oracle, ids)[0][-32:], greedy(oracle, other)[0][-32:]
         assert sum(a == b for a, b in zip(late, other_late, strict=True)) < 8
