@@ -12,7 +12,7 @@ from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
-from services.node.engine.linear import Form
+from services.node.engine.linear import Form, check_form
 from services.node.engine.processors import Processors
 from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
@@ -61,6 +61,7 @@ class TorchEngine:
         self._step_floor_s = step_floor_s
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         if self._device.type == "cpu":
+            check_form(cpu_weights)
             kernels.load()  # compiled now, if they were not yet, and not while a model waits
         self._budget = kv
         self._kv = KvCache(0, self._device)

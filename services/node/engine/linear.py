@@ -7,8 +7,8 @@ now and then a last bit is another.
 
 - Stored: where the checkpoint's bytes lie, at no memory. MKL's products with the few rows of a
   decode step stay far below the rate at which memory is read: it is the form for GPUs.
-- Packed: a copy in the order in which oneDNN reads it, for as much memory again. Decode steps come
-  to 70-90 % of the memory's rate, and prefill is somewhat faster too.
+- Packed: a copy in the order in which oneDNN reads it, for as much memory again. With few rows it
+  is 1.3 to 1.7 times as fast, with many somewhat faster too (benchmarks/RESULTS.md).
 - Int8: a copy with 8 bits a weight, each output's with a scale of its own, and activations rounded
   to 8 bits row by row (as Dettmers et al., "LLM.int8()", 2022, section 3.1, without its outliers).
   Sums of integers are exact: so rows have the same bits in every batch whatever the dtype.
@@ -20,6 +20,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from shared.errors import ConfigError
+
 Form = Literal["stored", "packed", "int8"]
 
 
@@ -29,8 +31,8 @@ class Linear(Protocol):
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
-    """`weight` [out, in], `bias` [out]. Packed, if this machine's oneDNN has no products of the
-    dtype, is the same as stored."""
+    """`weight` [out, in], `bias` [out]. Packed, where oneDNN has no products of the dtype, is the
+    same as stored."""
     if form == "int8":
         return Int8(weight, bias)
     if form == "packed" and _can_pack(weight.dtype):
@@ -38,10 +40,20 @@ def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
     return Stored(weight.t(), bias)
 
 
+def check_form(form: Form) -> None:
+    """ConfigError if this machine's torch can't hold weights like that."""
+    if form == "int8" and not torch._C._has_mkldnn:
+        raise ConfigError(
+            "node.cpu_weights is int8, but this torch is built without oneDNN: use stored"
+        )
+
+
 def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32 and torch._C._has_mkldnn
+    return dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)

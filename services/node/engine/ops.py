@@ -17,7 +17,7 @@ from services.node.engine.attention import Attention, AttentionStep, Span
 from services.node.engine.rope import rotations
 
 BLOCK = 16
-"""Rows of a sequence that one thread attends at a time; kernels.c has it too."""
+"""Most rows of a sequence that one thread attends at a time."""
 SMALL = 1 << 16
 """Multiplications that are not worth waking another thread."""
 

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <math.h>
 
-enum { PAGE = 16, BLOCK = 16 };
+enum { PAGE = 16 };
 
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -214,11 +214,11 @@ typedef struct {
     float *kv;              /* the layer's */
     float *queries;         /* [kv heads, rows, group x head_dim] */
     void *attended;         /* [rows, heads x head_dim] */
-    const int32_t *spans;   /* [n_spans, 4]: first row, rows (at most BLOCK), position of the first,
+    const int32_t *spans;   /* [n_spans, 4]: first row, rows, position of the first,
                                where its sequence's pages begin in: */
     const int32_t *pages;
     int64_t n_spans;
-    float *scratch; /* each worker's [BLOCK x group, longest] */
+    float *scratch; /* each worker's, for the scores of a span */
     int64_t scratch_size;
 } Attention;
 

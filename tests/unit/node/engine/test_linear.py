@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from services.node.engine.attention import ROWS
-from services.node.engine.linear import Form, Linear, Packed, Stored, linear
+from services.node.engine.linear import Form, Linear, Packed, Stored, check_form, linear
+from shared.errors import ConfigError
 
 SHAPES = [(768, 2304), (2048, 768), (64, 96), (100, 36), (8, 12)]
 """[in, out]."""
@@ -71,3 +72,12 @@ def test_what_cannot_be_packed_is_used_as_it_is() -> None:
     weight = torch.randn(8, 16)
     assert isinstance(linear(weight, None, "packed"), Packed)
     assert isinstance(linear(weight.half(), None, "packed"), Stored)
+
+
+def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(linear(torch.randn(8, 16).to(dtype), None, "packed"), Stored)
+    check_form("packed")
+    with pytest.raises(ConfigError, match=r"node\.cpu_weights is int8"):
+        check_form("int8")
