@@ -25,6 +25,9 @@ BATCHES = (*((n, 1) for n in (1, 2, 4, 8, 16, 32, 64)), (1, 64), (1, 512))
 """(sequences, positions of each): decode steps, of the sizes of which there are graphs
 (graphs.py), and prefills."""
 
+RANDOM = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+"""Every cut."""
+
 
 def warm_up(decoder: Decoder) -> Iterator[None]:
     """One batch at each step of the iterator."""
@@ -78,7 +81,8 @@ def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: in
 @torch.inference_mode()
 def _run_head(decoder: Decoder, head: HeadUnit, sequences: int) -> None:
     logits = decoder.head(head, _hidden(decoder, sequences), range(sequences))
-    sample(logits, [Draw(0, Sampling())] * sequences)
+    for sampling in (Sampling(), RANDOM):
+        sample(logits, [Draw(0, sampling)] * sequences)
 
 
 def _hidden(decoder: Decoder, rows: int) -> torch.Tensor:
