@@ -64,5 +64,4 @@ def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
     cumulative = ordered.cumsum(-1)
     last = torch.searchsorted(cumulative, top_p * weights.sum(-1, keepdim=True))
     first = torch.arange(weights.shape[-1], device=weights.device) <= last
-    kept = torch.empty_like(first).scatter_(-1, ids, first)
-    return kept | (top_p >= 1)
+    return torch.empty_like(first).scatter_(-1, ids, first)
