@@ -103,10 +103,16 @@ def test_the_tokens_of_transformers(changes: dict[str, Any]) -> None:
     assert path.generate(prompt, 128) == model.expected_tokens(prompt, 128)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_graphs_give_what_launches_one_by_one_give(dtype: str, logits: Logits) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [("float32", {}), ("float16", {}), ("bfloat16", {}), ("float32", FAMILIES[-1])],
+    ids=str,
+)
+def test_graphs_give_what_launches_one_by_one_give(
+    dtype: str, changes: dict[str, Any], logits: Logits
+) -> None:
     """Batches of every size, that grow and shrink; some sequences come to new pages."""
-    model = make_model(dtype=dtype)
+    model = make_model(dtype=dtype, **changes)
     rng = random.Random(5)
     prompts = [rng.choices(range(96), k=rng.randint(1, 60)) for _ in range(70)]
     steps = [rng.sample(range(70), k=k) for k in (1, 70, 2, 64, 3, 33, 8, 5, 1, 16, 64)]
@@ -135,9 +141,10 @@ def waits(work: Callable[[], object]) -> int:
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.parametrize("changes", [{}, FAMILIES[-1]], ids=["dense", "experts"])
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "at random"])
-def test_a_step_waits_for_its_tokens_alone(sampling: Sampling) -> None:
-    model = make_model(dtype="bfloat16")
+def test_a_step_waits_for_its_tokens_alone(sampling: Sampling, changes: dict[str, Any]) -> None:
+    model = make_model(dtype="bfloat16", **changes)
     batch = Batch(model, on_gpu(model), [[1, 2, 3], [4, 5], [6] * 40], sampling)
     for members in ([0, 1, 2], [0, 1, 2], [2]):
         batch.step(members)

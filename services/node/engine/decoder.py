@@ -12,7 +12,7 @@ import torch
 from services.node.engine.attention import Attention, Span, pad_rows
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
-from services.node.engine.experts import add_experts
+from services.node.engine.experts import add_experts, gpu_experts
 from services.node.engine.linear import Form
 from services.node.engine.ops import Step, gpu_ops, ops_for
 from services.node.engine.rope import inverse_frequencies
@@ -52,6 +52,7 @@ class Decoder:
         """`fused`: with the kernels for GPUs."""
         self.config, self.dtype, self.device = config, dtype, device
         self.ops = gpu_ops() if fused else ops_for(device, dtype)
+        self.add_experts = gpu_experts() if fused else add_experts
         self.attention = Attention(config, longest, kv_dtype(dtype, fused), device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
@@ -91,7 +92,7 @@ class LayerStep:
     def __init__(self, model: Decoder, attention: Step, n: int) -> None:
         """`n`: rows that do not only pad."""
         self._ops, self._eps = model.ops, model.config.norm_eps
-        self._experts = model.config.experts
+        self._experts, self._add_experts = model.config.experts, model.add_experts
         self._n, self._attention = n, attention
 
     def run(
@@ -110,6 +111,6 @@ class LayerStep:
         normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
-            add_experts(hidden, normed, self._n, layer.mlp, self._experts, ops)
+            self._add_experts(hidden, normed, self._n, layer.mlp, self._experts, ops)
         else:
             hidden.add_(layer.mlp.down(ops.silu_times(layer.mlp.gate_up(normed))))

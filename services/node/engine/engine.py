@@ -90,7 +90,7 @@ class TorchEngine:
                 config.head_dim,
                 decoder.attention.dtype,
             )
-            if self._capture is not None and config.experts is None:  # whose rows the CPU sorts
+            if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)

@@ -4,6 +4,8 @@ A row's result does not depend on the batch (see attention.py): an expert's rows
 multiple of ROWS, and a row's experts are summed in their own order, in float32.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from services.node.engine.attention import pad_rows
@@ -11,6 +13,15 @@ from services.node.engine.linear import Linear
 from services.node.engine.ops import Ops
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
+
+AddExperts = Callable[[torch.Tensor, torch.Tensor, int, ExpertMlp, ExpertsConfig, Ops], None]
+
+
+def gpu_experts() -> AddExperts:
+    """In place of `add_experts`."""
+    from services.node.engine import triton_experts  # there need be no Triton elsewhere
+
+    return triton_experts.add_experts
 
 
 def add_experts(
@@ -23,7 +34,7 @@ def add_experts(
 ) -> None:
     """Adds to the first n rows of hidden what the experts make of those rows of normed (both
     [padded rows, hidden_size]). Rows that only pad are not routed: they would cost experts."""
-    weights, chosen = _route(normed, mlp, config)
+    weights, chosen = route(normed, mlp, config)
     weights, chosen = weights[:n].flatten(), chosen[:n].flatten()
     by_expert = chosen.argsort(stable=True)
     rows, weights = by_expert // config.per_token, weights[by_expert, None]
@@ -38,7 +49,7 @@ def add_experts(
     hidden[:n] += total
 
 
-def _route(
+def route(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in float32, experts) of each row, both [padded rows, per_token]."""

@@ -38,6 +38,8 @@ class ExpertMlp:
     gate_up: tuple[Linear, ...]
     """Each expert's, as `down`."""
     down: tuple[Linear, ...]
+    matrices: tuple[torch.Tensor, torch.Tensor]
+    """The same as they are stored: GATE_UP and DOWN (families.family)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +146,12 @@ class BlockTensors:
         return Mlp(gate_up, self._linear(prefix, ("down_proj",)))
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
         return ExpertMlp(
             router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
-            gate_up=tuple(map(self._formed, self._joined([prefix + GATE_UP]))),
-            down=tuple(map(self._formed, self._joined([prefix + DOWN]))),
+            gate_up=tuple(map(self._formed, gate_up)),
+            down=tuple(map(self._formed, down)),
+            matrices=(gate_up, down),
         )
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:

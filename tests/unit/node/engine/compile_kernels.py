@@ -19,10 +19,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from services.node.engine import triton_experts
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention, pad_rows
+from services.node.engine.linear import linear
 from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
+from services.node.engine.weights import ExpertMlp
+from services.node.model.config import ExpertsConfig
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
 SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
@@ -67,23 +71,29 @@ class Noted:
                 constants[(index,)] = value
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = POINTERS[value.dtype]
-                aligned[(index,)] = [["tt.divisibility", 16]]
+                if not parameter.do_not_specialize_on_alignment:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
             else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                signature[parameter.name] = "i32"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
         name = f"{self._kernel.__name__} {signature} {constants} {options}"
         self._sources[name] = ASTSource(self._kernel, signature, constants, aligned), options
 
 
 def sources() -> Iterator[tuple[str, Source]]:
     found: dict[str, Source] = {}
-    for name in ("rotate_and_store", "attend", "combine", "silu_times"):
+    for name in ("rotate_and_store", "attend", "combine", "silu_times", "multiply_by_expert"):
         setattr(kernels, name, Noted(getattr(kernels, name), found))
     for dtype, (heads, kv_heads, dim) in SHAPES:
-        launch(dtype, heads, kv_heads, dim)
+        attend(dtype, heads, kv_heads, dim)
+        mix(dtype, 512)
     yield from found.items()
 
 
-def launch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     shape = config(heads, kv_heads, dim, window=64)
     attention = Attention(shape, LONGEST, dtype, torch.device("cpu"))
     frequencies = torch.ones(dim // 2)
@@ -96,6 +106,15 @@ def launch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
         step = paged_step(attention, frequencies, spans, rows)
         step.run(qkv, norm if number else None, kv, 64 if number else 0)
     TritonOps().silu_times(torch.zeros(4, 2 * 14336, dtype=dtype))
+
+
+def mix(dtype: torch.dtype, rows: int) -> None:
+    """Mixtral's experts and choice, narrower."""
+    config = ExpertsConfig(8, 2, 256, True, {})
+    x = torch.zeros(rows, 128, dtype=dtype)
+    gate_up, down = x.new_zeros(8, 512, 128), x.new_zeros(8, 128, 256)
+    mlp = ExpertMlp(linear(torch.zeros(8, 128), None, "stored"), (), (), (gate_up, down))
+    triton_experts.add_experts(x, x, rows, mlp, config, TritonOps())
 
 
 def main(capability: int) -> None:
