@@ -1,15 +1,13 @@
 """The decoder, unit by unit: embedding, layers, and final norm with the head.
 
 What a family of models has in other places than Llama: see services.node.model.families.
-
-All products have a multiple of ROWS rows: see attention.py for why.
 """
 
 from collections.abc import Sequence as Rows
 
 import torch
 
-from services.node.engine.attention import Attention, Span, pad_rows
+from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
@@ -17,7 +15,7 @@ from services.node.engine.linear import Form
 from services.node.engine.ops import Step, gpu_ops, ops_for
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import (
-    BlockTensors,
+    DecoderTensors,
     EmbeddingUnit,
     ExpertMlp,
     HeadUnit,
@@ -56,7 +54,7 @@ class Decoder:
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
-        tensors = BlockTensors(spec, weights, form)
+        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
@@ -71,33 +69,29 @@ class Decoder:
             )
         return unit.table[to_device(torch.tensor(tokens), self.device)]
 
-    def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
+    def step(self, spans: Rows[Span]) -> "LayerStep":
         """Of these rows."""
-        attention = self.ops.attention(self.attention, self.frequencies, spans, n_padded)
-        return LayerStep(self, attention, sum(count for _, _, count in spans))
+        return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
-        config = self.config
-        picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
-        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
-        normed = self.ops.rms_norm(picked, unit.norm, config.norm_eps)
-        return unit.head(normed)[: len(rows)].float()
+        picked = hidden[to_device(torch.tensor(rows), self.device)]
+        normed = self.ops.rms_norm(picked, unit.norm, self.config.norm_eps)
+        return unit.head(normed).float()
 
 
 class LayerStep:
     """Runs layers over one step's packed rows."""
 
-    def __init__(self, model: Decoder, attention: Step, n: int) -> None:
-        """`n`: rows that do not only pad."""
+    def __init__(self, model: Decoder, attention: Step) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
         self._experts = model.config.experts
-        self._n, self._attention = n, attention
+        self._attention = attention
 
     def run(
         self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        """A block's layers. hidden [rows, hidden_size] is updated; kv: [layers, slots, 2, kv
         heads, head_dim], is added to."""
         for layer, own in zip(layers, kv, strict=True):
             self._run_layer(layer, hidden, own)
@@ -106,10 +100,10 @@ class LayerStep:
         ops = self._ops
         qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
         attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)
-        hidden.add_(layer.o(attended))
+        layer.o.add(attended, hidden)
         normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
-            add_experts(hidden, normed, self._n, layer.mlp, self._experts, ops)
+            add_experts(hidden, normed, layer.mlp, self._experts)
         else:
-            hidden.add_(layer.mlp.down(ops.silu_times(layer.mlp.gate_up(normed))))
+            layer.mlp.down.add(layer.mlp.gate_up(normed), hidden)

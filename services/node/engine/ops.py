@@ -18,14 +18,12 @@ from services.node.engine.rope import rotations
 
 BLOCK = 16
 """Most rows of a sequence that one thread attends at a time."""
-SMALL = 1 << 16
-"""Multiplications that are not worth waking another thread."""
 
 
 class Step(Protocol):
     def run(self, qkv: Tensor, qk_norm: Tensor | None, kv: Tensor, window: int) -> Tensor:
-        """[padded rows, heads x head_dim], attended, from qkv [padded rows, (heads + 2 kv heads) x
-        head_dim] of a layer; `qk_norm`: see LayerUnit. kv: the layer's [slots, 2, kv heads,
+        """[rows, heads x head_dim], attended, from qkv [rows, (heads + 2 kv heads) x head_dim] of a
+        layer; `qk_norm`: see LayerUnit. kv: the layer's [slots, 2, kv heads,
         head_dim], which is added to. Keys are cached rotated."""
 
 
@@ -34,11 +32,10 @@ class Ops(Protocol):
         """Of x [rows, width] along each row."""
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) x up, [rows, width], of [rows, 2 x width]."""
+        """silu(gate) x up, [rows, width], of [rows, 2 x width]. (Packed weights do that by
+        themselves: linear.py.)"""
 
-    def attention(
-        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
-    ) -> Step:
+    def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
         """One step's attention: planned once, run in every layer of the stage."""
 
 
@@ -68,13 +65,11 @@ class TorchOps:
         torch.div(gate, grown, out=grown)
         return torch.mul(grown, up, out=torch.empty_like(up))
 
-    def attention(
-        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
-    ) -> Step:
-        return AttentionStep(attention, frequencies, spans, n_padded)
+    def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
+        return AttentionStep(attention, frequencies, tuple(spans))
 
 
-class KernelOps:
+class KernelOps(TorchOps):
     def __init__(self, compiled: kernels.Kernels) -> None:
         self._kernels = compiled
         self._scratch = torch.empty(0)
@@ -89,25 +84,12 @@ class KernelOps:
         self.run("rms_norm", argument, rows, 4 * width)
         return out
 
-    def silu_times(self, gate_up: Tensor) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
-        argument = kernels.Gated(
-            rows=rows, width=width, narrow=_narrow(gate_up),
-            gate_up=gate_up.data_ptr(), out=out.data_ptr(),
-        )  # fmt: skip
-        self.run("silu_times", argument, rows, 16 * width)
-        return out
-
-    def attention(
-        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
-    ) -> Step:
-        return KernelStep(self, attention, frequencies, spans, n_padded)
+    def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
+        return KernelStep(self, attention, frequencies, spans)
 
     def run(self, name: str, argument: ctypes.Structure, items: int, each: int) -> None:
-        """`each`: some measure of the work of an item."""
-        workers = min(torch.get_num_threads(), items, 1 + items * each // SMALL)
-        self._kernels.run(name, argument, workers)
+        """`each`: see kernels.threads_for."""
+        self._kernels.run(name, argument, kernels.threads_for(items, each))
 
     def scratch(self, count: int) -> Tensor:
         """float32; what is in it is over at the next call."""
@@ -126,7 +108,6 @@ class KernelStep:
         attention: Attention,
         frequencies: Tensor,
         spans: Iterable[Span],
-        n_padded: int,
     ) -> None:
         a, self._ops = attention, ops
         blocks: list[tuple[int, int, int, int]] = []
@@ -148,7 +129,7 @@ class KernelStep:
         cos, sin = rotations(torch.tensor(positions), frequencies)
         self._cos, self._sin = cos.contiguous(), sin.contiguous()
         self._queries = torch.empty(len(slots), a.q_size)
-        self._shape = (n_padded, a.q_size)
+        self._shape = (len(slots), a.q_size)
         seen = sum(n * (first + n) for _, n, first, _ in blocks)
         self._each = a.group * a.head_dim * seen // len(blocks)
         longest = max(pages_of(first + n) * PAGE for _, n, first, _ in blocks)
@@ -164,9 +145,7 @@ class KernelStep:
 
     def run(self, qkv: Tensor, qk_norm: Tensor | None, kv: Tensor, window: int) -> Tensor:
         ops, argument = self._ops, self._argument
-        # Rows that only pad are multiplied too, and must be finite.
         attended = qkv.new_empty(self._shape)
-        attended[argument.rows :] = 0
         scratch = ops.scratch(torch.get_num_threads() * self._scratch_size)
         argument.narrow, argument.window, argument.workers = _narrow(qkv), window, 0
         argument.qkv, argument.kv = qkv.data_ptr(), kv.data_ptr()

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from services.node.core.kv import PAGE, pages_of
-from services.node.engine.attention import Span, pad_rows
+from services.node.engine.attention import Span
 from services.node.engine.base import Draw, SequenceKey
 from services.node.engine.decoder import Decoder
 from services.node.engine.kv import Sequence
 from services.node.engine.sampling import sample
-from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
+from services.node.engine.weights import DecoderTensors, HeadUnit, LayerUnit, Unit
 from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.messages.serving import Sampling
@@ -48,7 +48,7 @@ def _without_weights(decoder: Decoder, unit: int) -> Unit:
     shapes = decoder.config.unit_tensors(unit)
     (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
     zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=decoder.device)
-    return BlockTensors(block, zeros, "stored").unit(decoder.config, unit)
+    return DecoderTensors(block, zeros, "stored", decoder.ops.silu_times).unit(decoder.config, unit)
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: in
         for i in range(sequences)
     ]
     hidden = _hidden(decoder, sequences * positions)
-    decoder.step(spans, len(hidden)).run(0, (layer,), hidden, kv[None])
+    decoder.step(spans).run(0, (layer,), hidden, kv[None])
 
 
 @torch.inference_mode()
@@ -82,5 +82,5 @@ def _run_head(decoder: Decoder, head: HeadUnit, sequences: int) -> None:
 
 
 def _hidden(decoder: Decoder, rows: int) -> torch.Tensor:
-    shape = (pad_rows(rows), decoder.config.hidden_size)
+    shape = (rows, decoder.config.hidden_size)
     return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)

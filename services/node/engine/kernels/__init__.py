@@ -1,6 +1,6 @@
-"""Loads kernels.c, which is compiled for this machine's processor when it is first needed.
+"""Loads kernels.c and products.c, compiled for this machine's processor when first needed.
 
-It takes a C compiler (`cc`) some two seconds, once: what it made is kept in the user's cache
+It takes a C compiler (`cc`) some three seconds, once: what it made is kept in the user's cache
 folder. The functions run on the threads of torch's own OpenMP: others would fight with those for
 cores, since they spin for a while after each product.
 """
@@ -20,11 +20,14 @@ import torch
 
 from shared import telemetry
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
+HEADER = Path(__file__).with_name("numbers.h")
 FLAGS = (
     "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-shared", "-fPIC",
 )  # fmt: skip
+SMALL = 1 << 16
+"""Multiplications that are not worth waking another thread."""
 
 
 def _fields(integers: str, **others: Any) -> tuple[tuple[str, Any], ...]:
@@ -40,8 +43,20 @@ class Norm(ctypes.Structure):
     )  # fmt: skip
 
 
-class Gated(ctypes.Structure):
-    _fields_ = _fields("rows width narrow", gate_up=ctypes.c_void_p, out=ctypes.c_void_p)
+class Product(ctypes.Structure):
+    _fields_ = _fields(
+        "threads kind rows inputs outputs narrow gated added",
+        x=ctypes.c_void_p, weight=ctypes.c_void_p, scales=ctypes.c_void_p, bias=ctypes.c_void_p,
+        made=ctypes.c_void_p,
+    )  # fmt: skip
+
+
+class Packing(ctypes.Structure):
+    _fields_ = _fields(
+        "kind inputs outputs narrow gated",
+        matrix=ctypes.c_void_p, added=ctypes.c_void_p, weight=ctypes.c_void_p,
+        scales=ctypes.c_void_p, bias=ctypes.c_void_p,
+    )  # fmt: skip
 
 
 class Attention(ctypes.Structure):
@@ -56,24 +71,36 @@ class Attention(ctypes.Structure):
 
 
 class Kernels:
-    """The functions, each with an argument of the structure above that kernels.c has for it."""
+    """The functions, each with an argument of the structure above that its source has for it."""
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
         self._functions = {
-            name: getattr(loaded, name) for name in ("rms_norm", "silu_times", "write_kv", "attend")
+            name: getattr(loaded, name)
+            for name in ("rms_norm", "write_kv", "attend", "product", "tile_product", "pack")
         }
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
+        self._addresses = {
+            name: ctypes.cast(function, ctypes.c_void_p)
+            for name, function in self._functions.items()
+        }
         self._on_threads = _openmp()
+        self.tiles = bool(loaded.has_tiles())
+        """Whether `tile_product` can run."""
 
-    def run(self, name: str, argument: ctypes.Structure, workers: int) -> None:
+    def run(self, name: str, argument: ctypes.Structure, threads: int) -> None:
         function, address = self._functions[name], ctypes.addressof(argument)
         argument.next = 0
-        if workers > 1 and self._on_threads is not None:
-            self._on_threads(ctypes.cast(function, ctypes.c_void_p), address, workers, 0)
+        if threads > 1 and self._on_threads is not None:
+            self._on_threads(self._addresses[name], address, threads, 0)
         else:
             function(address)
+
+
+def threads_for(items: int, each: int) -> int:
+    """As many as are worth waking. `each`: the multiplications of an item, more or less."""
+    return min(torch.get_num_threads(), items, 1 + items * each // SMALL)
 
 
 def _openmp() -> Any:
@@ -98,12 +125,16 @@ def load() -> Kernels | None:
         return Kernels(_compiled(compiler))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home: RuntimeError
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        log.warning("kernels.c was not compiled: decoding on the processor is slower", error=said)
+        log.warning(
+            "the kernels were not compiled: decoding on the processor is slower", error=said
+        )
         return None
 
 
 def _compiled(compiler: str) -> Path:
-    made_of = hashlib.sha256(SOURCE.read_bytes())
+    made_of = hashlib.sha256()
+    for source in (*SOURCES, HEADER):
+        made_of.update(source.read_bytes())
     made_of.update("\0".join((compiler, *FLAGS, platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
     library = folder / f"kernels-{made_of.hexdigest()[:16]}.so"
@@ -111,7 +142,7 @@ def _compiled(compiler: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / "kernels.so"
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True)
             made.replace(library)
     return library

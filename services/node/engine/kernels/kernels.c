@@ -3,119 +3,13 @@
    Each function runs on several threads at once (`__init__.py` starts them): they take items from a
    counter until none is left. A row's result depends on nothing but the row, its position and its
    sequence's keys and values: every sum is taken in one order, anchored at absolute positions. So it
-   has the same bits in every batch, however its prompt was cut (attention.py says why).
+   has the same bits in every batch, however its prompt was cut (attention.py says why). */
 
-   Activations are float32 or bfloat16, computed with in float32. Vectors are GCC's, of any width that
-   the processor has. */
-
-#include <stdint.h>
-#include <stddef.h>
-#include <string.h>
-#include <math.h>
+#include "numbers.h"
 
 enum { PAGE = 16 };
 
-typedef float lanes __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* --- numbers --- */
-
-INLINE lanes load(const float *p) { lanes v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store(float *p, lanes v) { memcpy(p, &v, sizeof v); }
-INLINE lanes all(float x) { return x - (lanes){0}; }
-INLINE lanes pick(ints which, lanes yes, lanes no) {
-    ints a, b;
-    lanes v;
-    memcpy(&a, &yes, sizeof a);
-    memcpy(&b, &no, sizeof b);
-    a = (which & a) | (~which & b);
-    memcpy(&v, &a, sizeof v);
-    return v;
-}
-
-INLINE float widened(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* To the nearest, ties to even; NaN stays NaN. */
-INLINE uint16_t narrowed(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (x != x) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-/* Element i of an array of either type. */
-INLINE float get(const void *x, int64_t i, int narrow) {
-    return narrow ? widened(((const uint16_t *)x)[i]) : ((const float *)x)[i];
-}
-INLINE void put(void *x, int64_t i, float value, int narrow) {
-    if (narrow) ((uint16_t *)x)[i] = narrowed(value);
-    else ((float *)x)[i] = value;
-}
-/* 16 elements from i on. */
-INLINE lanes take(const void *x, int64_t i, int narrow) {
-    if (!narrow) return load((const float *)x + i);
-    halves small;
-    memcpy(&small, (const uint16_t *)x + i, sizeof small);
-    words bits = __builtin_convertvector(small, words) << 16;
-    lanes v;
-    memcpy(&v, &bits, sizeof v);
-    return v;
-}
-INLINE void give(void *x, int64_t i, lanes v, int narrow) {
-    if (!narrow) {
-        store((float *)x + i, v);
-        return;
-    }
-    words bits;
-    memcpy(&bits, &v, sizeof bits);
-    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    words is_number = (words)(v == v);
-    halves small =
-        __builtin_convertvector((is_number & rounded) | (~is_number & 0x7fc0), halves);
-    memcpy((uint16_t *)x + i, &small, sizeof small);
-}
-
-INLINE float sum_of(lanes v) {
-    float total = 0;
-    for (int i = 0; i < 16; i++) total += v[i];
-    return total;
-}
-INLINE float max_of(lanes v) {
-    float most = v[0];
-    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
-    return most;
-}
-
-/* e^x for x <= 0, 0 below -87 (Cephes' expf: within 2 units in the last place). */
-INLINE lanes exp_of(lanes x) {
-    ints far = x < all(-87.0f);
-    x = pick(far, all(-87.0f), x);
-    lanes shifted = x * 1.44269504f + 12582912.0f; /* rounds to a whole number */
-    lanes n = shifted - 12582912.0f;
-    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
-    ints exponent = (__builtin_convertvector(n, ints) + 127) << 23;
-    lanes power;
-    memcpy(&power, &exponent, sizeof power);
-    y = y * power;
-    return pick(far, (lanes){0}, y);
-}
-
-/* --- RMSNorm and the gated activation --- */
+/* --- RMSNorm --- */
 
 typedef struct {
     int64_t next;
@@ -161,41 +55,6 @@ void rms_norm(void *argument) {
     Norm *n = argument;
     if (n->narrow) norm(n, 1);
     else norm(n, 0);
-}
-
-typedef struct {
-    int64_t next;
-    int64_t rows, width, narrow;
-    const void *gate_up; /* [rows, 2 x width] */
-    void *out;           /* [rows, width] */
-} Gated;
-
-/* x / (1 + e^-x), without overflow. */
-INLINE lanes silu(lanes x) {
-    ints below = x < 0.0f;
-    lanes small = exp_of(pick(below, x, -x));
-    return pick(below, x * small, x) / (1.0f + small);
-}
-
-INLINE void gated(Gated *g, int narrow) {
-    int64_t row, width = g->width;
-    while ((row = __atomic_fetch_add(&g->next, 1, __ATOMIC_RELAXED)) < g->rows) {
-        int64_t at = row * width, from = 2 * at, i = 0;
-        for (; i + 16 <= width; i += 16) {
-            lanes active = silu(take(g->gate_up, from + i, narrow));
-            give(g->out, at + i, active * take(g->gate_up, from + width + i, narrow), narrow);
-        }
-        for (; i < width; i++) {
-            float active = silu(all(get(g->gate_up, from + i, narrow)))[0];
-            put(g->out, at + i, active * get(g->gate_up, from + width + i, narrow), narrow);
-        }
-    }
-}
-
-void silu_times(void *argument) {
-    Gated *g = argument;
-    if (g->narrow) gated(g, 1);
-    else gated(g, 0);
 }
 
 /* --- attention --- */
