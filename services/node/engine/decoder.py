@@ -11,8 +11,10 @@ from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts
+from services.node.engine.kernel_step import KernelStep, Workspace
+from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form
-from services.node.engine.ops import Step, gpu_ops, ops_for
+from services.node.engine.ops import Ops, Step, TorchOps, gpu_ops
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import (
     DecoderTensors,
@@ -27,10 +29,10 @@ from shared.errors import BadInput
 from shared.layout import BlockSpec
 
 
-def kv_dtype(dtype: torch.dtype, fused: bool) -> torch.dtype:
-    """Of the keys and values of a model in `dtype`: products of bf16 matrices as small as
-    attention's are slow on a CPU, where memory for KV in fp32 is cheap."""
-    return dtype if fused else torch.float32
+def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
+    """Of the keys and values of a model in `dtype`: torch's products of bf16 matrices as small as
+    attention's are slow on a CPU. `kernels`: if it is not torch that attends."""
+    return dtype if kernels else torch.float32
 
 
 class Decoder:
@@ -46,11 +48,14 @@ class Decoder:
         longest: int,
         *,
         fused: bool = False,
+        compiled: Kernels | None = None,
     ) -> None:
-        """`fused`: with the kernels for GPUs."""
+        """`fused`: with the kernels for GPUs; `compiled`: with those for processors."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.ops = gpu_ops() if fused else ops_for(device, dtype)
-        self.attention = Attention(config, longest, kv_dtype(dtype, fused), device)
+        self._compiled, self._workspace = compiled, Workspace()
+        self.ops: Ops = gpu_ops() if fused else TorchOps()
+        cached = kv_dtype(dtype, fused or compiled is not None)
+        self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
@@ -69,8 +74,10 @@ class Decoder:
             )
         return unit.table[to_device(torch.tensor(tokens), self.device)]
 
-    def step(self, spans: Rows[Span]) -> "LayerStep":
-        """Of these rows."""
+    def step(self, spans: Rows[Span]) -> "LayerStep | KernelStep":
+        """Of these rows; one at a time."""
+        if self._compiled is not None:
+            return KernelStep(self, self._compiled, self._workspace, spans)
         return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ A matrix is held in one of three forms. In all of them a row gets the same bits 
   they are: only weights are rounded (weight-only quantisation).
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -70,7 +71,7 @@ def check_form(form: Form) -> None:
 
 
 def _packs(dtype: torch.dtype, form: Form) -> kernels.Kernels | None:
-    if form == "stored" or (form == "packed" and dtype not in KINDS):
+    if form == "stored" or (form == "packed" and dtype not in kernels.DTYPES):
         return None
     return kernels.load()
 
@@ -100,7 +101,7 @@ class StoredGate:
 
 
 class Packed:
-    """Implements Linear, or Gate if `gated`. For one thread at a time."""
+    """Implements Linear, or Gate if `gated`."""
 
     def __init__(
         self,
@@ -111,30 +112,29 @@ class Packed:
         *,
         gated: bool = False,
     ) -> None:
-        if weight.dtype not in (torch.float32, torch.bfloat16):
+        if weight.dtype not in kernels.DTYPES:
             weight, bias = weight.float(), None if bias is None else bias.float()
         weight = weight.contiguous()
-        outputs, inputs = weight.shape
+        (outputs, inputs), narrow = weight.shape, weight.dtype == torch.bfloat16
         held = torch.int8 if form == "int8" else weight.dtype
         panels = -(-outputs // PANEL)
+        self._compiled, self._panels, self._inputs = compiled, panels, inputs
+        self._width = outputs // 2 if gated else outputs
+        self._tiles = compiled.tiles and narrow
         self._weight = torch.empty(panels * PANEL, -(-inputs // DEPTH) * DEPTH, dtype=held)
         self._scales = torch.empty(panels * PANEL) if held == torch.int8 else None
         self._bias = None if bias is None else torch.empty(panels * PANEL)
-        packing = kernels.Packing(
-            kind=KINDS[held], inputs=inputs, outputs=outputs,
-            narrow=weight.dtype == torch.bfloat16, gated=gated,
-            matrix=weight.data_ptr(), added=_address(bias), weight=self._weight.data_ptr(),
-            scales=_address(self._scales), bias=_address(self._bias),
-        )  # fmt: skip
-        compiled.run("pack", packing, kernels.threads_for(panels, PANEL * inputs))
-        self._tiles = compiled.tiles and weight.dtype == torch.bfloat16
-        self._width = outputs // 2 if gated else outputs
-        self._panels, self._compiled = panels, compiled
-        self._product = kernels.Product(
-            kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated,
+        self._matrix = kernels.Matrix(
+            kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, tiles=self._tiles,
             weight=self._weight.data_ptr(), scales=_address(self._scales),
             bias=_address(self._bias),
         )  # fmt: skip
+        self.matrix = ctypes.addressof(self._matrix)
+        """Where the kernels find it."""
+        packing = kernels.Packing(
+            narrow=narrow, matrix=self.matrix, weight=weight.data_ptr(), bias=_address(bias)
+        )
+        compiled.run(packing, kernels.threads_for(panels, PANEL * inputs))
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float16:
@@ -150,13 +150,14 @@ class Packed:
             self._run(x, to, added=True)
 
     def _run(self, x: Tensor, made: Tensor, *, added: bool) -> None:
-        narrow, product, rows = made.dtype == torch.bfloat16, self._product, len(x)
-        x = x.float() if narrow and not self._tiles else x.contiguous()
-        product.rows, product.narrow, product.added = rows, narrow, added
-        product.x, product.made = x.data_ptr(), made.data_ptr()
-        threads = kernels.threads_for(self._panels, PANEL * product.inputs * rows)
-        product.threads = threads
-        self._compiled.run("tile_product" if self._tiles else "product", product, threads)
+        narrow, rows = made.dtype == torch.bfloat16, len(x)
+        x = x.contiguous() if self._tiles else x.float().contiguous()
+        threads = kernels.threads_for(self._panels, PANEL * self._inputs * rows)
+        product = kernels.Product(
+            threads=threads, rows=rows, narrow=narrow, added=added,
+            matrix=self.matrix, x=x.data_ptr(), made=made.data_ptr(),
+        )  # fmt: skip
+        self._compiled.run(product, threads)
 
 
 def _address(tensor: Tensor | None) -> int | None:

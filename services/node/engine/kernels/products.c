@@ -10,7 +10,7 @@
    the same bits in every batch. Where the processor has tiles (AMX), they multiply bfloat16 in an order of
    their own, which depends on nothing else either. */
 
-#include "numbers.h"
+#include "kernels.h"
 
 enum {
     WIDTH = 32,  /* outputs of a panel */
@@ -21,23 +21,6 @@ enum {
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
     PAIRED = 32, /* of `in`: panels are filled up to a multiple with zeros */
 };
-
-typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
-
-typedef struct {
-    int64_t next, threads;
-    int64_t kind;           /* of weights */
-    int64_t rows, in, out;  /* out: rows of the matrix */
-    int64_t narrow;         /* `made` is bfloat16; and x, with tiles */
-    int64_t gated;          /* a panel has WIDTH / 2 gates, then as many that they are for */
-    int64_t added;          /* the product is added to `made` */
-    const void *x;          /* [rows, in] */
-    const void *weight;     /* panels: float32 [in, WIDTH]; bfloat16 [in / 2, WIDTH, 2]; int8
-                               [in / 4, WIDTH, 4] */
-    const float *scales;    /* [panels, WIDTH], of int8 */
-    const float *bias;      /* [panels, WIDTH] or NULL */
-    void *made;             /* [rows, out], or [rows, out / 2] if gated */
-} Product;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t deep(int64_t in) { return (in + PAIRED - 1) / PAIRED * PAIRED; }
@@ -55,29 +38,38 @@ INLINE int64_t take_items(int64_t *next, int64_t total, int64_t threads, int64_t
     return count;
 }
 
+/* A product as its threads have it. */
+typedef struct {
+    const Matrix *matrix;
+    const void *x;
+    void *made;
+    int64_t rows, threads, *next;
+} Product;
+
 /* What becomes of a panel's sums [rows, WIDTH]. */
 INLINE void finish(const Product *p, int64_t row, int64_t rows, int64_t panel, float *sums,
-                   int narrow) {
-    int64_t width = p->gated ? WIDTH / 2 : WIDTH, all_of = p->gated ? p->out / 2 : p->out;
+                   int narrow, int added) {
+    const Matrix *m = p->matrix;
+    int64_t width = m->gated ? WIDTH / 2 : WIDTH, all_of = m->gated ? m->out / 2 : m->out;
     int64_t from = panel * width, filled = least(width, all_of - from);
     for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
         lanes v[2] = {load(sums), load(sums + 16)};
         for (int i = 0; i < 2; i++) {
             int64_t at = panel * WIDTH + 16 * i;
-            if (p->scales) v[i] *= load(p->scales + at);
-            if (p->bias) v[i] += load(p->bias + at);
+            if (m->scales) v[i] *= load(m->scales + at);
+            if (m->bias) v[i] += load(m->bias + at);
         }
-        if (p->gated) v[0] = silu(v[0]) * v[1];
+        if (m->gated) v[0] = silu(v[0]) * v[1];
         int64_t to = (row + r) * all_of + from;
         if (filled == width) {
             for (int64_t i = 0; i < width / 16; i++) {
-                if (p->added) v[i] += take(p->made, to + 16 * i, narrow);
+                if (added) v[i] += take(p->made, to + 16 * i, narrow);
                 give(p->made, to + 16 * i, v[i], narrow);
             }
         } else {
             for (int64_t i = 0; i < filled; i++) {
                 float sum = v[i / 16][i % 16];
-                put(p->made, to + i, p->added ? sum + get(p->made, to + i, narrow) : sum, narrow);
+                put(p->made, to + i, added ? sum + get(p->made, to + i, narrow) : sum, narrow);
             }
         }
     }
@@ -96,15 +88,15 @@ INLINE void fetch(const char *from, int64_t lines) {
 /* --- with vectors --- */
 
 /* A part's weights in float32. */
-INLINE const float *part_of(const Product *p, const char *weight, int64_t depth, float *room) {
-    if (p->kind == FLOAT32) return (const float *)weight;
-    int64_t together = p->kind == BFLOAT16 ? 2 : 4; /* in a word */
+INLINE const float *part_of(int64_t kind, const char *weight, int64_t depth, float *room) {
+    if (kind == FLOAT32) return (const float *)weight;
+    int64_t together = kind == BFLOAT16 ? 2 : 4; /* in a word */
     for (int64_t k = 0; k < depth; k += together)
         for (int64_t i = 0; i < WIDTH; i += 16) {
             ints word;
             memcpy(&word, weight + (k / together * WIDTH + i) * 4, sizeof word);
             float *to = room + k * WIDTH + i;
-            if (p->kind == BFLOAT16) {
+            if (kind == BFLOAT16) {
                 ints pair[2] = {word << 16, word & (int32_t)0xffff0000};
                 for (int j = 0; j < 2; j++) memcpy(to + j * WIDTH, pair + j, sizeof *pair);
             } else {
@@ -132,24 +124,25 @@ INLINE void add_part(const float *x, int64_t in, const float *weight, int64_t de
         }
 }
 
-INLINE void with_vectors(Product *p, int narrow) {
-    int64_t panels = (p->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
-    int64_t first, count, size = size_of(p->kind), in = p->in;
-    int64_t most = p->kind == FLOAT32 ? PART : CONVERTED;
+INLINE void with_vectors(const Product *p, int narrow, int added) {
+    const Matrix *m = p->matrix;
+    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
+    int64_t first, count, size = size_of(m->kind), in = m->in;
+    int64_t most = m->kind == FLOAT32 ? PART : CONVERTED;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     float room[CONVERTED * WIDTH] __attribute__((aligned(64)));
-    while ((count = take_items(&p->next, panels * groups, p->threads, &first)))
+    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
         for (int64_t item = first; item < first + count; item++) {
             int64_t panel = item % panels, row = item / panels * ROWS;
             int64_t rows = least(ROWS, p->rows - row);
-            const char *weight = (const char *)p->weight + panel * deep(in) * WIDTH * size;
+            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
             const float *x = (const float *)p->x + row * in;
             memset(sums, 0, rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, in - k);
                 const char *from = weight + k * WIDTH * size;
                 const char *following = from + AHEAD;
-                const float *part = part_of(p, from, depth, room);
+                const float *part = part_of(m->kind, from, depth, room);
                 for (int64_t r = 0; r < rows; r += FEW) {
                     const float *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
@@ -163,7 +156,7 @@ INLINE void with_vectors(Product *p, int narrow) {
                     following += 64 * lines * depth;
                 }
             }
-            finish(p, row, rows, panel, sums, narrow);
+            finish(p, row, rows, panel, sums, narrow, added);
         }
 }
 
@@ -233,8 +226,8 @@ INLINE void filled(const uint16_t *x, int64_t in, int64_t rows, int64_t count, u
 }
 
 /* A part's weights in bfloat16, in which whole numbers up to 8 bits are exact. */
-INLINE const char *pairs_of(const Product *p, const char *weight, int64_t depth, uint16_t *room) {
-    if (p->kind == BFLOAT16) return weight;
+INLINE const char *pairs_of(int64_t kind, const char *weight, int64_t depth, uint16_t *room) {
+    if (kind == BFLOAT16) return weight;
     for (int64_t k = 0; k < depth; k += 4)
         for (int64_t i = 0; i < WIDTH; i += 16) {
             ints word;
@@ -252,25 +245,26 @@ INLINE const char *pairs_of(const Product *p, const char *weight, int64_t depth,
     return (const char *)room;
 }
 
-static void with_tiles(Product *p) {
-    int64_t panels = (p->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
-    int64_t first, count, size = size_of(p->kind), in = p->in, whole = in / PAIRED * PAIRED;
-    int64_t set = 0, most = p->kind == INT8 ? CONVERTED : DEEP;
+INLINE void with_tiles(const Product *p, int narrow, int added) {
+    const Matrix *m = p->matrix;
+    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
+    int64_t first, count, size = size_of(m->kind), in = m->in, whole = in / PAIRED * PAIRED;
+    int64_t set = 0, most = m->kind == INT8 ? CONVERTED : DEEP;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     uint16_t room[CONVERTED * WIDTH] __attribute__((aligned(64)));
     uint16_t tail[2 * TILE * PAIRED] __attribute__((aligned(64)));
-    while ((count = take_items(&p->next, panels * groups, p->threads, &first)))
+    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
         for (int64_t item = first; item < first + count; item++) {
             int64_t panel = item % panels, row = item / panels * ROWS;
             int64_t rows = least(ROWS, p->rows - row);
-            const char *weight = (const char *)p->weight + panel * deep(in) * WIDTH * size;
+            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
             const uint16_t *x = (const uint16_t *)p->x + row * in;
             memset(sums, 0, rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, deep(in) - k), full = least(most, whole - k);
                 const char *from = weight + k * WIDTH * size;
                 const char *following = from + AHEAD;
-                const char *part = pairs_of(p, from, depth, room);
+                const char *part = pairs_of(m->kind, from, depth, room);
                 for (int64_t r = 0; r < rows; r += 2 * TILE) {
                     int64_t n = least(2 * TILE, rows - r), lines = 0;
                     if (r <= 2 * TILE) lines = (rows <= 2 * TILE ? 16 : 8) * size;
@@ -288,7 +282,7 @@ static void with_tiles(Product *p) {
                     following += 2 * lines * full;
                 }
             }
-            finish(p, row, rows, panel, sums, 1);
+            finish(p, row, rows, panel, sums, narrow, added);
         }
     _tile_release();
 }
@@ -301,67 +295,62 @@ int64_t has_tiles(void) {
 
 #else
 
-static void with_tiles(Product *p) { (void)p; }
+INLINE void with_tiles(const Product *p, int narrow, int added) {
+    (void)p, (void)narrow, (void)added;
+}
 int64_t has_tiles(void) { return 0; }
 
 #endif
 
-void product(void *argument) {
-    Product *p = argument;
-    if (p->narrow) with_vectors(p, 1);
-    else with_vectors(p, 0);
+INLINE void run(const Product *p, int narrow, int added) {
+    if (p->matrix->tiles) with_tiles(p, narrow, added);
+    else with_vectors(p, narrow, added);
 }
 
-/* The same, of bfloat16 x with weights that are not float32. */
-void tile_product(void *argument) { with_tiles(argument); }
+void multiply(const Matrix *m, const void *x, void *made, int64_t rows, int narrow, int added,
+              int64_t threads, int64_t *next) {
+    Product p = {m, x, made, rows, threads, next};
+    if (narrow && added) run(&p, 1, 1);
+    else if (narrow) run(&p, 1, 0);
+    else if (added) run(&p, 0, 1);
+    else run(&p, 0, 0);
+}
 
 /* --- packing --- */
 
-typedef struct {
-    int64_t next;
-    int64_t kind;             /* of what is made */
-    int64_t in, out, narrow;  /* `matrix` is bfloat16 */
-    int64_t gated;            /* its first half are gates */
-    const void *matrix;       /* [out, in] */
-    const void *added;        /* [out] or NULL: the bias */
-    void *weight;
-    float *scales, *bias;     /* scales: made for int8 */
-} Packing;
-
-INLINE void pack_panel(const Packing *p, int64_t panel, int narrow) {
-    int64_t size = size_of(p->kind), in = p->in;
-    char *to = (char *)p->weight + panel * deep(in) * WIDTH * size;
+INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int64_t panel,
+                       int narrow) {
+    int64_t in = m->in;
+    char *to = (char *)m->weight + panel * deep(in) * WIDTH * size_of(m->kind);
     for (int64_t i = 0; i < WIDTH; i++) {
-        int64_t output = panel * WIDTH + i, last = p->out;
-        if (p->gated) {
-            int64_t half = p->out / 2, upper = i >= WIDTH / 2;
+        int64_t output = panel * WIDTH + i, last = m->out;
+        if (m->gated) {
+            int64_t half = m->out / 2, upper = i >= WIDTH / 2;
             output = panel * (WIDTH / 2) + i % (WIDTH / 2) + upper * half;
-            last = upper ? p->out : half;
+            last = upper ? m->out : half;
         }
-        int64_t at = output * in;
+        int64_t at = output * in, there = output < last;
         float most = 0, scale = 1;
-        if (p->added)
-            p->bias[panel * WIDTH + i] = output < last ? get(p->added, output, narrow) : 0;
-        if (p->kind == INT8) {
-            for (int64_t k = 0; k < in && output < last; k++)
-                most = fmaxf(most, fabsf(get(p->matrix, at + k, narrow)));
+        if (m->bias) m->bias[panel * WIDTH + i] = there ? get(bias, output, narrow) : 0;
+        if (m->kind == INT8) {
+            for (int64_t k = 0; k < in && there; k++)
+                most = fmaxf(most, fabsf(get(from, at + k, narrow)));
             scale = most > 0 ? most / 127 : 1;
-            p->scales[panel * WIDTH + i] = scale;
+            m->scales[panel * WIDTH + i] = scale;
         }
         for (int64_t k = 0; k < deep(in); k++) {
-            float value = output < last && k < in ? get(p->matrix, at + k, narrow) : 0;
-            if (p->kind == FLOAT32) ((float *)to)[k * WIDTH + i] = value;
-            else if (p->kind == BFLOAT16)
+            float value = there && k < in ? get(from, at + k, narrow) : 0;
+            if (m->kind == FLOAT32) ((float *)to)[k * WIDTH + i] = value;
+            else if (m->kind == BFLOAT16)
                 ((uint16_t *)to)[(k / 2 * WIDTH + i) * 2 + k % 2] = narrowed(value);
             else ((int8_t *)to)[(k / 4 * WIDTH + i) * 4 + k % 4] = (int8_t)rintf(value / scale);
         }
     }
 }
 
-void pack(void *argument) {
-    Packing *p = argument;
-    int64_t panel, panels = (p->out + WIDTH - 1) / WIDTH;
-    while ((panel = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < panels)
-        if (p->narrow) pack_panel(p, panel, 1);
-        else pack_panel(p, panel, 0);
+void pack_panels(const Matrix *m, const void *from, const void *bias, int narrow, int64_t *next) {
+    int64_t panel, panels = (m->out + WIDTH - 1) / WIDTH;
+    while ((panel = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < panels)
+        if (narrow) pack_panel(m, from, bias, panel, 1);
+        else pack_panel(m, from, bias, panel, 0);
 }
