@@ -10,7 +10,7 @@ import torch
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
-from services.node.engine.experts import add_experts
+from services.node.engine.experts import add_experts, gpu_experts
 from services.node.engine.kernel_step import KernelStep, Workspace
 from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form
@@ -54,6 +54,7 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self._compiled, self._workspace = compiled, Workspace()
         self.ops: Ops = gpu_ops() if fused else TorchOps()
+        self.add_experts = gpu_experts() if fused else add_experts
         cached = kv_dtype(dtype, fused or compiled is not None)
         self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
@@ -92,7 +93,7 @@ class LayerStep:
 
     def __init__(self, model: Decoder, attention: Step) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
-        self._experts = model.config.experts
+        self._experts, self._add_experts = model.config.experts, model.add_experts
         self._attention = attention
 
     def run(
@@ -111,6 +112,6 @@ class LayerStep:
         normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
-            add_experts(hidden, normed, layer.mlp, self._experts)
+            self._add_experts(hidden, normed, layer.mlp, self._experts)
         else:
             layer.mlp.down.add(layer.mlp.gate_up(normed), hidden)

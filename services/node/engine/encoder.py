@@ -104,6 +104,9 @@ class Encoder:
     def __init__(self, config: VitConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.whole = config.context_length
+        # Made once: a tensor that is made on a GPU of a host's numbers is waited for.
+        self._mean = torch.tensor(config.image.mean, device=device)
+        self._std = torch.tensor(config.image.std, device=device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[EncoderUnit, ...]:
         tensors = EncoderTensors(spec, weights, form)
@@ -143,8 +146,8 @@ class Encoder:
         side = how.size // size
         pixels = to_device(torch.frombuffer(bytearray(image), dtype=torch.uint8), self.device)
         values = pixels.view(-1, CHANNELS).float() * how.factor
-        values -= values.new_tensor(how.mean)
-        values /= values.new_tensor(how.std)
+        values -= self._mean
+        values /= self._std
         patches = values.view(side, size, side, size, CHANNELS).permute(0, 2, 4, 1, 3)
         return patches.reshape(side * side, -1).to(self.dtype)
 

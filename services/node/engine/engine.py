@@ -92,7 +92,7 @@ class TorchEngine:
                 config.head_dim,
                 decoder.attention.dtype,
             )
-            if self._capture is not None and config.experts is None:  # whose rows the CPU sorts
+            if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)
@@ -126,7 +126,7 @@ class TorchEngine:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
         model = self._model(model_id)
-        if self._capture is not None and isinstance(model.network, Decoder):
+        if self._capture is not None:
             for _ in warm_up(model.network):
                 yield
                 if self._models.get(model_id) is not model:

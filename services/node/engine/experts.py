@@ -4,10 +4,21 @@ A row's result does not depend on the batch (see attention.py): its experts are 
 order, in float32.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
+
+AddExperts = Callable[[torch.Tensor, torch.Tensor, ExpertMlp, ExpertsConfig], None]
+
+
+def gpu_experts() -> AddExperts:
+    """In place of `add_experts`."""
+    from services.node.engine import triton_experts  # there need be no Triton elsewhere
+
+    return triton_experts.add_experts
 
 
 def add_experts(
@@ -17,7 +28,7 @@ def add_experts(
     config: ExpertsConfig,
 ) -> None:
     """Adds to hidden what the experts make of normed, both [rows, hidden_size]."""
-    weights, chosen = (each.flatten() for each in _route(normed, mlp, config))
+    weights, chosen = (each.flatten() for each in route(normed, mlp, config))
     by_expert = chosen.argsort(stable=True)
     rows, weights = by_expert // config.per_token, weights[by_expert, None]
     total = torch.zeros_like(hidden, dtype=torch.float32)
@@ -31,7 +42,7 @@ def add_experts(
     hidden += total
 
 
-def _route(
+def route(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in float32, experts) of each row, both [rows, per_token]."""

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.node.engine import device_sampling
 from services.node.engine.base import Draw
+from services.node.engine.copies import to_device
 from services.node.engine.processors import Logits, Processor
 from shared import telemetry
 from shared.errors import BadInput, LambdaScaleError, ModelError
@@ -46,14 +48,17 @@ def sample(
 
     A row with a `proposed` token follows the row before if that draws this token; if not, nothing
     is drawn for it."""
-    # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
-    drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in _largest_ids(logits)]
     of = processors or [None] * len(draws)
-    rest = [
-        row
-        for row, draw in enumerate(draws)
-        if drawn[row].error is None and (of[row] or not _is_plain(draw.sampling))
-    ]
+    # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
+    ids = _largest_ids(logits)
+    done = {row for row, draw in enumerate(draws) if not of[row] and _is_plain(draw.sampling)}
+    random = [row for row in sorted(done) if draws[row].sampling.temperature > 0]
+    if random and _on_device(logits):
+        _draw_there(logits, draws, random, ids)
+    else:
+        done -= set(random)
+    drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in ids.tolist()]
+    rest = [row for row, one in enumerate(drawn) if row not in done and one.error is None]
     values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
     for row, due in enumerate(proposed or [None] * len(draws)):
         if due is not None and drawn[row - 1].token != due:
@@ -64,12 +69,30 @@ def sample(
     return drawn
 
 
-def _largest_ids(logits: torch.Tensor) -> list[int]:
+def _largest_ids(logits: torch.Tensor) -> torch.Tensor:
     """Of each row; -1 where the largest is not finite, as it is not if any is NaN."""
+    if not _on_device(logits):  # torch's argmax takes ten times as long as numpy's
+        values = logits.numpy()
+        found = values.argmax(-1)
+        finite = np.isfinite(values[np.arange(len(values)), found])
+        return torch.from_numpy(np.where(finite, found, -1))
     ids = logits.argmax(-1, keepdim=True)
-    ids = ids.where(logits.gather(-1, ids).isfinite(), -1)
-    found: list[int] = ids.squeeze(-1).tolist()
-    return found
+    return ids.where(logits.gather(-1, ids).isfinite(), -1).squeeze(-1)
+
+
+def _on_device(logits: torch.Tensor) -> bool:
+    return logits.device.type != "cpu"
+
+
+def _draw_there(
+    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], ids: torch.Tensor
+) -> None:
+    """What these rows draw goes to `ids`, but where there is -1."""
+    at = to_device(torch.tensor(rows), logits.device)
+    samplings = [draws[row].sampling for row in rows]
+    chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in rows]
+    found = device_sampling.draw(logits[at], samplings, chances)
+    ids[at] = found.where(ids[at] >= 0, -1)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -79,7 +102,8 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 and sampling.logprobs is None
+    """The token is all that is asked for."""
+    return sampling.logprobs is None
 
 
 def _guarded(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:

@@ -38,6 +38,8 @@ class ExpertMlp:
     gate_up: tuple[Gate, ...]
     """Each expert's, as `down`."""
     down: tuple[Linear, ...]
+    matrices: tuple[torch.Tensor, torch.Tensor]
+    """The same as they are stored: GATE_UP and DOWN (families.family)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +195,12 @@ class DecoderTensors(BlockTensors):
         return Mlp(self._gate(weight, bias), self._linear(prefix, ("down_proj",)))
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
         return ExpertMlp(
             router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
-            gate_up=tuple(map(self._gate, self._joined([prefix + GATE_UP]))),
-            down=tuple(map(self._formed, self._joined([prefix + DOWN]))),
+            gate_up=tuple(map(self._gate, gate_up)),
+            down=tuple(map(self._formed, down)),
+            matrices=(gate_up, down),
         )
 
     def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Gate:

@@ -43,12 +43,13 @@ typedef struct {
     const Matrix *matrix;
     const void *x;
     void *made;
-    int64_t rows, threads, *next;
+    int64_t rows;
+    int narrow, added;
+    int64_t threads, *next;
 } Product;
 
-/* What becomes of a panel's sums [rows, WIDTH]. */
-INLINE void finish(const Product *p, int64_t row, int64_t rows, int64_t panel, float *sums,
-                   int narrow, int added) {
+INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel,
+                      const float *sums, int narrow, int added) {
     const Matrix *m = p->matrix;
     int64_t width = m->gated ? WIDTH / 2 : WIDTH, all_of = m->gated ? m->out / 2 : m->out;
     int64_t from = panel * width, filled = least(width, all_of - from);
@@ -73,6 +74,15 @@ INLINE void finish(const Product *p, int64_t row, int64_t rows, int64_t panel, f
             }
         }
     }
+}
+
+/* What becomes of a panel's sums [rows, WIDTH]. */
+static void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
+                   const float *sums) {
+    if (p->narrow && p->added) finish_as(p, row, rows, panel, sums, 1, 1);
+    else if (p->narrow) finish_as(p, row, rows, panel, sums, 1, 0);
+    else if (p->added) finish_as(p, row, rows, panel, sums, 0, 1);
+    else finish_as(p, row, rows, panel, sums, 0, 0);
 }
 
 /* Number `which` of the four in each word. */
@@ -124,7 +134,7 @@ INLINE void add_part(const float *x, int64_t in, const float *weight, int64_t de
         }
 }
 
-INLINE void with_vectors(const Product *p, int narrow, int added) {
+static void with_vectors(const Product *p) {
     const Matrix *m = p->matrix;
     int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
     int64_t first, count, size = size_of(m->kind), in = m->in;
@@ -156,7 +166,7 @@ INLINE void with_vectors(const Product *p, int narrow, int added) {
                     following += 64 * lines * depth;
                 }
             }
-            finish(p, row, rows, panel, sums, narrow, added);
+            finish(p, row, rows, panel, sums);
         }
 }
 
@@ -245,7 +255,7 @@ INLINE const char *pairs_of(int64_t kind, const char *weight, int64_t depth, uin
     return (const char *)room;
 }
 
-INLINE void with_tiles(const Product *p, int narrow, int added) {
+static void with_tiles(const Product *p) {
     const Matrix *m = p->matrix;
     int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
     int64_t first, count, size = size_of(m->kind), in = m->in, whole = in / PAIRED * PAIRED;
@@ -282,7 +292,7 @@ INLINE void with_tiles(const Product *p, int narrow, int added) {
                     following += 2 * lines * full;
                 }
             }
-            finish(p, row, rows, panel, sums, narrow, added);
+            finish(p, row, rows, panel, sums);
         }
     _tile_release();
 }
@@ -295,25 +305,16 @@ int64_t has_tiles(void) {
 
 #else
 
-INLINE void with_tiles(const Product *p, int narrow, int added) {
-    (void)p, (void)narrow, (void)added;
-}
+static void with_tiles(const Product *p) { (void)p; }
 int64_t has_tiles(void) { return 0; }
 
 #endif
 
-INLINE void run(const Product *p, int narrow, int added) {
-    if (p->matrix->tiles) with_tiles(p, narrow, added);
-    else with_vectors(p, narrow, added);
-}
-
 void multiply(const Matrix *m, const void *x, void *made, int64_t rows, int narrow, int added,
               int64_t threads, int64_t *next) {
-    Product p = {m, x, made, rows, threads, next};
-    if (narrow && added) run(&p, 1, 1);
-    else if (narrow) run(&p, 1, 0);
-    else if (added) run(&p, 0, 1);
-    else run(&p, 0, 0);
+    Product p = {m, x, made, rows, narrow, added, threads, next};
+    if (m->tiles) with_tiles(&p);
+    else with_vectors(&p);
 }
 
 /* --- packing --- */

@@ -19,7 +19,7 @@ SHAPES = [(768, 2304), (2048, 768), (640, 70), (100, 36), (1037, 96), (8, 12)]
 FORMS: list[Form] = ["stored", "packed", "int8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 silu_times = TorchOps().silu_times
-NARROW = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512f", "-mno-avx2")
+NARROW = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512f")
 """Compiler flags, for what other processors would run."""
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
