@@ -202,16 +202,14 @@ class PagedStep:
         )
 
 
-def paged_step(
-    attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
-) -> PagedStep:
+def paged_step(attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span]) -> PagedStep:
     """A step of just these spans."""
     spans = tuple(spans)
     counts = [count for _, _, count in spans]
     few = [count for count in counts if count <= FEW]
     queries = _tile_rows(attention) // attention.group
     many = sum(-(-count // queries) for count in counts if count > FEW)
-    shape = StepShape(n_padded, len(few), max(few, default=1) > 1, many)
+    shape = StepShape(sum(counts), len(few), max(few, default=1) > 1, many)
     step = PagedStep(attention, frequencies, shape)
     step.fill(spans)
     return step

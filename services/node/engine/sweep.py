@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from services.node.core.kv import pages_of
-from services.node.engine.attention import Span, pad_rows
+from services.node.engine.attention import Span
 from services.node.engine.base import (
     PartResult,
     Row,
@@ -35,7 +35,7 @@ from shared.layout import BlockSpec, Manifest
 
 class Step(Protocol):
     def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: theirs, see
+        """A block's layers. hidden [rows, hidden_size] is updated; kv: theirs, see
         KvCache.of_layers."""
 
 
@@ -63,7 +63,7 @@ class Network(Protocol):
         """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
         model."""
 
-    def step(self, spans: Rows[Span], n_padded: int) -> Step:
+    def step(self, spans: Rows[Span]) -> Step:
         """To run layers over these rows, packed one after the other."""
 
     def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
@@ -105,9 +105,9 @@ class Model:
         return self.network.config.n_units - 1
 
     def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
-        """`hidden`: [padded rows, hidden_size]."""
+        """`hidden`: [rows, hidden_size]."""
         graphed = self.graphs.step(spans, hidden) if self.graphs else None
-        return graphed or self.network.step(spans, len(hidden))
+        return graphed or self.network.step(spans)
 
 
 @dataclass(slots=True)
@@ -231,7 +231,7 @@ class TorchSweep:
 
     def _run(self, model: Model) -> None:
         if not self._packed:
-            self._pack(model.network)
+            self._pack()
         if layers := model.layer_units(self._at):
             if self._step is None:
                 self._step = model.step(self._spans(), self._hidden)
@@ -240,15 +240,11 @@ class TorchSweep:
         if (head := model.head_unit(self._at)) is not None:
             self._sample(model, head)
 
-    def _pack(self, network: Network) -> None:
+    def _pack(self) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
-        n = sum(counts)
-        n_padded = pad_rows(n)
-        hidden = self._aboard[0].hidden.new_empty(n_padded, network.config.hidden_size)
-        torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
-        hidden[n:] = 0
-        for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
+        hidden = torch.cat([rider.hidden for rider in self._aboard])
+        for rider, own in zip(self._aboard, torch.split(hidden, counts), strict=True):
             rider.hidden = own
         self._hidden, self._packed, self._step = hidden, True, None
 

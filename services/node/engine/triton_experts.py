@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.experts import route
-from services.node.engine.ops import Ops
+from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
 
@@ -20,18 +20,16 @@ DEPTH_BYTES = 128
 """Of a row or a column, that are multiplied at a time."""
 
 
-def add_experts(
-    hidden: Tensor, normed: Tensor, n: int, mlp: ExpertMlp, config: ExpertsConfig, ops: Ops
-) -> None:
+def add_experts(hidden: Tensor, normed: Tensor, mlp: ExpertMlp, config: ExpertsConfig) -> None:
     """As experts.add_experts."""
-    weights, chosen = route(normed[:n], mlp, config)
+    weights, chosen = route(normed, mlp, config)
     by_expert, order = chosen.flatten().sort(stable=True)
     gate_up, down = mlp.matrices
     experts = torch.arange(len(down), device=chosen.device)
     ends = torch.searchsorted(by_expert, experts, right=True)
-    active = ops.silu_times(_products(normed, gate_up, order, ends, config.per_token))
-    made = _products(active, down, order, ends, 1).view(n, config.per_token, -1)
-    hidden[:n] += (made * weights[:, :, None]).sum(1)
+    active = TritonOps().silu_times(_products(normed, gate_up, order, ends, config.per_token))
+    made = _products(active, down, order, ends, 1).view(len(hidden), config.per_token, -1)
+    hidden += (made * weights[:, :, None]).sum(1)
 
 
 def _products(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, share: int) -> Tensor:

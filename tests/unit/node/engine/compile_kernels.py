@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from services.node.engine import triton_experts
 from services.node.engine import triton_kernels as kernels
-from services.node.engine.attention import Attention, pad_rows
+from services.node.engine.attention import Attention
 from services.node.engine.linear import linear
 from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
@@ -101,9 +101,9 @@ def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     norm = torch.ones(heads + kv_heads, dim, dtype=dtype)
     for number, lengths in enumerate(STEPS):
         spans = spans_of(lengths, random.Random(0))
-        rows = pad_rows(sum(count for _, count in lengths))
+        rows = sum(count for _, count in lengths)
         qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        step = paged_step(attention, frequencies, spans, rows)
+        step = paged_step(attention, frequencies, spans)
         step.run(qkv, norm if number else None, kv, 64 if number else 0)
     TritonOps().silu_times(torch.zeros(4, 2 * 14336, dtype=dtype))
 
@@ -114,7 +114,7 @@ def mix(dtype: torch.dtype, rows: int) -> None:
     x = torch.zeros(rows, 128, dtype=dtype)
     gate_up, down = x.new_zeros(8, 512, 128), x.new_zeros(8, 128, 256)
     mlp = ExpertMlp(linear(torch.zeros(8, 128), None, "stored"), (), (), (gate_up, down))
-    triton_experts.add_experts(x, x, rows, mlp, config, TritonOps())
+    triton_experts.add_experts(x, x, mlp, config)
 
 
 def main(capability: int) -> None:

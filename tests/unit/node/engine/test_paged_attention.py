@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
 from services.node.engine import paged_attention
-from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
+from services.node.engine.attention import Attention, AttentionStep, Span
 from services.node.engine.rope import inverse_frequencies
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
@@ -65,13 +65,13 @@ def test_what_a_cpu_gets(
     n = sum(count for _, _, count in spans)
     frequencies = inverse_frequencies(shape.rope, head_dim)
     exact = Attention(shape, LONGEST, torch.float32, torch.device("cpu"))
-    plain = AttentionStep(exact, frequencies, spans, pad_rows(n))
+    plain = AttentionStep(exact, frequencies, spans)
     attention = Attention(shape, LONGEST, dtype, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "_processors", lambda _: processors)
-        fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans, pad_rows(n))
+        fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans)
     kv = torch.randn(CAPACITY, 2, shape.n_kv_heads, head_dim).to(dtype)
-    qkv = torch.randn(pad_rows(n), exact.q_size + 2 * exact.kv_size).to(dtype)
+    qkv = torch.randn(n, exact.q_size + 2 * exact.kv_size).to(dtype)
     ours = kv.clone().to(DEVICE)
     ours[written_after(spans)] = torch.nan
     norm = torch.randn(shape.n_heads + shape.n_kv_heads, head_dim).to(dtype) if normed else None

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
+from services.node.engine import kernels
 from services.node.engine.base import Context, Draw, PartResult, Row, StagePart, Sweep
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
+from services.node.engine.kernel_step import KernelStep
 from services.node.engine.processors import Logits, Processor
+from services.node.engine.sweep import Step
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
 from shared.messages.serving import LogitRules, Sampling
@@ -66,10 +70,11 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
 ) -> None:
     """One step of all streams is one sweep of the engine they share, and each layer runs once."""
     ran: list[LayerUnit] = []
-    run_layers = LayerStep.run
+    kind = KernelStep if kernels.load() else LayerStep
+    run_layers: Any = kind.run
 
     def watched(
-        self: LayerStep, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self: Step, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         ran.extend(layers)
         run_layers(self, block, layers, hidden, kv)
@@ -92,7 +97,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
             parts.append(part([one], stream.before, stream.stop, hidden))
         ran.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(LayerStep, "run", watched)
+            patch.setattr(kind, "run", watched)
             results = run_all(shared, parts)
         assert len(ran) == 4
         for stream, one, result in zip(streams, rows, results, strict=True):

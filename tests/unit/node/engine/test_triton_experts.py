@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
 from services.node.engine import triton_experts
-from services.node.engine.attention import pad_rows
 from services.node.engine.experts import add_experts
-from services.node.engine.linear import linear
-from services.node.engine.ops import TorchOps, gpu_ops
+from services.node.engine.linear import gate, linear
+from services.node.engine.ops import TorchOps
 from services.node.engine.weights import ExpertMlp
 from services.node.model.config import ExpertsConfig
 
@@ -25,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 def mlp_of(router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertMlp:
     return ExpertMlp(
         router=linear(router, None, "stored"),
-        gate_up=tuple(linear(each, None, "stored") for each in gate_up),
+        gate_up=tuple(gate(each, None, "stored", TorchOps().silu_times) for each in gate_up),
         down=tuple(linear(each, None, "stored") for each in down),
         matrices=(gate_up, down),
     )
@@ -57,16 +56,16 @@ def test_what_a_cpu_gets(
     router = torch.randn(count, width) / width**0.5
     gate_up = (torch.randn(count, 2 * inner, width) / width**0.5).to(dtype)
     down = (torch.randn(count, width, inner) / inner**0.5).to(dtype)
-    normed = torch.randn(pad_rows(n), width).to(dtype)
+    normed = torch.randn(n, width).to(dtype)
     if favourite:
         router[-1] = normed.float().mean(0).sign()
         normed = (normed.float() + router[-1]).to(dtype)
-    hidden = torch.randn(pad_rows(n), width).to(dtype)
+    hidden = torch.randn(n, width).to(dtype)
     expected = hidden.float()
     exact = mlp_of(router, gate_up.float(), down.float())
-    add_experts(expected, normed.float(), n, exact, config, TorchOps())
+    add_experts(expected, normed.float(), exact, config)
     ours = hidden.to(DEVICE)
     mlp = mlp_of(*(each.to(DEVICE) for each in (router, gate_up, down)))
-    triton_experts.add_experts(ours, normed.to(DEVICE), n, mlp, config, gpu_ops())
+    triton_experts.add_experts(ours, normed.to(DEVICE), mlp, config)
     error = (ours.cpu().float() - expected).norm(dim=1)
     assert (error <= TOLERANCE[dtype] * expected.norm(dim=1)).all()
