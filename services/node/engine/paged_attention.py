@@ -49,7 +49,7 @@ class StepShape:
     """What launches depend on."""
 
     rows: int
-    """A multiple of 4, those that only pad included."""
+    """Those that only pad included."""
     few: int = 0
     """Spans of at most FEW positions."""
     drafts: bool = False
