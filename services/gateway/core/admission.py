@@ -29,10 +29,11 @@ def check_choices(prompts: int, n: int) -> None:
 def output_limit(prompt: int, asked: int | None, default: int | None, context: int) -> int:
     """Most tokens to generate after `prompt` tokens.
 
-    Nothing asked: `default`, but not more than fits; None fills the context.
+    Nothing asked: `default`, but not more than fits; None fills the context. 0 asked: the prompt
+    may fill it.
     """
     room = context - prompt
-    if room < 1:
+    if room < (0 if asked == 0 else 1):
         raise BadInput(
             f"the prompt has {prompt} tokens; this model's context is {context} tokens, "
             "which leaves no room for a completion"
