@@ -125,7 +125,8 @@ class Answers:
         """By text; of tokens that read the same, the most probable one."""
         named: dict[str, float] = {}
         for one, value in (*found.top, (token, found.drawn)):
-            named.setdefault(self._text(one), _finite(value))
+            text, value = self._text(one), _finite(value)
+            named[text] = max(value, named.get(text, value))
         return named
 
     def _named(self, token: int, logprob: float) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Whatever happens to attempts, a request's tokens come out right, once each, and end once.
 
-Nodes score prompts and generate the true tokens, some of which are lost, repeated or late; attempts are refused and
-fail, instances come, move and vanish, clients leave, time passes.
+Nodes score prompts and generate the true tokens, some of which are lost, repeated or late; attempts
+are refused and fail, instances come, move and vanish, clients leave, time passes.
 """
 
 from dataclasses import dataclass, field
@@ -121,7 +121,9 @@ class Streams(RuleBasedStateMachine):
                         self.live -= {key for key in self.live if key[0] == request}
                 case Scored(request, logprobs):
                     client = self.clients[request]
-                    assert not (client.ends or client.left or client.tokens)
+                    assert not client.ends
+                    assert not client.left
+                    assert not client.tokens
                     client.scores += [one.drawn for one in logprobs]
                 case End(request, error):
                     client = self.clients[request]

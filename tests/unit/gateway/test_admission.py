@@ -26,13 +26,22 @@ def test_choices_have_a_limit() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "asked", "default", "expected"),
-    [(10, 5, 16, 5), (10, None, 16, 16), (95, None, 16, 5), (10, None, None, 90), (10, 90, 16, 90)],
+    [
+        (10, 5, 16, 5),
+        (10, None, 16, 16),
+        (95, None, 16, 5),
+        (10, None, None, 90),
+        (10, 90, 16, 90),
+        (100, 0, 16, 0),
+    ],
 )
 def test_output_limits(prompt: int, asked: int | None, default: int | None, expected: int) -> None:
     assert output_limit(prompt, asked, default, context=100) == expected
 
 
-@pytest.mark.parametrize(("prompt", "asked"), [(10, 91), (100, None), (100, 1), (500, None)])
+@pytest.mark.parametrize(
+    ("prompt", "asked"), [(10, 91), (100, None), (100, 1), (500, None), (101, 0)]
+)
 def test_the_context_is_not_exceeded(prompt: int, asked: int | None) -> None:
     with pytest.raises(BadInput, match="context is 100 tokens"):
         output_limit(prompt, asked, 16, context=100)
