@@ -62,8 +62,9 @@ class Oracle:
     def check(self, ids: list[int], found: Logprobs) -> None:
         assert found.token_logprobs
         assert found.top_logprobs
-        given, top = list(found.token_logprobs), list(found.top_logprobs)
-        assert (given.pop(0), top.pop(0)) == (None, None)
+        first, *given = found.token_logprobs
+        none, *top = found.top_logprobs
+        assert not (first or none)
         for row, token, value, named in zip(self.logprobs(ids), ids[1:], given, top, strict=False):
             assert value == pytest.approx(float(row[token]), abs=1e-4)
             best = {float(row[token]), *row.topk(2).values.tolist()}
