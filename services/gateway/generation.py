@@ -194,6 +194,11 @@ class Generation:
                 yield deltas
 
     @property
+    def scored(self) -> bool:
+        """Prompts have log probabilities."""
+        return self.choices[0].request.score_from > 0
+
+    @property
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 

@@ -64,7 +64,8 @@ class Oracle:
         assert found.top_logprobs
         first, *given = found.token_logprobs
         none, *top = found.top_logprobs
-        assert not (first or none)
+        assert not first
+        assert not none
         for row, token, value, named in zip(self.logprobs(ids), ids[1:], given, top, strict=False):
             assert value == pytest.approx(float(row[token]), abs=1e-4)
             best = {float(row[token]), *row.topk(2).values.tolist()}
