@@ -166,7 +166,7 @@ class Generation:
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """What came since the last time, until all choices have ended; ApiError if one fails.
 
-        An empty list: nothing came for `patience_s`.
+        An empty list: there is nothing to tell yet, or nothing came for `patience_s`.
         """
         call = self._call
         while self._open:
@@ -190,8 +190,7 @@ class Generation:
                     text = self._push(choice, piece)
                     token = piece.token if choice.tokens else None
                     deltas.append(Delta(choice, text, token, piece.logprobs))
-            if deltas:
-                yield deltas
+            yield deltas
 
     @property
     def scored(self) -> bool:
@@ -270,6 +269,11 @@ def choices_of(
         admission.check_choices(len(prompts), n)
     except BadInput as error:
         raise ApiError(400, str(error), param="n") from error
+    scores = logprobs_of(body) if echoes(body) else None
+    try:
+        admission.check_scores(n * sum(map(len, prompts)), scores)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="logprobs") from error
     stop_ids = tuple(body.stop_token_ids or ()) + (() if body.ignore_eos else lingo.eos)
     stops = stops_of(body)
     rules = rules_of(body, lingo.vocab_size)
@@ -291,7 +295,7 @@ def choices_of(
                 stop_ids=stop_ids,
                 sampling=sampling_of(body, admission.derive_seed(seed, i)),
                 rules=rules,
-                score_from=int(echoes(body) and logprobs_of(body) is not None),
+                score_from=int(scores is not None),
                 waiting_since=now(),
             )
             context = () if isinstance(body, ChatRequest) else prompt[-CONTEXT:]

@@ -23,9 +23,10 @@ class Verdict(enum.Enum):
 def judge(request: Request, piece: Scores | Token) -> Verdict:
     if piece.attempt != request.attempt or request.instance is None:
         return Verdict.STALE
-    if piece.index == request.due:
+    due = request.due
+    if piece.index == due:
         return Verdict.NEXT
-    return Verdict.DUPLICATE if piece.index < request.due else Verdict.GAP
+    return Verdict.DUPLICATE if piece.index < due else Verdict.GAP
 
 
 def finish_of(request: Request, token: Token) -> str:

@@ -4,8 +4,10 @@ from hypothesis import strategies as st
 
 from services.gateway.core.admission import (
     MAX_CHOICES,
+    MAX_SCORES,
     check_choices,
     check_queue,
+    check_scores,
     derive_seed,
     output_limit,
 )
@@ -22,6 +24,13 @@ def test_choices_have_a_limit() -> None:
     check_choices(2, MAX_CHOICES // 2)
     with pytest.raises(BadInput, match="n="):
         check_choices(3, MAX_CHOICES // 2)
+
+
+def test_what_is_scored_has_a_limit() -> None:
+    check_scores(MAX_SCORES // 2, 1)
+    check_scores(MAX_SCORES, None)
+    with pytest.raises(BadInput, match="send fewer"):
+        check_scores(MAX_SCORES // 2 + 1, 1)
 
 
 @pytest.mark.parametrize(

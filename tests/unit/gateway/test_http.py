@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from services.gateway.core import admission
 from shared import grammar
 from shared.config import GatewayConfig
 from shared.messages.serving import LogitRules
@@ -361,6 +362,17 @@ async def test_a_prompt_can_be_scored_without_an_answer(
     assert choice["logprobs"] is None
     whole = {**SCORED, "prompt": [5] * CONTEXT}
     assert [(await post(http, {**whole, "max_tokens": n}))[0] for n in (0, 1)] == [200, 400]
+
+
+async def test_no_more_is_scored_than_an_answer_holds(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SCORES", 16)
+    body = {**SCORED, "prompt": "say"}
+    assert [(await post(http, {**body, "n": n}))[0] for n in (2, 3)] == [200, 400]
+    _, answer = await post(http, {**body, "logprobs": 4})
+    assert answer["error"]["param"] == "logprobs"
+    assert (await post(http, {**body, "logprobs": 20, "echo": False}))[0] == 200
 
 
 async def test_of_tokens_that_read_the_same_the_most_probable_is_named(

@@ -72,6 +72,21 @@ async def test_scores_are_those_of_transformers(path: tuple[Stage, ...], step_to
         assert nodes.workers["a"].load().tokens_accepted > 0
 
 
+async def test_a_score_has_the_same_bits_however_its_prompt_is_cut() -> None:
+    model = make_model(dtype="float32", vocab_size=5000)
+    found = []
+    for path, step_tokens in ((WHOLE, 512), (WHOLE, 1), (TWO, 7), (THREE, 64)):
+        async with cluster(
+            "a", "b", "c", step_tokens=step_tokens, manifest=model.manifest,
+            buffers=model.buffers, make_engine=torch_engine,
+        ) as nodes:  # fmt: skip
+            message = submit("r", path, prompt=LONG, max_tokens=1, logprobs=TOP, score_from=1)
+            attempt = await (await nodes.submit(message)).end()
+            found.append([one for scores in attempt.scores for one in scores.logprobs])
+    assert len(found[0]) == len(LONG) - 1
+    assert found == [found[0]] * 4
+
+
 async def test_no_score_is_missing_where_the_prompt_is_cached() -> None:
     model = make_model(dtype="float32")
     async with cluster(
