@@ -53,6 +53,20 @@ async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPat
         assert reader.raw.startswith(b": waiting\n\n")
 
 
+async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives() -> None:
+    async with running(replica(1)) as cluster:
+        (node,) = await nodes_of(cluster, 1, pause_at=-1)
+        node.scored_at_once = 1
+        ask = {**ASK, "echo": True, "logprobs": 0, "stream": True}
+        async with (
+            aiohttp.ClientSession(cluster.service.url) as session,
+            session.post("/v1/completions", json=ask) as response,
+        ):
+            assert await response.content.readline() == b": waiting\n"
+            node.resume.set()
+            assert b"[DONE]" in await response.content.read()
+
+
 Vanish = Callable[[Cluster], Awaitable[None]]
 
 
