@@ -18,6 +18,7 @@ from shared.messages.pool import ModelRemoved
 from shared.messages.serving import AttemptFailed, Cancel, Token, Tokens
 from tests.unit.gateway.reader import ASK, TEXT, Reader, nodes_of
 from tests.unit.gateway.support import (
+    PATIENCE_S,
     Cluster,
     ids_of,
     path,
@@ -53,8 +54,12 @@ async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPat
         assert reader.raw.startswith(b": waiting\n\n")
 
 
-async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives() -> None:
-    async with running(replica(1)) as cluster:
+async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With each chunk, however long nothing else is said."""
+    monkeypatch.setattr("services.gateway.http.KEEPALIVE_S", 1000)
+    async with running(replica(1)) as cluster, asyncio.timeout(PATIENCE_S):
         (node,) = await nodes_of(cluster, 1, pause_at=-1)
         node.scored_at_once = 1
         ask = {**ASK, "echo": True, "logprobs": 0, "stream": True}
