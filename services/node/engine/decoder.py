@@ -11,7 +11,7 @@ from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import add_experts, gpu_experts
-from services.node.engine.kernel_step import KernelStep, Workspace
+from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form
 from services.node.engine.ops import Ops, Step, TorchOps, gpu_ops
@@ -53,7 +53,7 @@ class Decoder:
         """`fused`: with the kernels for GPUs; `compiled`: with those for processors."""
         self.config, self.dtype, self.device = config, dtype, device
         self._compiled, self._workspace = compiled, Workspace()
-        self.ops: Ops = gpu_ops() if fused else TorchOps()
+        self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
         self.add_experts = gpu_experts() if fused else add_experts
         cached = kv_dtype(dtype, fused or compiled is not None)
         self.attention = Attention(config, longest, cached, device)
@@ -85,7 +85,7 @@ class Decoder:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.ops.rms_norm(picked, unit.norm, self.config.norm_eps)
-        return unit.head(normed).float()
+        return unit.head(normed, torch.float32)
 
 
 class LayerStep:

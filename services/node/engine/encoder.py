@@ -134,7 +134,7 @@ class Encoder:
     def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), labels] float32 after the given rows of hidden [n, hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
-        return unit.classifier(self.normed(picked, unit.norm)).float()
+        return unit.classifier(self.normed(picked, unit.norm), torch.float32)
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         shape = (self.config.hidden_size,)

@@ -17,6 +17,7 @@ from services.node.engine import kernels
 from services.node.engine.attention import Span
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import Packed
+from services.node.engine.ops import TorchOps
 from services.node.engine.rope import rotations
 from services.node.engine.weights import ExpertMlp, LayerUnit
 
@@ -45,6 +46,20 @@ class Workspace:
             part[:size].view(dtype).view(shape)
             for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
         ]
+
+
+class KernelOps(TorchOps):
+    def __init__(self, compiled: kernels.Kernels) -> None:
+        self._compiled = compiled
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        (rows, width), out = x.shape, torch.empty_like(x)
+        norm = kernels.Norm(
+            rows=rows, width=width, narrow=x.dtype == torch.bfloat16, eps=eps,
+            x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(),
+        )  # fmt: skip
+        self._compiled.run(norm, kernels.threads_for(rows, 4 * width))
+        return out
 
 
 class KernelStep:
@@ -103,7 +118,10 @@ class KernelStep:
         )  # fmt: skip
 
     def run(self, block: int, layers: Rows[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
-        given = (kernels.Layer * len(layers))(*map(_layer, layers, kv))
+        first_kv, step = kv.data_ptr(), kv.stride(0) * kv.itemsize
+        given = (kernels.Layer * len(layers))(
+            *(_layer(layer, first_kv + number * step) for number, layer in enumerate(layers))
+        )
         self._layers.hidden = hidden.data_ptr()
         first = 0
         for last, layer in enumerate(layers):
@@ -119,13 +137,14 @@ class KernelStep:
                 add_experts(hidden, self._normed, experts, self._experts)
 
 
-def _layer(layer: LayerUnit, kv: Tensor) -> kernels.Layer:
+def _layer(layer: LayerUnit, kv: int) -> kernels.Layer:
+    """`kv`: where its cache is."""
     made = kernels.Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qkv=_matrix(layer.qkv),
         o=_matrix(layer.o),
-        kv=kv.data_ptr(),
+        kv=kv,
         window=layer.window,
     )
     if layer.qk_norm is not None:

@@ -136,6 +136,7 @@ class KvCache:
         """Grows when sequences end: what was planned for them is outdated."""
         self._device = device
         self._tensors: dict[ModelId, torch.Tensor] = {}
+        self._views: dict[ModelId, dict[range, torch.Tensor]] = {}
         self._sequences: dict[SequenceKey, Sequence] = {}
         self.resize(capacity)
         self._prefix_of: dict[int, Prefix] = {}
@@ -172,6 +173,7 @@ class KvCache:
         shape = (n_layers, self.capacity, 2, n_kv_heads, head_dim)
         try:
             self._tensors[model_id] = torch.empty(shape, dtype=dtype, device=self._device)
+            self._views[model_id] = {}
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the KV cache of model {model_id} ({math.prod(shape) * dtype.itemsize} bytes for "
@@ -183,6 +185,7 @@ class KvCache:
         for page in [page for page in self._idle if self._prefix_of[page][0] == model_id]:
             self._evict(page)
         self._tensors.pop(model_id, None)
+        self._views.pop(model_id, None)
 
     def tensor(self, model_id: ModelId) -> torch.Tensor:
         """[layers, slots, 2, kv heads, head_dim]; index 2 is 0 for keys, 1 for values. Page i is
@@ -191,7 +194,10 @@ class KvCache:
 
     def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
         """[len(layers), slots, 2, kv heads, head_dim], see `tensor`."""
-        return self._tensors[model_id][layers.start : layers.stop]
+        views = self._views[model_id]
+        if layers not in views:
+            views[layers] = self._tensors[model_id][layers.start : layers.stop]
+        return views[layers]
 
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)

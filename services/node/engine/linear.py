@@ -30,8 +30,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, out] in x's dtype, in new memory."""
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, out] in new memory, in `dtype`: float32, or None: x's own."""
 
     def add(self, x: Tensor, to: Tensor) -> None:
         """The same, added to `to` [rows, out]."""
@@ -80,13 +80,13 @@ class Stored:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.t(), bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = len(x)
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        rows, dtype = len(x), dtype or x.dtype
         if x.device.type == "cpu" and rows % ROWS:
             x = functional.pad(x, (0, 0, 0, -rows % ROWS))
         if self._bias is None:
-            return torch.mm(x, self._weight)[:rows]
-        return torch.addmm(self._bias, x, self._weight)[:rows]
+            return torch.mm(x, self._weight)[:rows].to(dtype)
+        return torch.addmm(self._bias, x, self._weight)[:rows].to(dtype)
 
     def add(self, x: Tensor, to: Tensor) -> None:
         to.add_(self(x))
@@ -136,10 +136,11 @@ class Packed:
         )
         compiled.run(packing, kernels.threads_for(panels, PANEL * inputs))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
         if x.dtype == torch.float16:
-            return self(x.float()).to(x.dtype)
-        made = x.new_empty(len(x), self._width)
+            return self(x.float()).to(dtype)
+        made = torch.empty(len(x), self._width, dtype=dtype)
         self._run(x, made, added=False)
         return made
 

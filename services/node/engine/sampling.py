@@ -9,6 +9,7 @@ SC 2011) with the request's seed as key and the token's index as counter. So a r
 resumed elsewhere goes on as if it had stayed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: there is none to draw, as `error` says, or what it would follow was not drawn."""
+    """None: there is none to draw, as `error` says, or what it would follow was not drawn, or the
+    token is known and `logprobs` are its."""
     logprobs: Logprobs | None = None
     error: LambdaScaleError | None = None
 
@@ -67,6 +69,22 @@ def sample(
             own = values[row].to(torch.float64).numpy()
             drawn[row] = _guarded(own, draws[row], of[row])
     return drawn
+
+
+def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Drawn]:
+    """Log probabilities of a known token after each row of `logits` [n, vocab], and of the `top`
+    most probable ones. A long prompt has thousands: they are computed where the logits are."""
+    logprobs = logits.log_softmax(-1)
+    known = to_device(torch.tensor(tokens), logits.device)
+    own: list[float] = logprobs.gather(-1, known.unsqueeze(-1)).squeeze(-1).tolist()
+    best = logprobs.topk(min(top, logprobs.shape[-1]))
+    found = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        NOT_FINITE
+        if math.isnan(logprob)
+        else Drawn(None, Logprobs(logprob, tuple(zip(ids, values, strict=True))))
+        for logprob, ids, values in found
+    ]
 
 
 def _largest_ids(logits: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,14 @@ from services.node.engine.copies import to_device, to_host
 from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
-from services.node.engine.sampling import Drawn, sample
+from services.node.engine.sampling import Drawn, sample, score
 from services.node.model.architecture import AnyConfig
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
+
+SCORED_AT_ONCE = 64
+"""Positions: their logits are 32 MiB for 128k tokens, where those of a whole step are 256."""
 
 
 class Step(Protocol):
@@ -124,7 +127,7 @@ class _Rider:
     hidden: torch.Tensor
     """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
     drawn: tuple[tuple[Drawn, ...], ...] = ()
-    """After each row, once the head was run."""
+    """For each row, once the head was run: what was scored, then what was drawn."""
 
     @property
     def result(self) -> PartResult:
@@ -258,7 +261,9 @@ class TorchSweep:
     def _sample(self, model: Model, unit: Any) -> None:
         """All aboard get off after the head: it is the last unit."""
         rows = [row for rider in self._aboard for row in rider.rows]
+        scored = _scored(model, unit, self._hidden, rows)
         drawn = _drawn(model, unit, self._hidden, rows)
+        drawn = tuple((*known, *new) for known, new in zip(scored, drawn, strict=True))
         for rider in self._aboard:
             rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 
@@ -329,6 +334,7 @@ class TorchSweep:
                     f"expected all {whole} of an image"
                 )
                 raise RowsRefused((row.sequence,), why)
+            _check_score(row, model)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """`ends`: where sequences with earlier rows in the part will end after those."""
@@ -354,12 +360,45 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
+def _check_score(row: Row, model: Model) -> None:
+    """Outside of the positions or the vocabulary is outside of memory, on a GPU."""
+    known, vocab_size = row.score, model.manifest.config.get("vocab_size", 0)
+    if known is None:
+        return
+    placed = known.first >= 0 and known.first + len(known.tokens) <= row.count
+    if not placed or not all(0 <= token < vocab_size for token in known.tokens):
+        why = BadInput(
+            f"sequence {row.sequence}: {len(known.tokens)} tokens to score from position "
+            f"{known.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
+        )
+        raise RowsRefused((row.sequence,), why)
+
+
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
     expected = (sum(row.count for row in part.rows), model.network.config.hidden_size)
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
     return to_device(part.hidden.to(model.network.dtype), model.network.device)
+
+
+def _scored(
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
+) -> list[tuple[Drawn, ...]]:
+    """The log probabilities of each row's known tokens."""
+    scored = []
+    end = 0
+    for row in rows:
+        start, end = end, end + row.count
+        found: list[Drawn] = []
+        if known := row.score:
+            positions = range(start + known.first, start + known.first + len(known.tokens))
+            for at in range(0, len(positions), SCORED_AT_ONCE):
+                some = slice(at, at + SCORED_AT_ONCE)
+                logits = model.network.head(unit, hidden, positions[some])
+                found += score(logits, known.tokens[some], known.top)
+        scored.append(tuple(found))
+    return scored
 
 
 def _drawn(

@@ -58,6 +58,10 @@ class Attention(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    _fields_ = _fields("integers next rows width narrow", "numbers eps", "pointers x weight out")
+
+
 class Product(ctypes.Structure):
     _fields_ = _fields("integers next threads rows narrow added", "pointers matrix x made")
 
@@ -93,6 +97,7 @@ class Kernels:
         self._functions: dict[type[ctypes.Structure], Any] = {
             kind: getattr(loaded, name)
             for kind, name in (
+                (Norm, "rms_norm"),
                 (Product, "product"),
                 (Packing, "pack"),
                 (Layers, "run_layers"),

@@ -4,6 +4,20 @@
 #include "kernels.h"
 
 typedef struct {
+    int64_t next;
+    int64_t rows, width, narrow;
+    double eps;
+    const void *x, *weight;
+    void *out;
+} Norm;
+
+void rms_norm(void *argument) {
+    Norm *n = argument;
+    int narrow = n->narrow != 0;
+    norm_rows(n->x, n->weight, n->out, n->rows, n->width, n->eps, narrow, narrow, &n->next);
+}
+
+typedef struct {
     int64_t next, threads;
     int64_t rows, narrow, added;
     const Matrix *matrix;

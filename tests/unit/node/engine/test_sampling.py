@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from services.node.engine import device_sampling, sampling
 from services.node.engine.base import Context, Draw
 from services.node.engine.processors import Logits, Processor
-from services.node.engine.sampling import Drawn, allowed, sample, uniform
+from services.node.engine.sampling import Drawn, allowed, sample, score, uniform
 from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.messages.serving import LogitRules, Sampling
 
@@ -252,3 +252,30 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert second.logprobs.top == ()
     assert second.logprobs.drawn == pytest.approx(float(expected[1, second.token]))
     assert third.logprobs is None
+
+
+@pytest.mark.parametrize("top", [0, 3, 99])
+def test_known_tokens_are_scored(top: int) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    expected, known = logits.double().log_softmax(-1), (49, 0, 7, 7)
+    for row, token, found in zip(expected, known, score(logits, known, top), strict=True):
+        assert (found.token, found.error) == (None, None)
+        assert found.logprobs is not None
+        assert found.logprobs.drawn == pytest.approx(float(row[token]), abs=1e-5)
+        best = row.topk(min(top, 50))
+        assert [one for one, _ in found.logprobs.top] == best.indices.tolist()
+        values = [value for _, value in found.logprobs.top]
+        assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_only_logits_that_are_numbers_are_scored(value: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 2] = value
+    bad = [found.error for found in score(logits, (0, 0, 0), 2)]
+    assert [isinstance(error, ModelError) for error in bad] == [False, True, False]
+    logits[1, 2] = -torch.inf
+    first, never, _ = score(logits, (0, 2, 0), 2)
+    assert first.logprobs is not None
+    assert never.logprobs is not None
+    assert never.logprobs.drawn == -np.inf

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from services.node.engine import kernels
-from services.node.engine.base import Context, Draw, PartResult, Row, StagePart, Sweep
+from services.node.engine.base import (
+    Context,
+    Draw,
+    PartResult,
+    Row,
+    RowsRefused,
+    Score,
+    StagePart,
+    Sweep,
+)
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kernel_step import KernelStep
@@ -179,6 +188,42 @@ def test_a_draw_that_fails_after_accepted_tokens_fails_at_the_next_step(
     result = run(engine, part([row("s", len(PROMPT) + 1, expected[1:2], draw=2)], 0, LAST))
     assert result.sampled == ((),)
     assert list(result.failed) == ["s"]
+
+
+def scored(key: str, first: int, *tokens: int) -> Row:
+    return replace(row(key, 0, PROMPT), score=Score(first, tokens, 0))
+
+
+def test_a_row_that_cannot_be_scored_leaves_the_others_theirs(model: Model) -> None:
+    rows = [scored(key, 0, *PROMPT[1:]) for key in ("one", "odd", "two")]
+    hidden = hidden_before(model, 5, rows).clone()
+    hidden[len(PROMPT) + 3] = torch.nan
+    result = run(model.engine(5), part(untokened(rows), 5, LAST, hidden))
+    assert result.sampled == ((), (), ())
+    assert list(result.failed) == ["odd"]
+    expected = model.expected_logits(PROMPT).log_softmax(-1)
+    for key in ("one", "two"):
+        found = [logprobs.drawn for logprobs in result.logprobs[key]]
+        wanted = [float(expected[i, token]) for i, token in enumerate(PROMPT[1:])]
+        assert found == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        scored("s", -1, 5),
+        scored("s", len(PROMPT), 5),
+        scored("s", len(PROMPT) - 1, 5, 6),
+        scored("s", 0, -1),
+        scored("s", 0, 96),
+    ],
+)
+def test_what_is_not_there_is_not_scored(model: Model, bad: Row) -> None:
+    engine = model.engine()
+    with pytest.raises(RowsRefused, match="to score") as refused:
+        run(engine, part([row("fine", 0, PROMPT), bad], 0, LAST))
+    assert refused.value.sequences == ("s",)
+    assert engine.kv_used == 0
 
 
 def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
