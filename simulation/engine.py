@@ -184,6 +184,9 @@ class ModelledEngine:
     def kv_capacity(self) -> int:
         return self._kv_capacity
 
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
+
     # --- for sweeps ---------------------------------------------------------
 
     def open(self, model_id: ModelId) -> _Open:

@@ -77,6 +77,9 @@ class CheckedEngine:
             self.kv[key] = (found, found, limit)
         return found
 
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
+
     def join(self, part: Part) -> None:
         rows = part.rows
         had = {row.sequence: self.kv.get(row.sequence, (0, 0, 0))[1] for row in rows}

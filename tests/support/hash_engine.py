@@ -240,6 +240,9 @@ class HashEngine:
     def kv_capacity(self) -> int:
         return self._kv_capacity
 
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
+
     def wait_until_free(self, timeout: float = 10) -> bool:
         """Any thread: until no sequence has KV here."""
         with self._changed:

@@ -155,8 +155,8 @@ class Batcher:
 
     def no_room(self, part: Part, why: Failure) -> list[Command]:
         """The engine has no pages for the part: whoever began last gives its own back."""
-        led = [s for s in self._leader.running.values() if s.started]
-        followed = self._follower.sequences
+        led = [s for s in self._leader.running.values() if s.started and not s.submit.image]
+        followed = self._follower.with_kv()
         if len(led) + len(followed) == 1:
             return self.failed(part, why)
         self.preemptions += 1

@@ -29,7 +29,7 @@ from shared.ids import ModelId, NodeId
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence of another leader that has KV here."""
+    """A sequence of another leader that has begun here."""
 
     path: Path
     limit: int
@@ -56,8 +56,9 @@ class Follower:
             raise ProtocolViolation(
                 f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
             )
-        # Without capacity no model is open: the engine says so when the part comes to it.
-        large = [row.sequence for row in message.rows if 0 < self._kv.kv_capacity < row.limit]
+        # Without capacity no model with KV is open: the engine says so when the part comes to it.
+        capacity = self._kv.kv_capacity if self._kv.keeps(message.path.model_id) else 0
+        large = [row.sequence for row in message.rows if 0 < capacity < row.limit]
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
         part = Part.of(message, hidden).without({*large, *astray})
         for row in part.rows:
@@ -99,6 +100,11 @@ class Follower:
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)
         return followed.path if followed else None
+
+    def with_kv(self) -> dict[SequenceKey, Followed]:
+        """Those that may have pages here."""
+        known = self.sequences.items()
+        return {key: each for key, each in known if self._kv.keeps(each.path.model_id)}
 
     def take(self, parts: Collection[Part]) -> None:
         """These are run: they leave the queue."""

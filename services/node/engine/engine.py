@@ -179,6 +179,10 @@ class TorchEngine:
     def kv_capacity(self) -> int:
         return self._kv.capacity
 
+    def keeps(self, model_id: ModelId) -> bool:
+        model = self._models.get(model_id)
+        return model is None or not model.network.whole
+
     def begin(self, model_id: ModelId) -> TorchSweep:
         return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)
 

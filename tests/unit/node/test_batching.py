@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.node.core.batching import Batcher
@@ -47,6 +48,11 @@ class FakeKv:
     kv_used: int = 0
     cached: dict[str, int] = field(default_factory=dict)
     """Positions that sequences begin with, by their keys."""
+    without: set[ModelId] = field(default_factory=set)
+    """Models that keep none."""
+
+    def keeps(self, model_id: ModelId) -> bool:
+        return model_id not in self.without
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         return self.cached.get(key, 0)
@@ -467,6 +473,27 @@ def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
     assert isinstance(told.message, Failed)
     assert (told.message.sequences, told.message.code) == (("x#1",), "capacity")
     assert [row[0] for row in rows(take(core))] == ["y#1"]
+
+
+def test_a_followed_image_may_be_longer_than_the_kv_cache() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=32, without={MODEL}))
+    assert core.received(forward(FROM_C, Row("x#1", 0, 33, 33))) == []
+    assert rows(take(core)) == [("x#1", 0, 33)]
+
+
+def test_images_have_no_kv_to_give_back() -> None:
+    seeing = ModelId("seeing")
+    core = batcher(step_tokens=64, kv=FakeKv(without={seeing}))
+    queue(core, one("text", WHOLE))
+    (text,) = take(core)
+    core.received(forward(Path(seeing, FROM_C.stages), Row("followed#1", 0, 9, 9)))
+    queue(core, msgspec.structs.replace(picture("led", WHOLE, 9), model_id=seeing))
+    assert {row[0] for row in rows(take(core))} == {"followed#1", "led#1"}
+    told = core.no_room(text, FULL)[-1]
+    assert isinstance(told, Emit)
+    assert isinstance(told.what, AttemptFailed)
+    assert told.what.request == "text"
+    assert core.running == 2
 
 
 def test_a_node_without_a_model_leaves_it_to_the_engine_to_say_so() -> None:
