@@ -18,6 +18,7 @@ from services.node.core.microbatches import (
     Hidden,
     Part,
     Path,
+    Prepare,
     Release,
     Send,
 )
@@ -48,6 +49,8 @@ class Follower:
         self.sequences: dict[SequenceKey, Followed] = {}
         self.queue: list[tuple[int, Part]] = []
         """(tick of arrival, micro-batch), in order."""
+        self.preparing: dict[SequenceKey, Part] = {}
+        """Rows whose grammars are being made; then they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
 
     def forward(self, message: Forward, hidden: Hidden, tick: int) -> list[Command]:
@@ -67,10 +70,38 @@ class Follower:
             )
             followed.position = row.position + row.count
             followed.certain = followed.position - row.proposed
+        return [
+            *self._queue(part, tick),
+            *self._refused(message.path, large, astray),
+        ]
+
+    def _queue(self, part: Part, tick: int) -> list[Command]:
+        """Rows at whose end a grammar is followed here come after the others, once it is made."""
+        commands: list[Command] = []
+        ends = part.stage + 1 == len(part.path.stages)
+        for row in part.rows if ends else ():
+            if row.draw and row.draw.context and row.draw.context.has_grammar:
+                commands.append(Prepare(part.model_id, row.sequence, row.draw.context))
+                others = set(part.keys) - {row.sequence}
+                self.preparing[row.sequence] = part.without(others)
+        part = part.without(self.preparing)
         if part.rows:
             self.queue.append((tick, part))
+        return commands
+
+    def prepared(self, key: SequenceKey, failure: Failure | None, tick: int) -> list[Command]:
+        """The grammar of one that is preparing is made, or cannot be."""
+        part = self.preparing.pop(key)
+        if failure:
+            return self.failed(part.path, [key], failure)
+        self.queue.append((tick, part))
+        return []
+
+    def _refused(
+        self, path: Path, large: list[SequenceKey], astray: list[SequenceKey]
+    ) -> list[Command]:
         return self._refuse(
-            message.path,
+            path,
             large,
             Failure(
                 CapacityExceeded.code,
@@ -78,7 +109,7 @@ class Follower:
                 f"the sequence may come to: raise node.kv_bytes",
             ),
         ) + self._refuse(
-            message.path,
+            path,
             [key for key in astray if key not in large],
             Failure("not_found", f"node {self._node} does not have the sequence at that position"),
         )
@@ -143,6 +174,7 @@ class Follower:
         """Forgets sequences, takes their rows out of the queue and frees their KV."""
         for key in keys:
             self._over[key] = None
+            self.preparing.pop(key, None)
         known = tuple(key for key in keys if self.sequences.pop(key, None) is not None)
         if not known:
             return []

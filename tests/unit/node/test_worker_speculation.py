@@ -1,10 +1,13 @@
 """Speculation changes how many tokens a step has, and never which: over the real engine."""
 
 import asyncio
+import re
+import threading
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import pytest
+from llguidance import LLMatcher
 
 from services.cli.demo_tokenizer import train_tokenizer
 from services.node.core.leading import Leader
@@ -180,6 +183,42 @@ async def test_a_grammar_is_followed_and_the_tokens_are_those_without_it(
     assert run.accepted > 10
     for ids in run.ids:
         assert tokenizer.decode(ids).endswith("xy" * 12)
+
+
+async def test_others_decode_while_llguidance_makes_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = train_tokenizer(320)
+    model = make_model(vocab_size=320, dtype="float32")
+    begun, go_on = threading.Event(), threading.Event()
+    matcher = grammar.matcher
+
+    def slow(text: str, vocabulary: grammar.Vocabulary) -> LLMatcher:
+        begun.set()
+        assert go_on.wait(20)
+        return matcher(text, vocabulary)
+
+    monkeypatch.setattr(grammar, "matcher", slow)
+    rules = LogitRules(grammar=grammar.from_regex("(ab|cd){12}"))
+    async with cluster(
+        "a", "b", "c", manifest=model.manifest, buffers=model.buffers, make_engine=torch_engine
+    ) as nodes:
+        for worker in nodes.workers.values():
+            worker.use_tokenizer(MODEL, tokenizer.to_str().encode())
+        for number, path in enumerate((WHOLE, THREE)):
+            begun.clear()
+            go_on.clear()
+            held = await nodes.submit(
+                submit(f"held {number}", path, max_tokens=80, stop_ids=(0, 1), rules=rules)
+            )
+            assert await asyncio.to_thread(begun.wait, 10)
+            other = submit(f"other {number}", path, prompt=PROMPTS[1], max_tokens=COUNT)
+            ids = (await (await nodes.submit(other)).end()).ids
+            assert ids == model.expected_tokens(list(PROMPTS[1]), COUNT)
+            assert not held.over
+            assert not held.tokens
+            go_on.set()
+            assert re.fullmatch("(ab|cd){12}", tokenizer.decode((await held.end()).ids))
 
 
 async def test_preempted_requests_get_the_tokens_of_transformers(
