@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from services.cli.cluster import Cluster, ClusterSpec, bus_config
 from services.cli.demo.watch import Watch
 from services.cli.models import import_model
+from shared import subjects
 from shared.bus.nats import NatsBus
-from shared.ids import ModelName
-from shared.messages.pool import ModelRecord
+from shared.ids import ModelName, NodeId
+from shared.messages import Message
+from shared.messages.pool import ModelRecord, NodeStatus
 
 MODEL = ModelName("tiny")
 LIMIT_S = 60.0
@@ -40,6 +42,15 @@ class Running:
         self.watch = watch
         self.record = record
         self.url = cluster.state.gateway_url
+        self.statuses: dict[NodeId, NodeStatus] = {}
+        """What each node said last."""
+
+    async def follow(self) -> None:
+        await self.bus.subscribe(subjects.POOL_STATUS, self._on_status)
+
+    async def _on_status(self, message: Message) -> None:
+        if isinstance(message, NodeStatus):
+            self.statuses[message.node] = message
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         try:
@@ -62,8 +73,8 @@ class Running:
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """One greedy streaming completion of token ids."""
+    async def ask(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> Answer:
+        """One streaming completion of token ids; greedy, unless other fields say how."""
         answer = Answer()
         body = {
             "model": MODEL,
@@ -73,6 +84,7 @@ class Running:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            **fields,
         }
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S * 2)) as session,
@@ -134,6 +146,7 @@ async def running(
             )
             watch.n_blocks = record.n_blocks
             up = Running(cluster, bus, watch, record)
+            await up.follow()
             await up.replicas(min_instances)
             yield up
     finally:

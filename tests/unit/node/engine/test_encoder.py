@@ -194,6 +194,24 @@ def test_half_precision(dtype: str, logits: Logits) -> None:
     assert (logits.take() - expected).abs().mean() <= 1.2 * theirs
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_8_bits(dtype: str, logits: Logits) -> None:
+    """Near to what they are without, and the same in every batch and on every path."""
+    model, exact = make_vit(dtype=dtype, **WIDE), make_vit(**WIDE)
+    model.cpu_weights = "int8"
+    images = [image(i) for i in range(16)]
+    rows = [row(f"s{i}", one) for i, one in enumerate(images)]
+    engine = model.engine()
+    run(engine, part(rows, 0, 6))
+    together, expected = logits.take(), expected_logits(exact, images)
+    error = (together - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05
+    engine.free(tuple(one.sequence for one in rows))
+    run(engine, part(rows[3:4], 0, 6))
+    over_stages(model, (2, 4), rows[3:4])
+    assert torch.equal(logits.take(), together[3:4].repeat(2, 1))
+
+
 def test_log_probabilities_of_the_first_classes(vit: Model) -> None:
     result = run(vit.engine(), part([row("s", image(5), logprobs=3)], 0, 6))
     expected = torch.log_softmax(expected_logits(vit, [image(5)])[0], -1)
