@@ -1,4 +1,4 @@
-"""A node with KV for one request and a half, and more than it takes: all of them end, none is lost."""
+"""A node with KV for one request and a half, and many of them: all end, none is lost."""
 
 from pathlib import Path
 

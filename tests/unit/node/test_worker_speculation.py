@@ -221,9 +221,8 @@ async def test_others_decode_while_llguidance_makes_a_grammar(
             assert re.fullmatch("(ab|cd){12}", tokenizer.decode((await held.end()).ids))
 
 
-async def test_preempted_requests_get_the_tokens_of_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def watch_preemption(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of the sequences that are preempted from now on."""
     preempted: list[str] = []
     preempt = Leader.preempt
 
@@ -232,6 +231,13 @@ async def test_preempted_requests_get_the_tokens_of_transformers(
         return preempt(self, sequence)
 
     monkeypatch.setattr(Leader, "preempt", watched)
+    return preempted
+
+
+async def test_preempted_requests_get_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preempted = watch_preemption(monkeypatch)
     model = make_model(dtype="float32")
     run = await serve(
         model,
@@ -241,6 +247,38 @@ async def test_preempted_requests_get_the_tokens_of_transformers(
     assert run.ids == [model.expected_tokens(list(prompt), COUNT) for prompt in PROMPTS]
     assert preempted
     assert run.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [RULES["penalties"], LogitRules(grammar=grammar.from_regex("(ab|cd){30}"))],
+    ids=["penalties", "grammar"],
+)
+async def test_rules_and_seeds_hold_across_preemption(
+    monkeypatch: pytest.MonkeyPatch, rules: LogitRules
+) -> None:
+    preempted = watch_preemption(monkeypatch)
+    tokenizer = train_tokenizer(320)
+    messages = [
+        submit(
+            f"r{i}",
+            WHOLE,
+            prompt=prompt,
+            max_tokens=COUNT,
+            seed=i,
+            temperature=0.7,
+            stop_ids=(0, 1),
+            rules=rules,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    model, encoded = make_model(vocab_size=320), tokenizer.to_str().encode()
+    roomy = await serve(model, messages, tokenizer=encoded)
+    assert not preempted
+    starved = await serve(model, messages, kv={"a": 144}, tokenizer=encoded)
+    assert preempted
+    assert starved.tokens == roomy.tokens
+    assert len({tuple(ids) for ids in roomy.ids}) == len(messages)
 
 
 async def test_what_was_said_is_known_after_a_move() -> None:

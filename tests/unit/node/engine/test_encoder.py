@@ -153,7 +153,7 @@ def test_blocks_of_several_units(logits: Logits) -> None:
     assert_close(logits.take(), expected_logits(model, [image(1)]))
 
 
-WIDE = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12}
+WIDE: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12}
 """Some processors have other products for such sizes and many rows."""
 
 
