@@ -7,6 +7,8 @@ import pytest
 
 from services.gateway.core import model, routing
 from services.gateway.core.commands import Resumed
+from services.node.core.batching import Batcher
+from services.node.core.microbatches import Command, Failed, Failure, Part, Send
 from shared.ids import ModelName
 from simulation.chaos import play
 from simulation.cluster import PLANNER
@@ -87,3 +89,23 @@ def test_a_planner_that_does_not_know_a_path_ends_it_and_no_request(stays: Stays
     told = moving(log_of(Restart(at=20, lasts=1, process=PLANNER, killed=True)))
     assert told[0] < 20
     assert "gone" in stays.resumed
+
+
+def test_requests_that_lose_their_kv_on_paths_are_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes have KV for three of them, and take more while a model loads."""
+    lost: list[str] = []
+    no_room = Batcher.no_room
+
+    def watched(self: Batcher, part: Part, why: Failure) -> list[Command]:
+        commands = no_room(self, part, why)
+        for each in commands:
+            if isinstance(each, Send) and isinstance(each.message, Failed):
+                lost.extend(each.message.sequences)
+        return commands
+
+    monkeypatch.setattr(Batcher, "no_room", watched)
+    requests = tuple(Arrival(1 + 0.02 * number, "model", 200, 300) for number in range(16))
+    verdict = play(Scenario(0, SPEC, requests, ()))
+    assert not verdict.violations
+    assert lost
+    assert sum(line.endswith("ended, 300 tokens") for line in verdict.log) == len(requests)
