@@ -338,7 +338,8 @@ class Steps:
             rules = make()
         except LambdaScaleError as error:
             return partial(self._refuse, command, error)
-        except Exception as error:  # a request's boundary, as in drawing
+        except BaseException as error:  # a request's boundary; panics of Rust are no Exceptions
+            self._log.exception("a grammar failed")
             why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
             return partial(self._refuse, command, why)
         return partial(self._made, command, rules)

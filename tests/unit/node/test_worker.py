@@ -382,7 +382,7 @@ class Making:
     def __init__(self, engine: HashEngine) -> None:
         self.begun = asyncio.Event()
         self.contexts: list[Context] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._go_on = threading.Event()
         engine.making = self._wait
@@ -425,12 +425,21 @@ async def test_others_get_their_tokens_while_a_grammar_is_made(path: tuple[Stage
         await nodes.all_free()
 
 
+class Panic(BaseException):
+    """What becomes of one in Rust."""
+
+
 @PATHS
 @pytest.mark.parametrize(
-    ("error", "code"), [(BadInput("no such rule"), "bad_input"), (KeyError("odd"), "error")]
+    ("error", "code"),
+    [
+        (BadInput("no such rule"), "bad_input"),
+        (KeyError("odd"), "error"),
+        (Panic("unreachable code"), "error"),
+    ],
 )
 async def test_a_grammar_that_cannot_be_made_fails_its_own_request(
-    path: tuple[Stage, ...], error: Exception, code: str
+    path: tuple[Stage, ...], error: BaseException, code: str
 ) -> None:
     async with cluster("a", "b", "c") as nodes:
         making = Making(nodes.engines[path[-1].node])
