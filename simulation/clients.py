@@ -8,7 +8,7 @@ that was lost, repeated or changed anywhere shows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.core.commands import Emit, End
+from services.gateway.core.commands import Emit, End, Piece
 from services.gateway.core.requests import Request
 from services.gateway.frontend import Call, Frontend
 from shared.clock import now
@@ -89,11 +89,12 @@ class Replay:
             frontend.end(call)
             self._end("cancelled")
 
-    def on_piece(self, piece: Emit | End) -> None:
+    def on_piece(self, piece: Piece) -> None:
         at = now()
         if isinstance(piece, End):
             self._end(f"{piece.error.code}: {piece.error}")
             return
+        assert isinstance(piece, Emit)  # no prompt is scored
         if piece.token != self._token_of(self.id, self.tokens):
             self.error = f"token {self.tokens} is {piece.token}"
         self.tokens += 1
@@ -124,9 +125,9 @@ class Replay:
 class _Call(Call):
     """Hands pieces on at once: no task waits for them."""
 
-    def __init__(self, requests: Sequence[Request], take: Callable[[Emit | End], None]) -> None:
+    def __init__(self, requests: Sequence[Request], take: Callable[[Piece], None]) -> None:
         super().__init__(requests)
         self._take = take
 
-    def take(self, piece: Emit | End) -> None:
+    def take(self, piece: Piece) -> None:
         self._take(piece)

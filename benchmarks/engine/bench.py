@@ -36,8 +36,9 @@ from benchmarks.engine.results import (
 )
 from services.cli.demo_model import CheckpointSpec, make_checkpoint
 from services.node.engine.attention import AttentionStep
-from services.node.engine.linear import Int8, Packed, Stored
-from services.node.engine.ops import KernelOps, TorchOps
+from services.node.engine.kernels import Kernels
+from services.node.engine.linear import Stored
+from services.node.engine.ops import TorchOps
 from services.node.model.store import Store
 from shared.config import NodeConfig
 from shared.errors import BadInput
@@ -54,8 +55,8 @@ READ_BYTES = 1 << 30
 REPEATING = LogitRules(frequency_penalty=-2.0)
 """Whatever was said is said again: it makes an answer of random weights one that repeats itself."""
 COMPUTING: tuple[tuple[type, str], ...] = (
-    *((kind, "__call__") for kind in (Stored, Packed, Int8)),
-    (KernelOps, "run"),
+    (Kernels, "run"),
+    (Stored, "__call__"),
     *((TorchOps, method) for method in ("rms_norm", "silu_times")),
     (AttentionStep, "run"),
 )
@@ -254,7 +255,7 @@ class Cases:
 
     def _speculation(self) -> None:
         row, prompt = self._rows[SPECULATION], self._prompt(self._settings.prompt // 4)
-        tokens = self._settings.tokens
+        tokens = 8 * self._settings.tokens
         row.ours.append(self._speculating.rate(prompt, tokens, REPEATING))
         without = self._ours.rate(prompt, tokens, REPEATING)
         row.peers.setdefault("without speculation", []).append(without)

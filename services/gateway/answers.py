@@ -5,13 +5,18 @@ An event differs from the one before in its text only, so all else is encoded on
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import msgspec
 
-from services.gateway.generation import Choice, Delta, Generation
-from services.gateway.openai import ApiError, ChatRequest, CompletionRequest, logprobs_of
-from services.gateway.text import TextCodec
+from services.gateway.generation import CONTEXT, Choice, Delta, Generation
+from services.gateway.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    echoes,
+    logprobs_of,
+)
+from services.gateway.text import Offsets, TextCodec
 from shared.messages.serving import Logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -50,18 +55,23 @@ class Answers:
             self._head + b'{"index":%d,' % choice.index + text for choice in generation.choices
         ]
         self._after = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}'
+        self._echoes = echoes(body)
         self._begun: set[int] = set()
+        """Choices of which the stream has said what goes before their first token."""
         self._by_token = bool(body.return_token_ids) or logprobs_of(body) is not None
         """Every token has an event of its own, with text or not."""
-        self._offsets = [0] * len(generation.choices)
-        """Characters of the tokens that each choice's log probabilities were given for."""
+        self._offsets = [
+            Offsets(codec, () if self._echoes else choice.request.prompt[-CONTEXT:], choice.echo)
+            for choice in generation.choices
+            if logprobs_of(body) is not None
+        ]
 
     # --- whole ---------------------------------------------------------------
 
     def whole(self, texts: list[list[str]]) -> bytes:
         """`texts` are the parts of each choice."""
         choices = [
-            self._choice(choice, "".join(parts))
+            self._choice(choice, "".join((choice.echo, *parts)))
             for choice, parts in zip(self._generation.choices, texts, strict=True)
         ]
         usage = self._generation.usage()
@@ -69,10 +79,13 @@ class Answers:
 
     def _choice(self, choice: Choice, text: str) -> dict[str, object]:
         body = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        echoed, scores = self._prompt(choice) if self._echoes else ((), ())
         return {
             "index": choice.index,
             **body,
-            "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs),
+            "logprobs": self._logprobs(
+                choice, (*echoed, *choice.tokens), (*scores, *choice.logprobs)
+            ),
             "finish_reason": choice.finish,
             **({"token_ids": choice.tokens} if self._body.return_token_ids else {}),
         }
@@ -80,7 +93,7 @@ class Answers:
     # --- log probabilities ---------------------------------------------------
 
     def _logprobs(
-        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Logprobs]
+        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Logprobs | None]
     ) -> dict[str, object] | None:
         """Of these tokens, the next ones of the choice; None if they were not asked for."""
         if logprobs_of(self._body) is None:
@@ -93,23 +106,28 @@ class Answers:
                     "top_logprobs": [self._named(*one) for one in found.top],
                 }
                 for token, found in pairs
+                if found
             ]
             return {"content": content, "refusal": None}
-        texts = [self._text(token) for token in tokens]
-        ends = list(accumulate(map(len, texts), initial=self._offsets[choice.index]))
-        self._offsets[choice.index] = ends[-1]
+        offsets = self._offsets[choice.index]
         return {
-            "tokens": texts,
-            "token_logprobs": [_finite(found.drawn) for found in logprobs],
-            "top_logprobs": [
-                {
-                    self._text(one): _finite(value)
-                    for one, value in (*found.top, (token, found.drawn))
-                }
-                for token, found in pairs
-            ],
-            "text_offset": ends[:-1],
+            "tokens": [self._text(token) for token in tokens],
+            "token_logprobs": [found and _finite(found.drawn) for found in logprobs],
+            "top_logprobs": [found and self._alternatives(token, found) for token, found in pairs],
+            "text_offset": [offsets.next(token) for token in tokens],
         }
+
+    def _prompt(self, choice: Choice) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
+        """The echoed tokens; the first of all follows none, so it has no probability."""
+        return choice.request.prompt, (None, *choice.prompt_logprobs)
+
+    def _alternatives(self, token: int, found: Logprobs) -> dict[str, float]:
+        """By text; of tokens that read the same, the most probable one."""
+        named: dict[str, float] = {}
+        for one, value in (*found.top, (token, found.drawn)):
+            text, value = self._text(one), _finite(value)
+            named[text] = max(value, named.get(text, value))
+        return named
 
     def _named(self, token: int, logprob: float) -> dict[str, object]:
         data = self._codec.token_bytes(token)
@@ -130,30 +148,41 @@ class Answers:
         parts: list[bytes] = []
         tail = self._tail()
         for choice, text, token, logprobs in deltas:
-            if self._chat and choice.index not in self._begun:
+            if (self._chat or self._echoes) and choice.index not in self._begun:
                 self._begun.add(choice.index)
-                parts += (self._event(choice, {"role": "assistant", "content": ""}, None), tail)
-            if self._by_token:
+                parts += (self._opening(choice), tail)
+            if self._by_token and token is not None:
                 parts += (self._event_of_token(choice, text, token, logprobs), tail)
             elif text:
                 parts += (self._before[choice.index], _encode(text), self._after, tail)
             if choice.finish:
-                parts += (self._event(choice, {}, choice.finish), tail)
+                body: dict[str, object] = {"delta": {}} if self._chat else {"text": ""}
+                parts += (self._event(choice, body, finish=choice.finish), tail)
         return b"".join(parts)
 
-    def _event(self, choice: Choice, delta: dict[str, str], finish: str | None) -> bytes:
-        body: dict[str, object] = {"delta": delta} if self._chat else {"text": ""}
-        event = {"index": choice.index, **body, "logprobs": None, "finish_reason": finish}
-        return self._head + _encode(event)
+    def _opening(self, choice: Choice) -> bytes:
+        if self._chat:
+            return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
+        found = self._logprobs(choice, *self._prompt(choice))
+        return self._event(choice, {"text": choice.echo}, found)
 
     def _event_of_token(
         self, choice: Choice, text: str, token: int, logprobs: Logprobs | None
     ) -> bytes:
         body: dict[str, object] = {"delta": {"content": text}} if self._chat else {"text": text}
-        found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
-        event = {"index": choice.index, **body, "logprobs": found, "finish_reason": None}
         if self._body.return_token_ids:
-            event["token_ids"] = [token]
+            body["token_ids"] = [token]
+        found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
+        return self._event(choice, body, found)
+
+    def _event(
+        self,
+        choice: Choice,
+        body: dict[str, object],
+        logprobs: dict[str, object] | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        event = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
         return self._head + _encode(event)
 
     def _tail(self) -> bytes:

@@ -10,7 +10,9 @@ from services.gateway.core.commands import (
     Command,
     Emit,
     End,
+    Piece,
     Resumed,
+    Scored,
     Send,
     Served,
     Switched,
@@ -38,10 +40,10 @@ class Call:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.pieces: asyncio.Queue[Emit | End] = asyncio.Queue()
+        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
         """What the requests give, in order."""
 
-    def take(self, piece: Emit | End) -> None:
+    def take(self, piece: Piece) -> None:
         self.pieces.put_nowait(piece)
 
 
@@ -114,6 +116,9 @@ class Frontend:
             match command:
                 case Emit():
                     self._emit(command)
+                case Scored():
+                    if call := self._calls.get(command.request):
+                        call.take(command)
                 case Send():
                     self._spawn(self._submit(command), f"submit {command.submit.request}")
                 case Withdraw():

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
-from services.gateway.core.commands import Emit
+from services.gateway.core.commands import Emit, End
 from services.gateway.core.requests import Request
 from services.gateway.frontend import Call, Frontend
 from services.gateway.metrics import Metrics
@@ -16,7 +16,9 @@ from services.gateway.openai import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    echoes,
     invalid,
+    logprobs_of,
     of_error,
     rules_of,
     sampling_of,
@@ -32,7 +34,7 @@ from shared.messages.serving import Logprobs
 
 COMPLETION_TOKENS = 16
 """The API's default of `max_tokens` for completions; chats may fill the context."""
-_CONTEXT = 4
+CONTEXT = 4
 """Prompt tokens that the first generated ones are decoded with."""
 
 
@@ -46,23 +48,31 @@ class Choice:
         *,
         echo: str = "",
         min_tokens: int = 0,
+        silent: bool = False,
     ) -> None:
         """`echo` goes before what is generated. Stop strings are not looked for in the text of the
-        first `min_tokens` tokens."""
+        first `min_tokens` tokens. `silent`: nothing is to be generated; that the prompt was run
+        shows in the one token that comes, which nobody is told."""
         self.index = index
         self.request = request
+        self.echo = echo
         self.finish: str | None = None
         self.tokens: list[int] = []
+        self.prompt_logprobs: list[Logprobs] = []
+        """Of the prompt's tokens but the first, if they were asked for."""
         self.logprobs: list[Logprobs] = []
         """One a token, if they were asked for."""
         self.first_at = 0.0
         self._decode = decode
         self._stops = stops
-        self._echo = echo
         self._min_tokens = min_tokens
+        self._silent = silent
 
     def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
         """The text that became certain; sets `finish` with the last one."""
+        if self._silent:
+            self.finish = "length"
+            return ""
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -77,7 +87,6 @@ class Choice:
         elif finish:
             self.finish = finish
             text += self._stops.flush()
-        text, self._echo = self._echo + text, ""
         return text
 
 
@@ -86,7 +95,8 @@ class Delta(NamedTuple):
 
     choice: Choice
     text: str
-    token: int
+    token: int | None
+    """None: the choice is silent, and has ended."""
     logprobs: Logprobs | None
 
 
@@ -156,7 +166,7 @@ class Generation:
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """What came since the last time, until all choices have ended; ApiError if one fails.
 
-        An empty list: nothing came for `patience_s`.
+        An empty list: there is nothing to tell yet, or nothing came for `patience_s`.
         """
         call = self._call
         while self._open:
@@ -171,14 +181,21 @@ class Generation:
                 pieces.append(call.pieces.get_nowait())
             deltas = []
             for piece in pieces:
-                if not isinstance(piece, Emit):
+                if isinstance(piece, End):
                     raise of_error(piece.error)
                 choice = self._by_id[piece.request]
-                if choice.finish is None:
+                if not isinstance(piece, Emit):
+                    choice.prompt_logprobs += piece.logprobs
+                elif choice.finish is None:
                     text = self._push(choice, piece)
-                    deltas.append(Delta(choice, text, piece.token, piece.logprobs))
-            if deltas:
-                yield deltas
+                    token = piece.token if choice.tokens else None
+                    deltas.append(Delta(choice, text, token, piece.logprobs))
+            yield deltas
+
+    @property
+    def scored(self) -> bool:
+        """Prompts have log probabilities."""
+        return self.choices[0].request.score_from > 0
 
     @property
     def completion_tokens(self) -> int:
@@ -252,6 +269,11 @@ def choices_of(
         admission.check_choices(len(prompts), n)
     except BadInput as error:
         raise ApiError(400, str(error), param="n") from error
+    scores = logprobs_of(body) if echoes(body) else None
+    try:
+        admission.check_scores(n * sum(map(len, prompts)), scores)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="logprobs") from error
     stop_ids = tuple(body.stop_token_ids or ()) + (() if body.ignore_eos else lingo.eos)
     stops = stops_of(body)
     rules = rules_of(body, lingo.vocab_size)
@@ -269,13 +291,14 @@ def choices_of(
                 id=RequestId(new_id("req")),
                 model_id=record.model_id,
                 prompt=tuple(prompt),
-                max_tokens=limit,
+                max_tokens=max(limit, 1),
                 stop_ids=stop_ids,
                 sampling=sampling_of(body, admission.derive_seed(seed, i)),
                 rules=rules,
+                score_from=int(scores is not None),
                 waiting_since=now(),
             )
-            context = () if isinstance(body, ChatRequest) else prompt[-_CONTEXT:]
+            context = () if isinstance(body, ChatRequest) else prompt[-CONTEXT:]
             choices.append(
                 Choice(
                     index,
@@ -284,6 +307,7 @@ def choices_of(
                     StopStrings(stops),
                     echo=_echo(body, number, lingo),
                     min_tokens=body.min_tokens or 0,
+                    silent=limit == 0,
                 )
             )
     return choices

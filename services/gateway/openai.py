@@ -237,7 +237,7 @@ def _missing(message: str) -> str | None:
 
 def _check_common(body: _Common) -> None:
     _check_range(body, "n", 1)
-    _check_range(body, "max_tokens", 1)
+    _check_range(body, "max_tokens", 0 if echoes(body) else 1)
     _check_range(body, "min_tokens", 0)
     if len(stops_of(body)) > MAX_STOPS:
         invalid("stop", f"at most {MAX_STOPS} strings")
@@ -287,9 +287,6 @@ def _check_bias(bias: Mapping[str, float]) -> None:
 
 def _check_completion(body: CompletionRequest) -> None:
     _check_range(body, "logprobs", 0, MAX_LOGPROBS)
-    if body.echo and body.logprobs is not None:
-        message = "log probabilities of the prompt are not computed; leave echo or logprobs out"
-        invalid("echo", message)
     if body.suffix:
         invalid("suffix", "is not supported; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -311,6 +308,11 @@ def stops_of(body: _Common) -> tuple[str, ...]:
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def echoes(body: _Common) -> bool:
+    """The prompt is said again. Then an answer may have no token of its own."""
+    return isinstance(body, CompletionRequest) and bool(body.echo)
 
 
 def logprobs_of(body: _Common) -> int | None:

@@ -41,7 +41,9 @@ class TextCodec:
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = {token: found.content for token, found in added.items() if found.special}
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self._bos = self.token_id(bos) if bos else None
         self._add_bos = add_bos
@@ -87,6 +89,10 @@ class TextCodec:
         if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(byte[1])
         return piece.replace(_WORD_SPACE, " ").encode()
+
+    def special(self, token: int) -> str | None:
+        """How a prompt writes a special token; None for others."""
+        return self._special.get(token)
 
     def decode(self, ids: list[int]) -> str:
         """Without special tokens."""
@@ -145,6 +151,26 @@ class DecodeStream:
             del self._window[:start]
             self._sent = len(self._codec.decode(self._window)) - held
         self._clean = 0 if held else len(self._window)
+
+
+class Offsets:
+    """Where the text of each token begins in the text of all."""
+
+    def __init__(self, codec: TextCodec, context: Iterable[int], echo: str) -> None:
+        """`echo`: the prompt, if the text begins with it; else `context` are its last tokens."""
+        self._codec = codec
+        self._stream = DecodeStream(codec, context)
+        self._echo = echo
+        self._end = 0
+
+    def next(self, token: int) -> int:
+        """Special tokens are not in the text, but where a prompt spelled them out."""
+        start, special = self._end, self._codec.special(token)
+        if special is None:
+            self._end += len(self._stream.step(token))
+        elif self._echo.startswith(special, start):
+            self._end += len(special)
+        return start
 
 
 class StopStrings:

@@ -13,7 +13,7 @@ from services.node.core.microbatches import Failed, Forward, Free, Sampled, Stag
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
 
-VERSION = 3
+VERSION = 4
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

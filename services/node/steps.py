@@ -44,7 +44,7 @@ from shared.errors import (
 )
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
-from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, Scores, Submit, Token, Tokens
 from shared.vision import is_classifier
 
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
@@ -84,6 +84,7 @@ class WorkerLoad:
 class _Outbox:
     tokens: list[Token] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -241,7 +242,12 @@ class Steps:
             return
         out, self._out = self._out, {}
         for gateway, box in out.items():
-            message = Tokens(node=self._node, tokens=tuple(box.tokens), failed=tuple(box.failed))
+            message = Tokens(
+                node=self._node,
+                tokens=tuple(box.tokens),
+                failed=tuple(box.failed),
+                scores=tuple(box.scores),
+            )
             self._emit(gateway, message)
 
     @property
@@ -314,10 +320,13 @@ class Steps:
                 self._prepare(command)
             elif isinstance(command, Emit):
                 box = self._out.setdefault(command.gateway, _Outbox())
-                if isinstance(command.what, Token):
-                    box.tokens.append(command.what)
-                else:
-                    box.failed.append(command.what)
+                match command.what:
+                    case Token():
+                        box.tokens.append(command.what)
+                    case Scores():
+                        box.scores.append(command.what)
+                    case AttemptFailed():
+                        box.failed.append(command.what)
             else:
                 self._send(command.address, *activations.encode(command.message, command.hidden))
 

@@ -76,6 +76,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     image: bytes = b""
     """The prompt, for an image classifier, whose one token is the class: rows of pixels, red, green
     and blue a byte each, of the model's size."""
+    score_from: int = 0
+    """The prompt's tokens from this one on are scored: their log probabilities come before the
+    first token, as `sampling.logprobs` says. 0: none are; the first token of all has none."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -90,6 +93,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     rule, temperature or cut."""
 
     drawn: float
+    """Of the token that was drawn, or that the prompt has there."""
     top: tuple[tuple[int, float], ...]
     """(token, log probability) of the most probable ones, from the first on."""
 
@@ -103,6 +107,16 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     finish: str = ""
     """`stop` or `length` on the last token."""
     logprobs: Logprobs | None = None
+
+
+class Scores(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of tokens of the prompt that follow each other."""
+
+    request: RequestId
+    attempt: int
+    index: int
+    """Of the first of them, counted as tokens are: the prompt's last token has -1."""
+    logprobs: tuple[Logprobs, ...]
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, array_like=True):
@@ -119,3 +133,5 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     node: NodeId
     tokens: tuple[Token, ...]
     failed: tuple[AttemptFailed, ...] = ()
+    scores: tuple[Scores, ...] = ()
+    """They come before the tokens."""

@@ -1,22 +1,17 @@
 """The main job with real processes: every token equals the oracle's, whatever happens meanwhile."""
 
 import asyncio
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
-
+from services.cli.cluster import node_id
 from services.planner.core.events import TERMINAL
 from shared import subjects
-from shared.ids import GatewayId, InstanceId, NodeId, RequestId
-from shared.messages import Message, Ok
-from shared.messages.instances import Stage
-from shared.messages.pool import PoolQuery, PoolState
+from shared.ids import InstanceId, NodeId
 from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
-from shared.messages.serving import Sampling, Submit, Tokens
 from tests.support.cluster import MODEL, Oracle, Running, prompts, running
 from tests.support.models import TINY
+from tests.support.modes import a_request_in_every_mode
 
 TOKENS = 24
 SLOW_LINKS = {
@@ -52,52 +47,12 @@ async def test_one_node_and_paths_of_two_to_five_stages(
         assert [answer.finish for answer in answers] == ["length"] * 3
 
         await scale(up, 5)
-        pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=5.0)
-        nodes = [(view.info.node, view.info.address) for view in pool.nodes]
         for count in range(2, 6):
-            cuts = [up.record.n_blocks * i // count for i in range(count + 1)]
-            stages = tuple(
-                Stage(node, address, start, stop)
-                for (node, address), start, stop in zip(nodes, cuts, cuts[1:], strict=False)
+            stages = await up.path(*(node_id(number) for number in range(count)))
+            tokens = await asyncio.gather(
+                *(up.over_path(stages, prompt, TOKENS) for prompt in asked)
             )
-            tokens = await asyncio.gather(*(over_path(up, stages, prompt) for prompt in asked))
             check(oracle, asked, tokens, TOKENS)
-
-
-async def over_path(up: Running, stages: tuple[Stage, ...], prompt: list[int]) -> list[int]:
-    """Submits to a path as a gateway does, and collects what it streams."""
-    gateway = GatewayId(f"test-{len(stages)}-{prompt[0]}-{prompt[1]}")
-    got: list[int] = []
-    over = asyncio.Event()
-
-    async def receive(message: Message) -> None:
-        assert isinstance(message, Tokens)
-        assert not message.failed, message.failed
-        for token in message.tokens:
-            assert token.index == len(got)
-            got.append(token.token)
-            if token.finish:
-                over.set()
-
-    subscription = await up.bus.subscribe(subjects.gateway_tokens(gateway), receive)
-    submit = Submit(
-        request=RequestId(gateway),
-        attempt=0,
-        gateway=gateway,
-        model_id=up.record.model_id,
-        instance=InstanceId("by-hand"),
-        stages=stages,
-        tokens=tuple(prompt),
-        prompt_tokens=len(prompt),
-        max_tokens=TOKENS,
-        stop_ids=(),
-        sampling=Sampling(),
-    )
-    await up.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=5.0)
-    async with asyncio.timeout(30):
-        await over.wait()
-    await subscription.close()
-    return got
 
 
 async def test_scale_out_under_load_and_back(
@@ -141,18 +96,15 @@ async def test_speculation_across_the_switch(
         check(oracle, greedy, [answer.tokens for answer in answers], 400)
         assert any(token.stages > 1 for token in up.watch.partial_tokens)
         assert up.watch.switched
-        assert await resumed(up, "moved") > 0
+        assert await up.moved() > 0
         assert all(s.tokens_accepted > 0 for s in up.statuses.values())
         await scale(up, 1)
         assert [len(tokens) for tokens in across] == [120] * len(drawn)
         assert await ask_drawn() == across
 
 
-async def resumed(up: Running, reason: str) -> float:
-    async with aiohttp.ClientSession() as session, session.get(f"{up.url}/metrics") as response:
-        text = await response.text()
-    found = re.search(rf'gateway_resumptions_total{{.*reason="{reason}"}} (\S+)', text)
-    return float(found[1]) if found else 0.0
+async def test_a_request_in_every_mode(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:
+    await a_request_in_every_mode(tmp_path, checkpoint, oracle, device="cpu", apart=True)
 
 
 async def test_node_killed_while_it_receives_and_relays(

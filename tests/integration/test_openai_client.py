@@ -5,13 +5,19 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import aiohttp
 import jsonschema
 import openai
 import pytest
 import pytest_asyncio
+import torch
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion_chunk import Choice
+from openai.types.completion_choice import Logprobs
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from services.cli.demo_model import make_checkpoint
 from shared import subjects
@@ -36,11 +42,53 @@ LONG = 480
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+class Oracle:
+    """transformers on the same checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text).ids
+        return found
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """After each of them, [len(ids), vocab]."""
+        with torch.no_grad():
+            logits: torch.Tensor = self._model(torch.tensor([ids])).logits[0]
+        return logits.log_softmax(-1)
+
+    def check(self, ids: list[int], found: Logprobs) -> None:
+        assert found.token_logprobs
+        assert found.top_logprobs
+        first, *given = found.token_logprobs
+        none, *top = found.top_logprobs
+        assert not first
+        assert not none
+        for row, token, value, named in zip(self.logprobs(ids), ids[1:], given, top, strict=False):
+            assert value == pytest.approx(float(row[token]), abs=1e-4)
+            best = {float(row[token]), *row.topk(2).values.tolist()}
+            assert sorted(named.values()) == pytest.approx(sorted(best), abs=1e-4)
+        assert len(given) == len(top) == len(ids) - 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("openai") / "tiny"
+    make_checkpoint(directory, TINY)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    directory = tmp_path_factory.mktemp("openai")
-    make_checkpoint(directory / "tiny", TINY)
-    async with running(directory / "data", directory / "tiny", nodes=1, settings=SETTINGS) as up:
+async def up(checkpoint: Path) -> AsyncIterator[Running]:
+    data = checkpoint.with_name("data")
+    async with running(data, checkpoint, nodes=1, settings=SETTINGS) as up:
         yield up
 
 
@@ -321,5 +369,77 @@ async def test_echo(client: openai.AsyncOpenAI) -> None:
         model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, echo=True, extra_body=NO_END
     )
     assert answer.choices[0].text == PROMPT + await greedy(client, 12)
-    with pytest.raises(openai.BadRequestError, match="echo"):
-        await client.completions.create(model=MODEL, prompt=PROMPT, echo=True, logprobs=1)
+
+
+async def test_an_echoed_prompt_is_scored_as_transformers_scores_it(
+    client: openai.AsyncOpenAI, oracle: Oracle
+) -> None:
+    """Whole, streamed, without an answer; as text and as token ids."""
+    for prompt in (PROMPT, " ".join([PROMPT] * 12), oracle.ids(PROMPT)):
+        for limit in (0, 3):
+            answer = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=limit, temperature=0, echo=True, logprobs=2,
+                extra_body={**NO_END, "return_token_ids": True},
+            )  # fmt: skip
+            (choice,) = answer.choices
+            ids = prompt if isinstance(prompt, list) else oracle.ids(prompt)
+            assert answer.usage
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.completion_tokens == limit
+            found = choice.logprobs
+            assert found
+            generated = choice.token_ids  # type: ignore[attr-defined]
+            oracle.check([*ids, *generated], found)
+            assert found.text_offset
+            assert found.tokens
+            places = zip(found.tokens[1 : len(ids)], found.text_offset[1:], strict=False)
+            assert all(choice.text.startswith(token, offset) for token, offset in places)
+            said = "".join(found.tokens[1 : len(ids)])
+            assert choice.text.startswith(said)
+            assert (choice.text == said) == (limit == 0)
+            stream = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=limit, temperature=0, echo=True, logprobs=2,
+                stream=True, extra_body=NO_END,
+            )  # fmt: skip
+            text, told = "", Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                for name, values in (chunk.choices[0].logprobs or Logprobs()).model_dump().items():
+                    getattr(told, name).extend(values or [])
+            assert text == choice.text
+            assert told == found
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+async def test_what_lm_evaluation_harness_asks(
+    up: Running, oracle: Oracle, tokenized: bool
+) -> None:
+    """Its `local-completions`: how likely continuations are, and whether greedy decoding would
+    say them; computed from the answer as its `parse_logprobs` does."""
+    pairs = [("The scheduler", " decided that"), ("Nodes load", " while"), ("a", " b c d")]
+    contexts = [len(oracle.ids(context)) for context, _ in pairs]
+    whole = [oracle.ids(context + more) for context, more in pairs]
+    body = {
+        "model": MODEL,
+        "prompt": whole if tokenized else [context + more for context, more in pairs],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{up.url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200
+        answer = await response.json()
+    for choice, context, ids in zip(answer["choices"], contexts, whole, strict=True):
+        logprobs = choice["logprobs"]["token_logprobs"][context:-1]
+        top = choice["logprobs"]["top_logprobs"][context:-1]
+        expected = oracle.logprobs(ids)[context - 1 : -1]
+        known = [float(row[token]) for row, token in zip(expected, ids[context:], strict=True)]
+        assert sum(logprobs) == pytest.approx(sum(known), abs=1e-3)
+        greedy = all(one == max(named.values()) for one, named in zip(logprobs, top, strict=True))
+        assert greedy == (expected.argmax(-1).tolist() == ids[context:])

@@ -22,12 +22,21 @@ from services.node.core.microbatches import (
     Send,
     StageMessage,
 )
-from services.node.core.rows import Row
+from services.node.core.rows import Row, SequenceKey
 from services.node.core.sequences import limit_of, sequence_key
 from shared.errors import CapacityExceeded, StaleEpoch, TransportTimeout
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Cancel, LogitRules, Sampling, Submit, Token
+from shared.messages.serving import (
+    AttemptFailed,
+    Cancel,
+    LogitRules,
+    Logprobs,
+    Sampling,
+    Scores,
+    Submit,
+    Token,
+)
 
 NODES = ("a", "b", "c")
 MODELS = (ModelId("m"), ModelId("m"), ModelId("other"))
@@ -105,6 +114,19 @@ class CheckedEngine:
         part = part.without(set(part.keys) - set(self.kv))
         drawn = [_drawn(row) for row in part.rows]
         return part, drawn if part.stop == BLOCKS else [()] * len(part.rows)
+
+
+def scored(part: Part) -> dict[SequenceKey, tuple[Logprobs, ...]]:
+    """As if the log probability of a prompt's token were the number of the position before it."""
+    found = {}
+    for row in part.rows if part.stop == BLOCKS else ():
+        if row.score:
+            first, count = row.position + row.score.first, len(row.score.tokens)
+            assert row.score.tokens == tuple(range(first + 1, first + count + 1))
+            assert first >= row.position
+            assert first + count <= row.position + row.count
+            found[row.sequence] = tuple(Logprobs(float(first + i), ()) for i in range(count))
+    return found
 
 
 def token_after(position: int, limit: int) -> int:
@@ -191,7 +213,8 @@ class Network:
             if s.request != message.request or s.stages[0].node != node
         }
         self.open[key] = message
-        self.next_index[key] = len(message.tokens) - message.prompt_tokens
+        unscored = message.prompt_tokens - message.score_from if message.score_from else 0
+        self.next_index[key] = len(message.tokens) - message.prompt_tokens - unscored
         self.do(node, commands)
 
     def cancel(self, key: str) -> None:
@@ -239,7 +262,7 @@ class Network:
         for part in left:
             part, drawn = node.engine.finish(part)
             if part.rows:
-                self.do(name, node.batcher.ran(part, drawn, None))
+                self.do(name, node.batcher.ran(part, drawn, None, scored(part)))
         if not sweep.parts:
             node.sweep = None
 
@@ -294,7 +317,7 @@ class Network:
         else:
             self.links.setdefault((name, target), deque()).append(command.message)
 
-    def emitted(self, what: Token | AttemptFailed) -> None:
+    def emitted(self, what: Token | AttemptFailed | Scores) -> None:
         key = sequence_key(what.request, what.attempt)
         assert key in self.open, "an end or a token of an attempt that is over"
         message = self.open[key]
@@ -304,6 +327,12 @@ class Network:
             self.failed.append(what)
             return
         assert what.index == self.next_index[key]
+        if isinstance(what, Scores):
+            first, count = message.prompt_tokens + what.index, len(what.logprobs)
+            assert [one.drawn for one in what.logprobs] == [first - 1 + i for i in range(count)]
+            assert 0 < count <= -what.index
+            self.next_index[key] += count
+            return
         assert what.token == token_after(message.prompt_tokens + what.index - 1, limit_of(message))
         self.next_index[key] += 1
         stopped = what.token in message.stop_ids
@@ -364,7 +393,8 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
     if request in last and draw.draw(st.integers(0, 5)) == 0:
         return last[request]
     prompt = draw.draw(st.one_of(st.integers(1, 9), st.integers(14, 18)))
-    so_far = draw.draw(st.integers(0, 3))
+    score_from = draw.draw(st.sampled_from([0, 0, 1, 1 + prompt // 2, prompt]))
+    so_far = draw.draw(st.integers(0, 3)) if score_from in (0, prompt) else 0
     last[request] = Submit(
         request=RequestId(request),
         attempt=last[request].attempt + 1 if request in last else 1,
@@ -376,8 +406,9 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         prompt_tokens=prompt,
         max_tokens=so_far + draw.draw(st.integers(1, 20)),
         stop_ids=draw.draw(st.sampled_from([(), (STOP_ID,)])),
-        sampling=Sampling(),
+        sampling=Sampling(logprobs=0 if score_from else None),
         rules=draw.draw(st.sampled_from([None, None, LogitRules(grammar="g")])),
+        score_from=score_from,
     )
     return last[request]
 

@@ -1,7 +1,7 @@
 """Whatever happens to attempts, a request's tokens come out right, once each, and end once.
 
-Nodes generate the true tokens, some of which are lost, repeated or late; attempts are refused and
-fail, instances come, move and vanish, clients leave, time passes.
+Nodes score prompts and generate the true tokens, some of which are lost, repeated or late; attempts
+are refused and fail, instances come, move and vanish, clients leave, time passes.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.gateway.core.commands import Command, Emit, End, Send, Withdraw
+from services.gateway.core.commands import Command, Emit, End, Scored, Send, Withdraw
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.core.requests import Request, State
@@ -26,9 +26,19 @@ from shared.errors import (
 )
 from shared.ids import EventId, GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Stage
-from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from shared.messages.serving import (
+    AttemptFailed,
+    Logprobs,
+    Sampling,
+    Scores,
+    Submit,
+    Token,
+    Tokens,
+)
 
 MODEL, NAME = ModelId("m0"), ModelName("m")
+CHUNK = 64
+"""Tokens of a prompt that are scored at once."""
 PATIENCE_S, STALL_S, MAX_ATTEMPTS = 50.0, 20.0, 5
 ERRORS = (CapacityExceeded, NotFound, NoResponders, BusTimeout, PeerLost)
 
@@ -44,7 +54,7 @@ class Attempt:
     submit: Submit
     node: NodeId
     next: int
-    sent: list[Token] = field(default_factory=list)
+    sent: list[Scores | Token] = field(default_factory=list)
 
 
 @dataclass
@@ -53,6 +63,7 @@ class Client:
     length: int
     finish: str
     tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     ends: int = 0
     left: bool = False
 
@@ -90,7 +101,9 @@ class Streams(RuleBasedStateMachine):
                     if key in self.live:
                         self.ask(key)
                         continue
+                    scored = submit.score_from or submit.prompt_tokens
                     start = len(submit.tokens) - submit.prompt_tokens
+                    start -= submit.prompt_tokens - scored
                     self.attempts[key] = Attempt(submit, node, start)
                     assert all(request != submit.request for request, _ in self.live)
                     self.live.add(key)
@@ -100,10 +113,18 @@ class Streams(RuleBasedStateMachine):
                     client = self.clients[request]
                     assert not client.ends
                     assert not client.left
+                    if client.request.score_from:
+                        assert len(client.scores) == len(client.request.prompt) - 1
                     client.tokens.append(token)
                     client.ends += bool(finish)
                     if finish:
                         self.live -= {key for key in self.live if key[0] == request}
+                case Scored(request, logprobs):
+                    client = self.clients[request]
+                    assert not client.ends
+                    assert not client.left
+                    assert not client.tokens
+                    client.scores += [one.drawn for one in logprobs]
                 case End(request, error):
                     client = self.clients[request]
                     assert isinstance(error, LambdaScaleError)
@@ -125,6 +146,7 @@ class Streams(RuleBasedStateMachine):
         assert submit.tokens == (*client.request.prompt, *client.tokens)
         assert submit.prompt_tokens == len(client.request.prompt)
         assert len(client.tokens) < submit.max_tokens
+        assert submit.score_from == (len(client.scores) + 1 if client.request.score_from else 0)
 
     # --- what happens --------------------------------------------------------
 
@@ -132,8 +154,13 @@ class Streams(RuleBasedStateMachine):
     def begin(self) -> None:
         self.dispatch.add_model(NAME, MODEL)
 
-    @rule(prompt=st.integers(1, 200), length=st.integers(1, 8), at_limit=st.booleans())
-    def admit(self, prompt: int, length: int, at_limit: bool) -> None:
+    @rule(
+        prompt=st.integers(1, 200),
+        length=st.integers(1, 8),
+        at_limit=st.booleans(),
+        scored=st.booleans(),
+    )
+    def admit(self, prompt: int, length: int, at_limit: bool, scored: bool) -> None:
         request = Request(
             id=RequestId(f"r{next(self.numbers)}"),
             model_id=MODEL,
@@ -142,6 +169,7 @@ class Streams(RuleBasedStateMachine):
             stop_ids=(),
             sampling=Sampling(),
             waiting_since=self.now,
+            score_from=int(scored),
         )
         finish = "length" if at_limit else "stop"
         self.clients[request.id] = Client(request, length, finish)
@@ -180,19 +208,21 @@ class Streams(RuleBasedStateMachine):
     def step(self, picks: list[tuple[int, str]]) -> None:
         """One message of tokens, of live attempts and of those that should be over."""
         keys = sorted(self.attempts)
-        tokens: list[Token] = []
+        pieces: list[Scores | Token] = []
         for number, action in picks if keys else ():
             attempt = self.attempts[keys[number % len(keys)]]
             if action == "repeat":
-                tokens += attempt.sent[-1:]
-            elif (token := self.generate(attempt)) and action == "next":
-                tokens.append(token)
-        self.deliver(tokens)
+                pieces += attempt.sent[-1:]
+            elif (piece := self.generate(attempt)) and action == "next":
+                pieces.append(piece)
+        self.deliver(pieces)
 
-    def generate(self, attempt: Attempt) -> Token | None:
+    def generate(self, attempt: Attempt) -> Scores | Token | None:
         client = self.clients[attempt.submit.request]
         if attempt.next >= client.length:
             return None
+        if attempt.next < 0:
+            return self.score(attempt)
         index, attempt.next = attempt.next, attempt.next + 1
         finish = client.finish if attempt.next == client.length else ""
         value = true_token(client.request.id, index)
@@ -200,8 +230,20 @@ class Streams(RuleBasedStateMachine):
         attempt.sent.append(token)
         return token
 
-    def deliver(self, tokens: list[Token], failed: tuple[AttemptFailed, ...] = ()) -> None:
-        message = Tokens(node=NodeId("any"), tokens=tuple(tokens), failed=failed)
+    def score(self, attempt: Attempt) -> Scores:
+        """Token i of a prompt has the log probability i."""
+        submit, first = attempt.submit, attempt.next
+        attempt.next = min(first + CHUNK, 0)
+        numbers = range(submit.prompt_tokens + first, submit.prompt_tokens + attempt.next)
+        logprobs = tuple(Logprobs(float(number), ()) for number in numbers)
+        scores = Scores(submit.request, submit.attempt, first, logprobs)
+        attempt.sent.append(scores)
+        return scores
+
+    def deliver(self, pieces: list[Scores | Token], failed: tuple[AttemptFailed, ...] = ()) -> None:
+        tokens = tuple(piece for piece in pieces if isinstance(piece, Token))
+        scores = tuple(piece for piece in pieces if isinstance(piece, Scores))
+        message = Tokens(node=NodeId("any"), tokens=tokens, failed=failed, scores=scores)
         self.run_commands(self.dispatch.on_tokens(message, self.now))
 
     @rule(number=st.integers(0, 1000), kind=st.sampled_from(ERRORS), refused=st.booleans())
@@ -241,6 +283,7 @@ class Streams(RuleBasedStateMachine):
         for client in self.clients.values():
             expected = [true_token(client.request.id, i) for i in range(len(client.tokens))]
             assert client.tokens == expected
+            assert client.scores == [float(i) for i in range(1, len(client.scores) + 1)]
             assert client.ends <= 1
 
     @invariant()
@@ -266,7 +309,7 @@ class Streams(RuleBasedStateMachine):
         self.apply((instance(9, InstanceState.SERVING, 100),), self.revision + 2)
         while any(not client.ends and not client.left for client in self.clients.values()):
             live = [self.attempts[key] for key in sorted(self.live)]
-            self.deliver([token for attempt in live if (token := self.generate(attempt))])
+            self.deliver([piece for attempt in live if (piece := self.generate(attempt))])
             self.now += STALL_S  # what was lost after its last token shows as a stall
             self.run_commands(self.dispatch.on_tick(self.now))
         for client in self.clients.values():

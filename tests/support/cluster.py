@@ -1,6 +1,7 @@
 """A real cluster of processes for tests, the requests one sends to it, and the oracle's answers."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from services.cli.demo.watch import Watch
 from services.cli.models import import_model
 from shared import subjects
 from shared.bus.nats import NatsBus
-from shared.ids import ModelName, NodeId
-from shared.messages import Message
-from shared.messages.pool import ModelRecord, NodeStatus
+from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
+from shared.messages import Message, Ok
+from shared.messages.instances import Stage
+from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
+from shared.messages.serving import Sampling, Submit, Tokens
 
 MODEL = ModelName("tiny")
 LIMIT_S = 60.0
@@ -44,6 +47,7 @@ class Running:
         self.url = cluster.state.gateway_url
         self.statuses: dict[NodeId, NodeStatus] = {}
         """What each node said last."""
+        self._gateways = itertools.count()
 
     async def follow(self) -> None:
         await self.bus.subscribe(subjects.POOL_STATUS, self._on_status)
@@ -105,6 +109,63 @@ class Running:
 
     async def ask_all(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
         return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
+
+    async def path(self, *names: str) -> tuple[Stage, ...]:
+        """The model's blocks, cut evenly over these nodes in this order."""
+        pool = await self.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=5.0)
+        addresses = {view.info.node: view.info.address for view in pool.nodes}
+        cuts = [self.record.n_blocks * i // len(names) for i in range(len(names) + 1)]
+        return tuple(
+            Stage(NodeId(name), addresses[NodeId(name)], start, stop)
+            for name, start, stop in zip(names, cuts, cuts[1:], strict=False)
+        )
+
+    async def over_path(
+        self, stages: tuple[Stage, ...], prompt: Sequence[int], count: int
+    ) -> list[int]:
+        """Submits to a path as a gateway does, and collects what it streams."""
+        gateway = GatewayId(f"test-{next(self._gateways)}")
+        got: list[int] = []
+        over = asyncio.Event()
+
+        async def receive(message: Message) -> None:
+            assert isinstance(message, Tokens)
+            assert not message.failed, message.failed
+            for token in message.tokens:
+                assert token.index == len(got)
+                got.append(token.token)
+                if token.finish:
+                    over.set()
+
+        subscription = await self.bus.subscribe(subjects.gateway_tokens(gateway), receive)
+        submit = Submit(
+            request=RequestId(gateway),
+            attempt=0,
+            gateway=gateway,
+            model_id=self.record.model_id,
+            instance=InstanceId("by-hand"),
+            stages=stages,
+            tokens=tuple(prompt),
+            prompt_tokens=len(prompt),
+            max_tokens=count,
+            stop_ids=(),
+            sampling=Sampling(),
+        )
+        await self.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=5.0)
+        async with asyncio.timeout(30):
+            await over.wait()
+        await subscription.close()
+        return got
+
+    async def moved(self) -> int:
+        """Requests that the gateway moved from a path to a complete node."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}/metrics") as response,
+        ):
+            text = await response.text()
+        name = f'lambdascale_gateway_switched_requests_total{{choice="moved",model="{MODEL}"}}'
+        return sum(int(float(line.split()[-1])) for line in text.splitlines() if name in line)
 
 
 @asynccontextmanager

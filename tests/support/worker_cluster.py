@@ -13,7 +13,15 @@ from services.node.worker import Worker
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.layout import Manifest
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, LogitRules, Sampling, Submit, Token, Tokens
+from shared.messages.serving import (
+    AttemptFailed,
+    LogitRules,
+    Sampling,
+    Scores,
+    Submit,
+    Token,
+    Tokens,
+)
 from tests.support.hash_engine import HashEngine, hash_manifest
 
 MODEL = ModelId("m")
@@ -46,6 +54,7 @@ def submit(
     logprobs: int | None = None,
     rules: LogitRules | None = None,
     image: bytes = b"",
+    score_from: int = 0,
 ) -> Submit:
     return Submit(
         request=RequestId(name),
@@ -61,6 +70,7 @@ def submit(
         sampling=Sampling(seed=seed, temperature=temperature, logprobs=logprobs),
         rules=rules,
         image=image,
+        score_from=score_from,
     )
 
 
@@ -69,6 +79,7 @@ class Attempt:
     """What a gateway saw of one attempt."""
 
     tokens: list[Token] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
     failed: AttemptFailed | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -195,6 +206,8 @@ class Cluster:
 
     def _on_tokens(self, gateway: GatewayId, message: Tokens) -> None:
         self.messages.append((gateway, message))
+        for scores in message.scores:
+            self.attempt(scores.request, scores.attempt).scores.append(scores)
         for token in message.tokens:
             attempt = self.attempt(token.request, token.attempt)
             attempt.tokens.append(token)

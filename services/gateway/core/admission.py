@@ -4,6 +4,8 @@ from shared.errors import BadInput, CapacityExceeded
 
 MAX_CHOICES = 128
 """Most completions that one HTTP request may ask for (prompts x n)."""
+MAX_SCORES = 1 << 20
+"""Most log probabilities of prompts in one answer: 120 MB while it is put together."""
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that every choice of a request has another seed (Weyl sequence, golden ratio)."""
@@ -26,13 +28,24 @@ def check_choices(prompts: int, n: int) -> None:
         )
 
 
+def check_scores(tokens: int, alternatives: int | None) -> None:
+    """Of so many tokens in prompts, with so many alternatives each; None: of none."""
+    if alternatives is not None and tokens * (alternatives + 1) > MAX_SCORES:
+        raise BadInput(
+            f"{tokens} prompt tokens with {alternatives} alternatives each are too many to echo "
+            f"with log probabilities: {MAX_SCORES // (alternatives + 1)} at most; send fewer "
+            f"prompts in a request"
+        )
+
+
 def output_limit(prompt: int, asked: int | None, default: int | None, context: int) -> int:
     """Most tokens to generate after `prompt` tokens.
 
-    Nothing asked: `default`, but not more than fits; None fills the context.
+    Nothing asked: `default`, but not more than fits; None fills the context. 0 asked: the prompt
+    may fill it.
     """
     room = context - prompt
-    if room < 1:
+    if room < (0 if asked == 0 else 1):
         raise BadInput(
             f"the prompt has {prompt} tokens; this model's context is {context} tokens, "
             "which leaves no room for a completion"

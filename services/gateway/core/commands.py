@@ -33,6 +33,13 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
     logprobs: Logprobs | None = None
 
 
+class Scored(msgspec.Struct, frozen=True, gc=False):
+    """The log probabilities of the next tokens of the request's prompt, for its client."""
+
+    request: RequestId
+    logprobs: tuple[Logprobs, ...]
+
+
 class End(msgspec.Struct, frozen=True):
     """The request cannot be completed."""
 
@@ -76,4 +83,6 @@ class Switched(msgspec.Struct, frozen=True, kw_only=True):
     """Of one that stayed."""
 
 
-Command = Send | Withdraw | Emit | End | Resumed | Served | Switched
+Piece = Scored | Emit | End
+"""What a request's client gets, in order."""
+Command = Send | Withdraw | Piece | Resumed | Served | Switched

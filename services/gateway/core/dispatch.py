@@ -15,7 +15,7 @@ from shared.errors import LambdaScaleError, NotFound, from_code
 from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import ModelLoad
-from shared.messages.serving import AttemptFailed, Cancel, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
 
 
 class Dispatch:
@@ -78,18 +78,21 @@ class Dispatch:
         freed: dict[ModelId, Model] = {}
         late: dict[tuple[RequestId, int], None] = {}
         requests = self._ledger.requests
-        for token in message.tokens:
-            request = requests.get(token.request)
-            verdict = streams.judge(request, token) if request else Verdict.STALE
+        pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
+        for piece in pieces:
+            request = requests.get(piece.request)
+            verdict = streams.judge(request, piece) if request else Verdict.STALE
             if request is None or verdict is Verdict.STALE:
-                late[token.request, token.attempt] = None
+                late[piece.request, piece.attempt] = None
             elif verdict is Verdict.NEXT:
                 model = self._models[request.model_id]
-                if model.accept(request, token, now):
+                if isinstance(piece, Scores):
+                    model.score(request, piece)
+                elif model.accept(request, piece, now):
                     freed[model.id] = model
             elif verdict is Verdict.GAP:
                 model = freed[request.model_id] = self._models[request.model_id]
-                missing = f"token {token.index} came where {len(request.tokens)} was due"
+                missing = f"token {piece.index} came where {request.due} was due"
                 model.lost(request, "lost", missing, now)
         for failure in message.failed:
             self._on_failed(failure, now, freed)

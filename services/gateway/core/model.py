@@ -17,6 +17,7 @@ from services.gateway.core.commands import (
     Emit,
     End,
     Resumed,
+    Scored,
     Send,
     Served,
     Switched,
@@ -36,7 +37,7 @@ from shared.errors import (
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet, InstanceState
 from shared.messages.load import ModelLoad
-from shared.messages.serving import Cancel, Submit, Token
+from shared.messages.serving import Cancel, Scores, Submit, Token
 
 REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
 """The node did not take the attempt (or could not keep it for want of room): no failure of the
@@ -105,6 +106,11 @@ class Model:
                 request.failures += 1
         self._give_back(gone, f"node {node} is gone", now)
         self.dispatch(now)
+
+    def score(self, request: Request, scores: Scores) -> None:
+        """Takes the log probabilities of the next tokens of the request's prompt."""
+        request.score_from += len(scores.logprobs)
+        self._out.append(Scored(request.id, scores.logprobs))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
         """Takes the request's next token; says whether its instance has more room now."""
@@ -307,6 +313,7 @@ class Model:
             sampling=request.sampling,
             rules=request.rules,
             image=request.image,
+            score_from=request.score_from,
         )
 
     def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:

@@ -55,6 +55,8 @@ class Request:
     rules: LogitRules | None = None
     image: bytes = b""
     """See `Submit.image`."""
+    score_from: int = 0
+    """See `Submit.score_from`; grows as the prompt is scored, up to its length."""
     tokens: list[int] = field(default_factory=list)
     """Generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED
@@ -84,6 +86,13 @@ class Request:
     @property
     def running(self) -> bool:
         return self.instance is not None
+
+    @property
+    def due(self) -> int:
+        """The index that is expected next; below 0 (see `Scores.index`) while the prompt is
+        scored."""
+        unscored = len(self.prompt) - self.score_from if self.score_from else 0
+        return len(self.tokens) - unscored
 
     @property
     def remaining(self) -> int:

@@ -3,13 +3,14 @@
 A token names its attempt and its index. Tokens of another attempt are stale; an index that was
 seen is a duplicate; one that skips ahead proves a loss, which ends the attempt (the next one
 resumes at the first missing index). Sampling depends on (seed, index) only, so what a later
-attempt generates continues what an earlier one began.
+attempt generates continues what an earlier one began. The scores of a prompt go before, with
+indices below 0.
 """
 
 import enum
 
 from services.gateway.core.requests import Request
-from shared.messages.serving import Token
+from shared.messages.serving import Scores, Token
 
 
 class Verdict(enum.Enum):
@@ -19,13 +20,13 @@ class Verdict(enum.Enum):
     GAP = "gap"
 
 
-def judge(request: Request, token: Token) -> Verdict:
-    if token.attempt != request.attempt or request.instance is None:
+def judge(request: Request, piece: Scores | Token) -> Verdict:
+    if piece.attempt != request.attempt or request.instance is None:
         return Verdict.STALE
-    expected = len(request.tokens)
-    if token.index == expected:
+    due = request.due
+    if piece.index == due:
         return Verdict.NEXT
-    return Verdict.DUPLICATE if token.index < expected else Verdict.GAP
+    return Verdict.DUPLICATE if piece.index < due else Verdict.GAP
 
 
 def finish_of(request: Request, token: Token) -> str:

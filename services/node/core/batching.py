@@ -248,7 +248,8 @@ class Batcher:
         if not any(self._alive(part, key) for key in part.keys):
             return []
         rows = tuple(
-            Row(row.sequence, row.position, row.count, row.limit, (), row.draw) for row in part.rows
+            Row(row.sequence, row.position, row.count, row.limit, (), row.draw, score=row.score)
+            for row in part.rows
         )
         message = Forward(part.path, part.stage + 1, part.batch, rows)
         return [Send(part.path.stages[part.stage + 1].address, message, hidden)]

@@ -33,12 +33,12 @@ from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane, Sequence, limit_of, share_of
 from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
-from shared.messages.serving import AttemptFailed, Logprobs, Submit, Token
+from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Token
 
 WRONG_TOKENS = Failure(
     "protocol",
-    "the last stage of the path returned no token where one was due, or accepted what was not "
-    "proposed",
+    "the last stage of the path returned no token where one was due, accepted what was not "
+    "proposed, or did not score the prompt",
 )
 
 
@@ -155,7 +155,7 @@ class Leader:
             sequence.ready = tick
             if len(sequence.path.stages) == 1:
                 sequence.position = self._kv.adopt(
-                    sequence.submit.model_id, sequence.key, tuple(sequence.tokens), sequence.limit
+                    sequence.submit.model_id, sequence.key, sequence.reusable, sequence.limit
                 )
             if not sequence.preempted:
                 self.prompt_tokens += len(sequence.tokens)
@@ -193,8 +193,16 @@ class Leader:
             sequence = self.running.get(key)
             if sequence is None or sequence.row is None or sequence.flight != message.batch:
                 continue
-            draw = sequence.row.draw
+            draw, score = sequence.row.draw, sequence.row.score
+            logprobs = message.logprobs.get(key, ())
             sequence.land(drawn, tick)
+            if score is not None:
+                count = len(score.tokens)
+                if len(logprobs) < count:
+                    cut.append(sequence)
+                    continue
+                commands.append(_scores(sequence, logprobs[:count]))
+                logprobs = logprobs[count:]
             if draw is None:
                 continue
             if not drawn or drawn[:-1] != draw.proposed[: len(drawn) - 1]:
@@ -202,7 +210,7 @@ class Leader:
                 continue
             self.proposed += len(draw.proposed)
             self.accepted += len(drawn) - 1
-            said, finish = _taken(sequence, drawn, message.logprobs.get(key, ()))
+            said, finish = _taken(sequence, drawn, logprobs)
             commands += said
             if finish is not Finish.NOT_YET:
                 over.append(sequence)
@@ -257,6 +265,14 @@ class Leader:
         yield from self.waiting
 
 
+def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...]) -> Command:
+    """Those of the prompt's next tokens."""
+    submit = sequence.submit
+    index = sequence.scored - submit.prompt_tokens
+    sequence.scored += len(logprobs)
+    return Emit(submit.gateway, Scores(submit.request, submit.attempt, index, logprobs))
+
+
 def _taken(
     sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...]
 ) -> tuple[list[Command], Finish]:
@@ -297,5 +313,10 @@ def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:
         raise BadInput(f"the path of request {submit.request} comes to a node twice")
     if not 0 < submit.prompt_tokens <= len(submit.tokens) or min(submit.tokens) < 0:
         raise BadInput(f"request {submit.request} has no prompt, or token ids below 0")
+    scores = submit.score_from > 0
+    if scores and (submit.image or submit.sampling.logprobs is None):
+        raise BadInput(f"request {submit.request} has no log probabilities for its prompt to have")
+    if not 0 <= submit.score_from <= submit.prompt_tokens:
+        raise BadInput(f"request {submit.request} has no token {submit.score_from} in its prompt")
     if len(submit.tokens) - submit.prompt_tokens >= submit.max_tokens:
         raise BadInput(f"request {submit.request} has all its {submit.max_tokens} tokens already")

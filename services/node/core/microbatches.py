@@ -17,7 +17,7 @@ import msgspec
 from services.node.core.rows import Context, Row, SequenceKey
 from shared.ids import GatewayId, ModelId
 from shared.messages.instances import Stage
-from shared.messages.serving import AttemptFailed, Logprobs, Token
+from shared.messages.serving import AttemptFailed, Logprobs, Scores, Token
 
 Hidden = Any
 """Hidden states of a batch, [sum(count), hidden_size]; whatever form the shell gives them."""
@@ -63,7 +63,7 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
     """A row each, with what was drawn: nothing where nothing was due, several tokens where
     proposed ones were accepted."""
     logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
-    """Of the tokens whose draws asked for them, one each."""
+    """Of the tokens that were to be scored, and of those whose draws asked for them, one each."""
 
 
 class Free(StageMessage, frozen=True, tag="free"):
@@ -167,7 +167,7 @@ class Emit:
     """Tell a gateway."""
 
     gateway: GatewayId
-    what: Token | AttemptFailed
+    what: Token | AttemptFailed | Scores
 
 
 Command = Send | Release | Prepare | Emit

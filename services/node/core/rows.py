@@ -42,6 +42,18 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """Give the log probabilities of known tokens, which come after positions of the row that follow
+    each other."""
+
+    first: int
+    """The first of these positions, counted from the row's first."""
+    tokens: tuple[int, ...]
+    top: int
+    """How many of the most probable tokens are named with each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A sequence's share of a step: `count` positions from `position` on."""
 
@@ -58,6 +70,8 @@ class Row:
     """Set on the row that completes the known tokens; used by the stage with the head."""
     image: bytes = b""
     """What the positions stand for, where the batch starts at block 0: see `Submit.image`."""
+    score: Score | None = None
+    """Used by the stage with the head, as `draw` is."""
 
     @property
     def proposed(self) -> int:

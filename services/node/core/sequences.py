@@ -11,10 +11,14 @@ from fractions import Fraction
 
 from services.node.core.kv import PAGE, whole_pages
 from services.node.core.microbatches import Finish, Part, Path
-from services.node.core.rows import Context, Draw, Row, SequenceKey
+from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
 from shared.ids import RequestId
 from shared.messages.serving import Submit
+
+SCORED_POSITIONS = 1024
+"""Most positions of a micro-batch whose sequences are scored: with 20 log probabilities each, what
+the last stage answers has 0.3 MiB, of 1 MiB that a message may have."""
 
 
 def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
@@ -48,6 +52,8 @@ class Sequence:
     """Tokens that it begins with: the prompt, and what was generated before."""
     speculation: Speculation | None
     """None: nothing is proposed."""
+    scored: int
+    """The prompt's tokens before this one were scored, or need not be."""
     admitted: int = 0
     """When it first began to run, in the scheduler's ticks; 0: it has not."""
     preempted: int = 0
@@ -77,6 +83,7 @@ class Sequence:
             limit_of(submit),
             len(tokens),
             Speculation(tokens, speculation) if speculation else None,
+            submit.score_from or submit.prompt_tokens,
         )
 
     @property
@@ -95,6 +102,16 @@ class Sequence:
     def started(self) -> bool:
         """Some stage may hold KV of it."""
         return self.position > 0 or self.flight is not None
+
+    @property
+    def scoring(self) -> bool:
+        return self.scored < self.submit.prompt_tokens
+
+    @property
+    def reusable(self) -> tuple[int, ...]:
+        """The tokens whose KV may have been there before, but for the last one: what is to be
+        scored has to be run."""
+        return tuple(self.tokens[: self.scored] if self.scoring else self.tokens)
 
     @property
     def decodes(self) -> bool:
@@ -116,8 +133,17 @@ class Sequence:
             draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)
         self.flight = batch
         tokens, image = tuple(self.tokens[start:stop]), self.submit.image
-        self.row = Row(self.key, start, count, self.limit, tokens, draw, image)
+        score = self._score(start, stop)
+        self.row = Row(self.key, start, count, self.limit, tokens, draw, image, score)
         return self.row
+
+    def _score(self, start: int, stop: int) -> Score | None:
+        """Of the prompt's tokens that come after these positions and were not scored yet."""
+        end = min(stop + 1, self.submit.prompt_tokens)
+        if self.scored >= end:
+            return None
+        tokens, top = tuple(self.tokens[self.scored : end]), self.submit.sampling.logprobs
+        return Score(self.scored - 1 - start, tokens, top or 0)
 
     def propose(self, most: int) -> Row:
         """The row in which it departed, with up to `most` proposed tokens behind if it decodes:
@@ -206,6 +232,7 @@ class Lane:
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
         """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens. An image
         is not cut: the last one may exceed the budget."""
+        score_budget = SCORED_POSITIONS
         share = -(-len(self.sequences) // self.depth)
         ready = sorted(
             (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
@@ -221,6 +248,9 @@ class Lane:
                 count = sequence.prompt - sequence.position
                 if not (sequence.submit.image and prompt_budget):
                     count = min(count, prompt_budget)
+                if sequence.scoring:
+                    count = min(count, score_budget)
+                    score_budget -= count
                 prompt_budget = max(0, prompt_budget - count)
             if count:
                 rows.append(sequence.depart(batch, count))

@@ -9,8 +9,8 @@ reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
 
 - A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
   other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows
-  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and in decoder.py has a
-  multiple of 4 rows. (Packed weights, see linear.py, would need only 2.)
+  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and with stored weights
+  (linear.py) has a multiple of 4 rows.
 - Softmax over a row and more columns of -inf: the same bits.
 - Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
   of 16 and at most 192; else MKL sums in another order. Hence VALUE_TILE, and whole pages.
@@ -33,6 +33,7 @@ bf16 products of this size are several times slower there.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
@@ -139,15 +140,12 @@ class Attention:
 class AttentionStep:
     """Implements services.node.engine.ops.Step by torch's operators, on any device."""
 
-    def __init__(
-        self, attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
-    ) -> None:
+    def __init__(self, attention: Attention, frequencies: torch.Tensor, spans: Rows[Span]) -> None:
         self._attention = attention
         a = attention
-        qkv_size = a.q_size + 2 * a.kv_size
-        self._qkv = torch.empty(n_padded, qkv_size, dtype=a.dtype, device=a.device)
-        # Rows that only pad are multiplied too, and must be finite.
-        self._attended = torch.zeros(n_padded, a.q_size, dtype=a.dtype, device=a.device)
+        n, qkv_size = sum(count for _, _, count in spans), a.q_size + 2 * a.kv_size
+        self._qkv = torch.empty(n, qkv_size, dtype=a.dtype, device=a.device)
+        self._attended = torch.empty(n, a.q_size, dtype=a.dtype, device=a.device)
         self._tiles: dict[int, list[_Tile]] = {window: [] for window in a.windows}
         slots: list[int] = []
         positions: list[int] = []
@@ -157,8 +155,7 @@ class AttentionStep:
             slots.extend(sequence.slots(first, count))
             positions.extend(range(first, first + count))
         self._slots = torch.tensor(slots, device=a.device)
-        self._padded_qk = self._qkv[:, : a.q_size + a.kv_size].view(n_padded, -1, a.head_dim)
-        self._new_kv = self._qkv[: len(slots), a.q_size :]
+        self._new_kv = self._qkv[:, a.q_size :]
         self._set_up_rope(torch.tensor(positions, device=a.device), frequencies)
 
     def run(
@@ -166,7 +163,7 @@ class AttentionStep:
     ) -> torch.Tensor:
         self._qkv.copy_(qkv)
         if qk_norm is not None:
-            qk = self._padded_qk
+            qk = self._qk
             normed = functional.rms_norm(qk, qk.shape[-1:], None, self._attention.norm_eps)
             torch.mul(normed, qk_norm, out=qk)
         self._rotate()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from services.node.core.kv import Kv
-from services.node.core.rows import Context, Draw, Row, SequenceKey
+from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -21,6 +21,7 @@ __all__ = [
     "Row",
     "RowsRefused",
     "Rules",
+    "Score",
     "SequenceKey",
     "StagePart",
     "Sweep",
@@ -54,9 +55,9 @@ class PartResult:
     """For each row the tokens drawn: none without a draw, where the head was not run, and where the
     rules leave none; several where proposed ones were accepted."""
     logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] = field(default_factory=dict)
-    """Of the tokens whose draws asked for them, one each."""
+    """Of the tokens that were to be scored, and of those whose draws asked for them, one each."""
     failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
-    """Rows whose draws could not be made, and why; the others are not concerned."""
+    """Rows that could not be scored or drawn for, and why; the others are not concerned."""
 
 
 class RowsRefused(LambdaScaleError):

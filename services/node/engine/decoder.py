@@ -1,23 +1,23 @@
 """The decoder, unit by unit: embedding, layers, and final norm with the head.
 
 What a family of models has in other places than Llama: see services.node.model.families.
-
-All products have a multiple of ROWS rows: see attention.py for why.
 """
 
 from collections.abc import Sequence as Rows
 
 import torch
 
-from services.node.engine.attention import Attention, Span, pad_rows
+from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
-from services.node.engine.experts import add_experts
+from services.node.engine.experts import add_experts, gpu_experts
+from services.node.engine.kernel_step import KernelStep, Workspace
+from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form
-from services.node.engine.ops import Step, gpu_ops, ops_for
+from services.node.engine.ops import Ops, Step, TorchOps, gpu_ops
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import (
-    BlockTensors,
+    DecoderTensors,
     EmbeddingUnit,
     ExpertMlp,
     HeadUnit,
@@ -29,10 +29,10 @@ from shared.errors import BadInput
 from shared.layout import BlockSpec
 
 
-def kv_dtype(dtype: torch.dtype, fused: bool) -> torch.dtype:
-    """Of the keys and values of a model in `dtype`: products of bf16 matrices as small as
-    attention's are slow on a CPU, where memory for KV in fp32 is cheap."""
-    return dtype if fused else torch.float32
+def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
+    """Of the keys and values of a model in `dtype`: torch's products of bf16 matrices as small as
+    attention's are slow on a CPU. `kernels`: if it is not torch that attends."""
+    return dtype if kernels else torch.float32
 
 
 class Decoder:
@@ -48,15 +48,19 @@ class Decoder:
         longest: int,
         *,
         fused: bool = False,
+        compiled: Kernels | None = None,
     ) -> None:
-        """`fused`: with the kernels for GPUs."""
+        """`fused`: with the kernels for GPUs; `compiled`: with those for processors."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.ops = gpu_ops() if fused else ops_for(device, dtype)
-        self.attention = Attention(config, longest, kv_dtype(dtype, fused), device)
+        self._compiled, self._workspace = compiled, Workspace()
+        self.ops: Ops = gpu_ops() if fused else TorchOps()
+        self.add_experts = gpu_experts() if fused else add_experts
+        cached = kv_dtype(dtype, fused or compiled is not None)
+        self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
-        tensors = BlockTensors(spec, weights, form)
+        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
@@ -71,33 +75,31 @@ class Decoder:
             )
         return unit.table[to_device(torch.tensor(tokens), self.device)]
 
-    def step(self, spans: Rows[Span], n_padded: int) -> "LayerStep":
-        """Of these rows."""
-        attention = self.ops.attention(self.attention, self.frequencies, spans, n_padded)
-        return LayerStep(self, attention, sum(count for _, _, count in spans))
+    def step(self, spans: Rows[Span]) -> "LayerStep | KernelStep":
+        """Of these rows; one at a time."""
+        if self._compiled is not None:
+            return KernelStep(self, self._compiled, self._workspace, spans)
+        return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
-        config = self.config
-        picked = hidden.new_zeros(pad_rows(len(rows)), config.hidden_size)
-        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
-        normed = self.ops.rms_norm(picked, unit.norm, config.norm_eps)
-        return unit.head(normed)[: len(rows)].float()
+        picked = hidden[to_device(torch.tensor(rows), self.device)]
+        normed = self.ops.rms_norm(picked, unit.norm, self.config.norm_eps)
+        return unit.head(normed).float()
 
 
 class LayerStep:
     """Runs layers over one step's packed rows."""
 
-    def __init__(self, model: Decoder, attention: Step, n: int) -> None:
-        """`n`: rows that do not only pad."""
+    def __init__(self, model: Decoder, attention: Step) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
-        self._experts = model.config.experts
-        self._n, self._attention = n, attention
+        self._experts, self._add_experts = model.config.experts, model.add_experts
+        self._attention = attention
 
     def run(
         self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: [layers, slots, 2, kv
+        """A block's layers. hidden [rows, hidden_size] is updated; kv: [layers, slots, 2, kv
         heads, head_dim], is added to."""
         for layer, own in zip(layers, kv, strict=True):
             self._run_layer(layer, hidden, own)
@@ -106,10 +108,10 @@ class LayerStep:
         ops = self._ops
         qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
         attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)
-        hidden.add_(layer.o(attended))
+        layer.o.add(attended, hidden)
         normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
-            add_experts(hidden, normed, self._n, layer.mlp, self._experts, ops)
+            self._add_experts(hidden, normed, layer.mlp, self._experts)
         else:
-            hidden.add_(layer.mlp.down(ops.silu_times(layer.mlp.gate_up(normed))))
+            layer.mlp.down.add(layer.mlp.gate_up(normed), hidden)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from services.node.engine.attention import Span, pad_rows
+from services.node.engine.attention import Span
 from services.node.engine.base import Row, RowsRefused, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.linear import Form, Linear
@@ -104,6 +104,9 @@ class Encoder:
     def __init__(self, config: VitConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.whole = config.context_length
+        # Made once: a tensor that is made on a GPU of a host's numbers is waited for.
+        self._mean = torch.tensor(config.image.mean, device=device)
+        self._std = torch.tensor(config.image.std, device=device)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[EncoderUnit, ...]:
         tensors = EncoderTensors(spec, weights, form)
@@ -125,15 +128,13 @@ class Encoder:
             hidden += unit.positions
         return embedded.flatten(0, 1)
 
-    def step(self, spans: Rows[Span], n_padded: int) -> "EncoderStep":
+    def step(self, spans: Rows[Span]) -> "EncoderStep":
         return EncoderStep(self, len(spans))
 
     def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
         """Logits [len(rows), labels] float32 after the given rows of hidden [n, hidden_size]."""
-        picked = hidden.new_zeros(pad_rows(len(rows)), self.config.hidden_size)
-        picked[: len(rows)] = hidden[to_device(torch.tensor(rows), self.device)]
-        normed = self.normed(picked, unit.norm)
-        return unit.classifier(normed)[: len(rows)].float()
+        picked = hidden[to_device(torch.tensor(rows), self.device)]
+        return unit.classifier(self.normed(picked, unit.norm)).float()
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         shape = (self.config.hidden_size,)
@@ -145,8 +146,8 @@ class Encoder:
         side = how.size // size
         pixels = to_device(torch.frombuffer(bytearray(image), dtype=torch.uint8), self.device)
         values = pixels.view(-1, CHANNELS).float() * how.factor
-        values -= values.new_tensor(how.mean)
-        values /= values.new_tensor(how.std)
+        values -= self._mean
+        values /= self._std
         patches = values.view(side, size, side, size, CHANNELS).permute(0, 2, 4, 1, 3)
         return patches.reshape(side * side, -1).to(self.dtype)
 
@@ -162,9 +163,9 @@ class EncoderStep:
     def run(
         self, block: int, layers: Rows[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv stays empty."""
+        """A block's layers. hidden [rows, hidden_size] is updated; kv stays empty."""
         whole = self._encoder.whole
-        images = hidden[: self._images * whole].view(self._images, whole, -1)
+        images = hidden.view(self._images, whole, -1)
         for layer in layers:
             for some in torch.split(images, self._together):
                 self._run(layer, some)
@@ -176,6 +177,6 @@ class EncoderStep:
         qkv = layer.qkv(encoder.normed(rows, layer.before))
         heads = qkv.view(*images.shape[:2], 3, n_heads, -1).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-        rows += layer.o(attended.flatten(0, 1))
+        layer.o.add(attended.flatten(0, 1), rows)
         active = functional.gelu(layer.up(encoder.normed(rows, layer.after)))
-        rows += layer.down(active)
+        layer.down.add(active, rows)

@@ -82,7 +82,9 @@ class TorchEngine:
         else:
             self._make_room(manifest, config, dtype)
             longest, fused = self._kv.capacity, self._capture is not None
-            network = decoder = Decoder(config, dtype, self._device, longest, fused=fused)
+            network = decoder = Decoder(
+                config, dtype, self._device, longest, fused=fused, compiled=self._kernels(dtype)
+            )
             self._kv.open_model(
                 model_id,
                 config.n_layers,
@@ -90,7 +92,7 @@ class TorchEngine:
                 config.head_dim,
                 decoder.attention.dtype,
             )
-            if self._capture is not None and config.experts is None:  # whose rows the CPU sorts
+            if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)
@@ -100,7 +102,8 @@ class TorchEngine:
         """The first of the models that are open decides how many positions there are for all.
         CapacityExceeded if that leaves too little memory for this one."""
         budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        position = elements * kv_dtype(dtype, self._capture is not None).itemsize
+        own = self._capture is not None or self._kernels(dtype) is not None
+        position = elements * kv_dtype(dtype, own).itemsize
         if not any(isinstance(model.network, Decoder) for model in self._models.values()):
             weights = sum(block.nbytes for block in manifest.blocks)
             capacity = budget if isinstance(budget, int) else budget.positions(weights, position)
@@ -113,11 +116,17 @@ class TorchEngine:
                     f"other models leave {left} of {budget.nbytes}: raise node.kv_bytes"
                 )
 
+    def _kernels(self, dtype: torch.dtype) -> kernels.Kernels | None:
+        """Those for processors, if a model in `dtype` runs by them."""
+        if self._form == "stored" or self._capture is not None or dtype not in kernels.DTYPES:
+            return None
+        return kernels.load()
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
         but for some 10 ms or more in a process's very first."""
         model = self._model(model_id)
-        if self._capture is not None and isinstance(model.network, Decoder):
+        if self._capture is not None:
             for _ in warm_up(model.network):
                 yield
                 if self._models.get(model_id) is not model:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from services.node.engine.attention import Span, pad_rows
+from services.node.engine.attention import Span
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.paged_attention import PagedStep, StepShape, plan_size
 from services.node.engine.weights import LayerUnit
@@ -89,12 +89,11 @@ class GraphedStep:
     """Steps of a batch size, one after the other."""
 
     def __init__(self, decoder: Decoder, batch: int, plan: torch.Tensor, capture: Capture) -> None:
-        rows = pad_rows(batch)
-        shape = StepShape(rows, few=batch)
+        shape = StepShape(batch, few=batch)
         self._attention = PagedStep(decoder.attention, decoder.frequencies, shape, plan)
-        self._layers = LayerStep(decoder, self._attention, batch)
+        self._layers = LayerStep(decoder, self._attention)
         width = decoder.config.hidden_size
-        self._hidden = torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
+        self._hidden = torch.zeros(batch, width, dtype=decoder.dtype, device=decoder.device)
         self._capture = capture
         self._replays: dict[int, Replay] = {}
 

@@ -1,106 +1,164 @@
 """Products with a model's weights: x [rows, in] times a matrix of the checkpoint, [out, in].
 
-A matrix is held in one of three forms. In all of them a row of fp32 gets the same bits in every
-batch (attention.py says why that matters), as measured for all numbers of rows from 2 to 640. A row
-of bf16 does not: on CPUs that multiply bf16 (AVX-512, AMX) many rows go another way than few, and
-now and then a last bit is another.
+A matrix is held in one of three forms. In all of them a row gets the same bits in every batch
+(attention.py says why that matters), but that torch's own products in bf16 do not promise it.
 
-- Stored: where the checkpoint's bytes lie, at no memory. MKL's products with the few rows of a
-  decode step stay far below the rate at which memory is read: it is the form for GPUs.
-- Packed: a copy in the order in which oneDNN reads it, for as much memory again. With few rows it
-  is 1.3 to 1.7 times as fast, with many somewhat faster too (benchmarks/RESULTS.md).
-- Int8: a copy with 8 bits a weight, each output's with a scale of its own, and activations rounded
-  to 8 bits row by row (as Dettmers et al., "LLM.int8()", 2022, section 3.1, without its outliers).
-  Sums of integers are exact: so rows have the same bits in every batch whatever the dtype.
+- Stored: where the checkpoint's bytes lie, at no memory, for torch's products. The form for GPUs.
+  On CPUs those stay far below the rate at which memory is read with the few rows of a decode step.
+- Packed: a copy in the order in which our kernels read it (products.c), for as much memory again.
+- Int8: such a copy with 8 bits a weight, each output's with a scale of its own. Activations stay as
+  they are: only weights are rounded (weight-only quantisation).
 """
 
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from services.node.engine import kernels
+from services.node.engine.attention import ROWS
 from shared.errors import ConfigError
 
 Form = Literal["stored", "packed", "int8"]
+PANEL, DEPTH = 32, 32
+"""A packed matrix is filled up with zeros to multiples of these, of outputs and inputs."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""As products.c has them."""
 
 
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, out] in x's dtype, in new memory."""
 
+    def add(self, x: Tensor, to: Tensor) -> None:
+        """The same, added to `to` [rows, out]."""
+
+
+class Gate(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """silu(gate) x up, [rows, out / 2], of the product's halves gate and up."""
+
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
-    """`weight` [out, in], `bias` [out]. Packed, where oneDNN has no products of the dtype, is the
-    same as stored."""
-    if form == "int8":
-        return Int8(weight, bias)
-    if form == "packed" and _can_pack(weight.dtype):
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
-    return Stored(weight.t(), bias)
+    """`weight` [out, in], `bias` [out]. Packed, where our kernels can't run or don't know the
+    dtype, is the same as stored."""
+    compiled = _packs(weight.dtype, form)
+    if compiled is None:
+        return Stored(weight, bias)
+    return Packed(compiled, weight, bias, form)
+
+
+def gate(
+    weight: Tensor, bias: Tensor | None, form: Form, silu_times: Callable[[Tensor], Tensor]
+) -> Gate:
+    """Of `weight` [out, in], whose first half are gates. `silu_times`: for the stored form."""
+    compiled = _packs(weight.dtype, form)
+    if compiled is None:
+        return StoredGate(Stored(weight, bias), silu_times)
+    return Packed(compiled, weight, bias, form, gated=True)
 
 
 def check_form(form: Form) -> None:
-    """ConfigError if this machine's torch can't hold weights like that."""
-    if form == "int8" and not torch._C._has_mkldnn:
+    """ConfigError if this machine can't hold weights like that."""
+    if form == "int8" and kernels.load() is None:
         raise ConfigError(
-            "node.cpu_weights is int8, but this torch is built without oneDNN: use stored"
+            "node.cpu_weights is int8, which takes kernels that could not be compiled here: "
+            "install a C compiler (apt install gcc), or set it to packed"
         )
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+def _packs(dtype: torch.dtype, form: Form) -> kernels.Kernels | None:
+    if form == "stored" or (form == "packed" and dtype not in kernels.DTYPES):
+        return None
+    return kernels.load()
 
 
-@dataclass(frozen=True, slots=True)
 class Stored:
-    weight: Tensor
-    """[in, out], a view."""
-    bias: Tensor | None
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight.t(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return torch.mm(x, self.weight)
-        return torch.addmm(self.bias, x, self.weight)
+        rows = len(x)
+        if x.device.type == "cpu" and rows % ROWS:
+            x = functional.pad(x, (0, 0, 0, -rows % ROWS))
+        if self._bias is None:
+            return torch.mm(x, self._weight)[:rows]
+        return torch.addmm(self._bias, x, self._weight)[:rows]
+
+    def add(self, x: Tensor, to: Tensor) -> None:
+        to.add_(self(x))
 
 
-@dataclass(frozen=True, slots=True)
+class StoredGate:
+    def __init__(self, gate_up: Stored, silu_times: Callable[[Tensor], Tensor]) -> None:
+        self._gate_up, self._silu_times = gate_up, silu_times
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._silu_times(self._gate_up(x))
+
+
 class Packed:
-    weight: Tensor
-    """In oneDNN's own order."""
-    bias: Tensor | None
+    """Implements Linear, or Gate if `gated`."""
+
+    def __init__(
+        self,
+        compiled: kernels.Kernels,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: Form,
+        *,
+        gated: bool = False,
+    ) -> None:
+        if weight.dtype not in kernels.DTYPES:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        weight = weight.contiguous()
+        (outputs, inputs), narrow = weight.shape, weight.dtype == torch.bfloat16
+        held = torch.int8 if form == "int8" else weight.dtype
+        panels = -(-outputs // PANEL)
+        self._compiled, self._panels, self._inputs = compiled, panels, inputs
+        self._width = outputs // 2 if gated else outputs
+        self._tiles = compiled.tiles and narrow
+        self._weight = torch.empty(panels * PANEL, -(-inputs // DEPTH) * DEPTH, dtype=held)
+        self._scales = torch.empty(panels * PANEL) if held == torch.int8 else None
+        self._bias = None if bias is None else torch.empty(panels * PANEL)
+        self._matrix = kernels.Matrix(
+            kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, tiles=self._tiles,
+            weight=self._weight.data_ptr(), scales=_address(self._scales),
+            bias=_address(self._bias),
+        )  # fmt: skip
+        self.matrix = ctypes.addressof(self._matrix)
+        """Where the kernels find it."""
+        packing = kernels.Packing(
+            narrow=narrow, matrix=self.matrix, weight=weight.data_ptr(), bias=_address(bias)
+        )
+        compiled.run(packing, kernels.threads_for(panels, PANEL * inputs))
 
     def __call__(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if x.dtype == torch.float16:
+            return self(x.float()).to(x.dtype)
+        made = x.new_empty(len(x), self._width)
+        self._run(x, made, added=False)
         return made
 
+    def add(self, x: Tensor, to: Tensor) -> None:
+        if to.dtype == torch.float16:
+            to.add_(self(x))
+        else:
+            self._run(x, to, added=True)
 
-class Int8:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        rounded, self._scales = _rounded(weight)
-        self._scales = self._scales[:, 0]
-        self._zeros = torch.zeros(len(weight), dtype=torch.int32)
-        self._weight: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rounded, scales = _rounded(x)
-        made: Tensor = torch.ops.onednn.qlinear_pointwise(
-            rounded, 1.0, 0, self._weight, self._scales, self._zeros,
-            None, 1.0, 0, torch.float32, "none", [], "",
+    def _run(self, x: Tensor, made: Tensor, *, added: bool) -> None:
+        narrow, rows = made.dtype == torch.bfloat16, len(x)
+        x = x.contiguous() if self._tiles else x.float().contiguous()
+        threads = kernels.threads_for(self._panels, PANEL * self._inputs * rows)
+        product = kernels.Product(
+            threads=threads, rows=rows, narrow=narrow, added=added,
+            matrix=self.matrix, x=x.data_ptr(), made=made.data_ptr(),
         )  # fmt: skip
-        made.mul_(scales)
-        if self._bias is not None:
-            made.add_(self._bias)
-        return made.to(x.dtype)
+        self._compiled.run(product, threads)
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row to [-127, 127], and its scale, [rows, 1] float32."""
-    x = x.float()
-    scales = x.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(127)
-    return (x / scales).round_().to(torch.int8), scales
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

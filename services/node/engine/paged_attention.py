@@ -27,12 +27,14 @@ from services.node.engine.rope import rotations
 FEW = 8
 """Positions of a row whose keys are divided: a decode step, or one with drafts."""
 TILE_ROWS = 128
-"""Queries x heads of a group that a program of a prefill has, in 2-byte dtypes; else half."""
+"""Queries x heads of a group that a program of a prefill has, at most."""
 LEAST_ROWS = 16
 """Of a product in Triton."""
+QUERIES_BYTES = 32 << 10
+"""Of those queries."""
 KEYS_BYTES = 16 << 10
 """Of the keys that a program reads at a time: two such stages of keys and values fit the shared
-memory of all GPUs from compute capability 8.0 on."""
+memory of all GPUs from compute capability 8.0 on, beside the queries."""
 PROGRAMS = 4
 """For each multiprocessor, where there are keys enough."""
 MOST_SPLITS = 64
@@ -76,7 +78,7 @@ class PagedStep:
         # Rows that only pad are multiplied too, and must be finite.
         self._attended = torch.zeros(rows, a.q_size, dtype=a.dtype, device=a.device)
         self._cos, self._sin = torch.empty(2, rows, a.head_dim // 2, device=a.device)
-        self._dim = max(LEAST_ROWS, _power_of_2(a.head_dim))
+        self._dim = _dim(a)
         self._keys = max(LEAST_ROWS, min(64, KEYS_BYTES // (self._dim * a.dtype.itemsize)))
         self._few_rows = max(LEAST_ROWS, _power_of_2(a.group * (FEW if shape.drafts else 1)))
         self._many_rows = _tile_rows(a)
@@ -200,16 +202,14 @@ class PagedStep:
         )
 
 
-def paged_step(
-    attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span], n_padded: int
-) -> PagedStep:
+def paged_step(attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span]) -> PagedStep:
     """A step of just these spans."""
     spans = tuple(spans)
     counts = [count for _, _, count in spans]
     few = [count for count in counts if count <= FEW]
     queries = _tile_rows(attention) // attention.group
     many = sum(-(-count // queries) for count in counts if count > FEW)
-    shape = StepShape(n_padded, len(few), max(few, default=1) > 1, many)
+    shape = StepShape(sum(counts), len(few), max(few, default=1) > 1, many)
     step = PagedStep(attention, frequencies, shape)
     step.fill(spans)
     return step
@@ -221,8 +221,13 @@ def plan_size(rows: int, longest: int) -> int:
 
 
 def _tile_rows(attention: Attention) -> int:
-    rows = TILE_ROWS if attention.dtype.itemsize == 2 else TILE_ROWS // 2
-    return max(rows, _power_of_2(attention.group))
+    rows = QUERIES_BYTES // (_dim(attention) * attention.dtype.itemsize)
+    return max(LEAST_ROWS, min(TILE_ROWS, rows), _power_of_2(attention.group))
+
+
+def _dim(attention: Attention) -> int:
+    """head_dim, or what of a power of two it is padded to."""
+    return max(LEAST_ROWS, _power_of_2(attention.head_dim))
 
 
 def _splits(attention: Attention, few: int) -> int:

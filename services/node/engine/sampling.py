@@ -9,6 +9,7 @@ SC 2011) with the request's seed as key and the token's index as counter. So a r
 resumed elsewhere goes on as if it had stayed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.node.engine import device_sampling
 from services.node.engine.base import Draw
+from services.node.engine.copies import to_device
 from services.node.engine.processors import Logits, Processor
 from shared import telemetry
 from shared.errors import BadInput, LambdaScaleError, ModelError
@@ -27,7 +30,8 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: there is none to draw, as `error` says, or what it would follow was not drawn."""
+    """None: there is none to draw, as `error` says, or what it would follow was not drawn, or the
+    token is known and `logprobs` are its."""
     logprobs: Logprobs | None = None
     error: LambdaScaleError | None = None
 
@@ -46,14 +50,17 @@ def sample(
 
     A row with a `proposed` token follows the row before if that draws this token; if not, nothing
     is drawn for it."""
-    # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
-    drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in _largest_ids(logits)]
     of = processors or [None] * len(draws)
-    rest = [
-        row
-        for row, draw in enumerate(draws)
-        if drawn[row].error is None and (of[row] or not _is_plain(draw.sampling))
-    ]
+    # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
+    ids = _largest_ids(logits)
+    done = {row for row, draw in enumerate(draws) if not of[row] and _is_plain(draw.sampling)}
+    random = [row for row in sorted(done) if draws[row].sampling.temperature > 0]
+    if random and _on_device(logits):
+        _draw_there(logits, draws, random, ids)
+    else:
+        done -= set(random)
+    drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in ids.tolist()]
+    rest = [row for row, one in enumerate(drawn) if row not in done and one.error is None]
     values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
     for row, due in enumerate(proposed or [None] * len(draws)):
         if due is not None and drawn[row - 1].token != due:
@@ -64,12 +71,46 @@ def sample(
     return drawn
 
 
-def _largest_ids(logits: torch.Tensor) -> list[int]:
+def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Drawn]:
+    """Log probabilities of a known token after each row of `logits` [n, vocab], and of the `top`
+    most probable ones. A long prompt has thousands: they are computed where the logits are."""
+    logprobs = logits.log_softmax(-1)
+    known = to_device(torch.tensor(tokens), logits.device)
+    own: list[float] = logprobs.gather(-1, known.unsqueeze(-1)).squeeze(-1).tolist()
+    best = logprobs.topk(min(top, logprobs.shape[-1]))
+    found = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        NOT_FINITE
+        if math.isnan(logprob)
+        else Drawn(None, Logprobs(logprob, tuple(zip(ids, values, strict=True))))
+        for logprob, ids, values in found
+    ]
+
+
+def _largest_ids(logits: torch.Tensor) -> torch.Tensor:
     """Of each row; -1 where the largest is not finite, as it is not if any is NaN."""
+    if not _on_device(logits):  # torch's argmax takes ten times as long as numpy's
+        values = logits.numpy()
+        found = values.argmax(-1)
+        finite = np.isfinite(values[np.arange(len(values)), found])
+        return torch.from_numpy(np.where(finite, found, -1))
     ids = logits.argmax(-1, keepdim=True)
-    ids = ids.where(logits.gather(-1, ids).isfinite(), -1)
-    found: list[int] = ids.squeeze(-1).tolist()
-    return found
+    return ids.where(logits.gather(-1, ids).isfinite(), -1).squeeze(-1)
+
+
+def _on_device(logits: torch.Tensor) -> bool:
+    return logits.device.type != "cpu"
+
+
+def _draw_there(
+    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], ids: torch.Tensor
+) -> None:
+    """What these rows draw goes to `ids`, but where there is -1."""
+    at = to_device(torch.tensor(rows), logits.device)
+    samplings = [draws[row].sampling for row in rows]
+    chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in rows]
+    found = device_sampling.draw(logits[at], samplings, chances)
+    ids[at] = found.where(ids[at] >= 0, -1)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -79,7 +120,8 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 and sampling.logprobs is None
+    """The token is all that is asked for."""
+    return sampling.logprobs is None
 
 
 def _guarded(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:

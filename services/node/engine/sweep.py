@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from services.node.core.kv import pages_of
-from services.node.engine.attention import Span, pad_rows
+from services.node.engine.attention import Span
 from services.node.engine.base import (
     PartResult,
     Row,
@@ -26,16 +26,19 @@ from services.node.engine.copies import to_device, to_host
 from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
-from services.node.engine.sampling import Drawn, sample
+from services.node.engine.sampling import Drawn, sample, score
 from services.node.model.architecture import AnyConfig
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 
+SCORED_AT_ONCE = 64
+"""Positions: their logits are 32 MiB for 128k tokens, where those of a whole step are 256."""
+
 
 class Step(Protocol):
     def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """A block's layers. hidden [padded rows, hidden_size] is updated; kv: theirs, see
+        """A block's layers. hidden [rows, hidden_size] is updated; kv: theirs, see
         KvCache.of_layers."""
 
 
@@ -63,7 +66,7 @@ class Network(Protocol):
         """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
         model."""
 
-    def step(self, spans: Rows[Span], n_padded: int) -> Step:
+    def step(self, spans: Rows[Span]) -> Step:
         """To run layers over these rows, packed one after the other."""
 
     def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
@@ -105,9 +108,9 @@ class Model:
         return self.network.config.n_units - 1
 
     def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
-        """`hidden`: [padded rows, hidden_size]."""
+        """`hidden`: [rows, hidden_size]."""
         graphed = self.graphs.step(spans, hidden) if self.graphs else None
-        return graphed or self.network.step(spans, len(hidden))
+        return graphed or self.network.step(spans)
 
 
 @dataclass(slots=True)
@@ -124,7 +127,7 @@ class _Rider:
     hidden: torch.Tensor
     """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
     drawn: tuple[tuple[Drawn, ...], ...] = ()
-    """After each row, once the head was run."""
+    """For each row, once the head was run: what was scored, then what was drawn."""
 
     @property
     def result(self) -> PartResult:
@@ -231,7 +234,7 @@ class TorchSweep:
 
     def _run(self, model: Model) -> None:
         if not self._packed:
-            self._pack(model.network)
+            self._pack()
         if layers := model.layer_units(self._at):
             if self._step is None:
                 self._step = model.step(self._spans(), self._hidden)
@@ -240,15 +243,11 @@ class TorchSweep:
         if (head := model.head_unit(self._at)) is not None:
             self._sample(model, head)
 
-    def _pack(self, network: Network) -> None:
+    def _pack(self) -> None:
         """Always into new memory: those who got off keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
-        n = sum(counts)
-        n_padded = pad_rows(n)
-        hidden = self._aboard[0].hidden.new_empty(n_padded, network.config.hidden_size)
-        torch.cat([rider.hidden for rider in self._aboard], out=hidden[:n])
-        hidden[n:] = 0
-        for rider, own in zip(self._aboard, torch.split(hidden[:n], counts), strict=True):
+        hidden = torch.cat([rider.hidden for rider in self._aboard])
+        for rider, own in zip(self._aboard, torch.split(hidden, counts), strict=True):
             rider.hidden = own
         self._hidden, self._packed, self._step = hidden, True, None
 
@@ -262,7 +261,9 @@ class TorchSweep:
     def _sample(self, model: Model, unit: Any) -> None:
         """All aboard get off after the head: it is the last unit."""
         rows = [row for rider in self._aboard for row in rider.rows]
+        scored = _scored(model, unit, self._hidden, rows)
         drawn = _drawn(model, unit, self._hidden, rows)
+        drawn = tuple((*known, *new) for known, new in zip(scored, drawn, strict=True))
         for rider in self._aboard:
             rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 
@@ -333,6 +334,7 @@ class TorchSweep:
                     f"expected all {whole} of an image"
                 )
                 raise RowsRefused((row.sequence,), why)
+            _check_score(row, model)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """`ends`: where sequences with earlier rows in the part will end after those."""
@@ -358,12 +360,45 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
+def _check_score(row: Row, model: Model) -> None:
+    """Outside of the positions or the vocabulary is outside of memory, on a GPU."""
+    known, vocab_size = row.score, model.manifest.config.get("vocab_size", 0)
+    if known is None:
+        return
+    placed = known.first >= 0 and known.first + len(known.tokens) <= row.count
+    if not placed or not all(0 <= token < vocab_size for token in known.tokens):
+        why = BadInput(
+            f"sequence {row.sequence}: {len(known.tokens)} tokens to score from position "
+            f"{known.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
+        )
+        raise RowsRefused((row.sequence,), why)
+
+
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
     expected = (sum(row.count for row in part.rows), model.network.config.hidden_size)
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
     return to_device(part.hidden.to(model.network.dtype), model.network.device)
+
+
+def _scored(
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
+) -> list[tuple[Drawn, ...]]:
+    """The log probabilities of each row's known tokens."""
+    scored = []
+    end = 0
+    for row in rows:
+        start, end = end, end + row.count
+        found: list[Drawn] = []
+        if known := row.score:
+            positions = range(start + known.first, start + known.first + len(known.tokens))
+            for at in range(0, len(positions), SCORED_AT_ONCE):
+                some = slice(at, at + SCORED_AT_ONCE)
+                logits = model.network.head(unit, hidden, positions[some])
+                found += score(logits, known.tokens[some], known.top)
+        scored.append(tuple(found))
+    return scored
 
 
 def _drawn(

@@ -2,13 +2,16 @@
 
 Nothing imports this file on a machine without a GPU, but its tests: they run it in Triton's
 interpreter. All sums are in float32; float32 operands are multiplied as such, not as TF32.
+
+Arguments that differ from step to step are not specialised on: a kernel that is compiled anew in
+the middle of serving would have all wait for seconds.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cos", "sin", "slots"])
 def rotate_and_store(
     qkv,
     norm,
@@ -63,7 +66,7 @@ def rotate_and_store(
     tl.store(place + half, y, mask=cached)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles", "pages"])
 def attend(
     qkv,
     kv,
@@ -170,7 +173,7 @@ def attend(
         tl.store(weight + part, best + tl.log2(total), mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["tiles"])
 def combine(
     partial,
     weight,
@@ -213,3 +216,52 @@ def silu_times(gate_up, out, width, TILE: tl.constexpr):
     up = tl.load(gate_up + row * 2 * width + width + i, mask=i < width, other=0.0).to(tl.float32)
     active = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + i, active.to(out.dtype.element_ty), mask=i < width)
+
+
+@triton.jit
+def multiply_by_expert(
+    x,
+    weight,
+    out,
+    order,
+    ends,
+    width,
+    columns,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Products of pairs (a row, one of its experts) with the matrix of the pair's expert; a grouped
+    product as in vLLM's fused_moe, without its padding. One program an expert and COLUMNS of its
+    matrix: those of experts that no row chose end at once.
+
+    x [pairs / SHARE, width]: pair i has row i // SHARE; weight [experts, columns, width]; out
+    [pairs, columns]. order [pairs]: pairs, those of an expert side by side; ends [experts]: where
+    in it each one's end. ROWS pairs and DEPTH of the width are multiplied at a time.
+    """
+    expert = tl.program_id(0)
+    stop = tl.load(ends + expert)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    matrix = weight + (expert.to(tl.int64) * columns + column[None, :]) * width
+    for first in range(start, stop, ROWS):
+        place = first + tl.arange(0, ROWS)
+        pair = tl.load(order + place, mask=place < stop, other=0)
+        summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for done in range(0, width, DEPTH):
+            d = done + tl.arange(0, DEPTH)
+            a = tl.load(
+                x + (pair // SHARE)[:, None] * width + d[None, :],
+                mask=(place < stop)[:, None] & (d < width)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                matrix + d[:, None],
+                mask=(column < columns)[None, :] & (d < width)[:, None],
+                other=0.0,
+            )
+            summed += tl.dot(a, b, input_precision="ieee")
+        target = out + pair[:, None] * columns + column[None, :]
+        there = (place < stop)[:, None] & (column < columns)[None, :]
+        tl.store(target, summed.to(out.dtype.element_ty), mask=there)

@@ -29,6 +29,6 @@ class TritonOps:
         return out
 
     def attention(
-        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span], n_padded: int
+        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]
     ) -> PagedStep:
-        return paged_step(attention, frequencies, spans, n_padded)
+        return paged_step(attention, frequencies, spans)

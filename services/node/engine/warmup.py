@@ -7,16 +7,20 @@ model itself is touched: it may be running already.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import torch
 
 from services.node.core.kv import PAGE, pages_of
-from services.node.engine.attention import Span, pad_rows
-from services.node.engine.base import Draw, SequenceKey
+from services.node.engine.attention import Span
+from services.node.engine.base import Draw, Row, SequenceKey
 from services.node.engine.decoder import Decoder
+from services.node.engine.encoder import Encoder
 from services.node.engine.kv import Sequence
 from services.node.engine.sampling import sample
-from services.node.engine.weights import BlockTensors, HeadUnit, LayerUnit, Unit
+from services.node.engine.sweep import Network
+from services.node.engine.weights import HeadUnit, LayerUnit
 from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.messages.serving import Sampling
@@ -25,9 +29,20 @@ BATCHES = (*((n, 1) for n in (1, 2, 4, 8, 16, 32, 64)), (1, 64), (1, 512))
 """(sequences, positions of each): decode steps, of the sizes of which there are graphs
 (graphs.py), and prefills."""
 
+IMAGES = (1, 2, 4, 8)
+RANDOM = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+"""Every cut."""
 
-def warm_up(decoder: Decoder) -> Iterator[None]:
+
+def warm_up(network: Network) -> Iterator[None]:
     """One batch at each step of the iterator."""
+    if isinstance(network, Decoder):
+        yield from _warm_up_decoder(network)
+    elif isinstance(network, Encoder):
+        yield from _warm_up_encoder(network)
+
+
+def _warm_up_decoder(decoder: Decoder) -> Iterator[None]:
     kinds = {layer: unit for unit, layer in enumerate(decoder.config.layers, start=1)}
     for unit in kinds.values():
         layer = _without_weights(decoder, unit)
@@ -43,12 +58,22 @@ def warm_up(decoder: Decoder) -> Iterator[None]:
         yield
 
 
-def _without_weights(decoder: Decoder, unit: int) -> Unit:
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    shapes = decoder.config.unit_tensors(unit)
+def _warm_up_encoder(encoder: Encoder) -> Iterator[None]:
+    last = encoder.config.n_units - 1
+    patches, layer, head = (_without_weights(encoder, unit) for unit in (0, 1, last))
+    for images in IMAGES:
+        _run_encoder(encoder, patches, layer, head, images)
+        yield
+
+
+def _without_weights(network: Network, unit: int) -> Any:
+    dtype = str(network.dtype).removeprefix("torch.")
+    shapes = network.config.unit_tensors(unit)
     (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
-    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=decoder.device)
-    return BlockTensors(block, zeros, "stored").unit(decoder.config, unit)
+    block = msgspec.structs.replace(block, first_unit=unit, last_unit=unit)
+    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=network.device)
+    (made,) = network.units(block, zeros, "stored")
+    return made
 
 
 @torch.inference_mode()
@@ -56,31 +81,35 @@ def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: in
     attention, pages = decoder.attention, pages_of(positions)
     shape = (sequences * pages * PAGE, 2, attention.n_kv_heads, attention.head_dim)
     kv = torch.zeros(shape, dtype=attention.dtype, device=decoder.device)
-    spans: list[Span] = [
-        (
-            Sequence(
-                SequenceKey(""),
-                ModelId(""),
-                (0, 1),
-                range(1),
-                positions,
-                pages=list(range(i * pages, (i + 1) * pages)),
-            ),
-            0,
-            positions,
-        )
-        for i in range(sequences)
-    ]
+    spans = [_span(positions, range(i * pages, (i + 1) * pages)) for i in range(sequences)]
     hidden = _hidden(decoder, sequences * positions)
-    decoder.step(spans, len(hidden)).run(0, (layer,), hidden, kv[None])
+    decoder.step(spans).run(0, (layer,), hidden, kv[None])
 
 
 @torch.inference_mode()
 def _run_head(decoder: Decoder, head: HeadUnit, sequences: int) -> None:
     logits = decoder.head(head, _hidden(decoder, sequences), range(sequences))
-    sample(logits, [Draw(0, Sampling())] * sequences)
+    for sampling in (Sampling(), RANDOM):
+        sample(logits, [Draw(0, sampling)] * sequences)
+
+
+@torch.inference_mode()
+def _run_encoder(encoder: Encoder, patches: Any, layer: Any, head: Any, images: int) -> None:
+    positions = encoder.whole
+    image = bytes(encoder.config.image.nbytes)
+    rows = [Row(SequenceKey(""), 0, positions, positions, image=image)] * images
+    hidden = encoder.embed(patches, rows)
+    spans = [_span(positions, range(0))] * images
+    encoder.step(spans).run(0, (layer,), hidden, hidden.new_empty(0))
+    logits = encoder.head(head, hidden, range(positions - 1, len(hidden), positions))
+    sample(logits, [Draw(0, Sampling())] * images)
+
+
+def _span(positions: int, pages: range) -> Span:
+    sequence = Sequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, list(pages))
+    return sequence, 0, positions
 
 
 def _hidden(decoder: Decoder, rows: int) -> torch.Tensor:
-    shape = (pad_rows(rows), decoder.config.hidden_size)
+    shape = (rows, decoder.config.hidden_size)
     return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)

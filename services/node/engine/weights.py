@@ -1,12 +1,12 @@
 """From a block's bytes to the tensors that the model computes with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from services.node.engine.base import Weights
-from services.node.engine.linear import Form, Linear, linear
+from services.node.engine.linear import Form, Gate, Linear, gate, linear
 from services.node.model.architecture import AnyConfig
 from services.node.model.config import (
     DTYPES,
@@ -27,7 +27,7 @@ class EmbeddingUnit:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: Linear
+    gate_up: Gate
     down: Linear
 
 
@@ -35,9 +35,11 @@ class Mlp:
 class ExpertMlp:
     router: Linear
     """In float32: what is nearly tied would else go one way or another."""
-    gate_up: tuple[Linear, ...]
+    gate_up: tuple[Gate, ...]
     """Each expert's, as `down`."""
     down: tuple[Linear, ...]
+    matrices: tuple[torch.Tensor, torch.Tensor]
+    """The same as they are stored: GATE_UP and DOWN (families.family)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,44 +120,17 @@ class BlockTensors:
         self._form = form
         self._specs = {tensor.name: tensor for tensor in block.tensors}
 
-    def unit(self, config: ModelConfig, unit: int) -> Unit:
-        if unit == 0:
-            return EmbeddingUnit(self._joined([EMBEDDING]))
-        if unit == config.n_units - 1:
-            return HeadUnit(self._joined([FINAL_NORM]), self._formed(self._joined([HEAD])))
-        prefix = f"model.layers.{unit - 1}."
-        attention, layer = prefix + "self_attn.", config.layers[unit - 1]
-        return LayerUnit(
-            input_norm=self._joined([prefix + "input_layernorm.weight"]),
-            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
-            qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,
-            window=layer.window,
-            o=self._linear(attention, ("o_proj",)),
-            post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
-            mlp=self._expert_mlp(prefix) if layer.experts else self._mlp(prefix + "mlp."),
-        )
-
-    def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
-        q, k = self._joined([prefix + "q_norm.weight"]), self._joined([prefix + "k_norm.weight"])
-        return torch.cat((q.expand(config.n_heads, -1), k.expand(config.n_kv_heads, -1)))
-
-    def _mlp(self, prefix: str) -> Mlp:
-        gate_up = self._linear(prefix, ("gate_proj", "up_proj"))
-        return Mlp(gate_up, self._linear(prefix, ("down_proj",)))
-
-    def _expert_mlp(self, prefix: str) -> ExpertMlp:
-        return ExpertMlp(
-            router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
-            gate_up=tuple(map(self._formed, self._joined([prefix + GATE_UP]))),
-            down=tuple(map(self._formed, self._joined([prefix + DOWN]))),
-        )
-
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
+        return self._formed(*self._matrix(prefix, names))
+
+    def _matrix(
+        self, prefix: str, names: Sequence[str]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """With its bias, if it has one."""
         weight = self._joined([f"{prefix}{name}.weight" for name in names])
-        bias = None
-        if f"{prefix}{names[0]}.bias" in self._specs:
-            bias = self._joined([f"{prefix}{name}.bias" for name in names])
-        return self._formed(weight, bias)
+        if f"{prefix}{names[0]}.bias" not in self._specs:
+            return weight, None
+        return weight, self._joined([f"{prefix}{name}.bias" for name in names])
 
     def _formed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return linear(weight, bias, self._form)
@@ -180,3 +155,53 @@ class BlockTensors:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         part = self._bytes[spec.offset : spec.offset + spec.nbytes]
         return part.view(dtype).view(spec.shape)
+
+
+class DecoderTensors(BlockTensors):
+    def __init__(
+        self,
+        block: BlockSpec,
+        weights: Weights,
+        form: Form,
+        silu_times: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`silu_times`: see ops.py."""
+        super().__init__(block, weights, form)
+        self._silu_times = silu_times
+
+    def unit(self, config: ModelConfig, unit: int) -> Unit:
+        if unit == 0:
+            return EmbeddingUnit(self._joined([EMBEDDING]))
+        if unit == config.n_units - 1:
+            return HeadUnit(self._joined([FINAL_NORM]), self._formed(self._joined([HEAD])))
+        prefix = f"model.layers.{unit - 1}."
+        attention, layer = prefix + "self_attn.", config.layers[unit - 1]
+        return LayerUnit(
+            input_norm=self._joined([prefix + "input_layernorm.weight"]),
+            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
+            qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,
+            window=layer.window,
+            o=self._linear(attention, ("o_proj",)),
+            post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
+            mlp=self._expert_mlp(prefix) if layer.experts else self._mlp(prefix + "mlp."),
+        )
+
+    def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
+        q, k = self._joined([prefix + "q_norm.weight"]), self._joined([prefix + "k_norm.weight"])
+        return torch.cat((q.expand(config.n_heads, -1), k.expand(config.n_kv_heads, -1)))
+
+    def _mlp(self, prefix: str) -> Mlp:
+        weight, bias = self._matrix(prefix, ("gate_proj", "up_proj"))
+        return Mlp(self._gate(weight, bias), self._linear(prefix, ("down_proj",)))
+
+    def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
+        return ExpertMlp(
+            router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
+            gate_up=tuple(map(self._gate, gate_up)),
+            down=tuple(map(self._formed, down)),
+            matrices=(gate_up, down),
+        )
+
+    def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Gate:
+        return gate(weight, bias, self._form, self._silu_times)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,15 @@ from shared.messages.instances import Instance, InstanceSet, InstanceSets, Insta
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone, Task
 from shared.messages.scaling import FirstPartialToken
-from shared.messages.serving import AttemptFailed, Cancel, Logprobs, Submit, Token, Tokens
+from shared.messages.serving import (
+    AttemptFailed,
+    Cancel,
+    Logprobs,
+    Scores,
+    Submit,
+    Token,
+    Tokens,
+)
 
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 SPECIAL = (BOS, EOS, USER, ASSISTANT)
@@ -121,6 +129,15 @@ def logprobs_of(submit: Submit, index: int, token: int) -> Logprobs | None:
     return Logprobs(-index / 8, tuple((4 + i, -1.0 - i) for i in range(count)))
 
 
+def scores_of(submit: Submit, first: int, at_once: int) -> Iterator[Scores]:
+    """What a scripted node says of a prompt from token `first` on: token i has -i/4."""
+    top = tuple((4 + i, -1.0 - i) for i in range(submit.sampling.logprobs or 0))
+    end = submit.prompt_tokens
+    for start in range(first, end, at_once):
+        logprobs = tuple(Logprobs(-i / 4, top) for i in range(start, min(start + at_once, end)))
+        yield Scores(submit.request, submit.attempt, start - end, logprobs)
+
+
 class ScriptedNode(Recorder):
     """Answers Submit as a node does, and generates what `script` says, index by index."""
 
@@ -130,13 +147,16 @@ class ScriptedNode(Recorder):
         self.script: Callable[[Submit], Sequence[int]] = lambda submit: ids_of("hello world")
         self.refusal: LambdaScaleError | None = None
         self.pause_at: int | None = None
-        """The index at which generation waits for `resume`."""
+        """The index at which it waits for `resume`."""
+        self.scored_at_once = 1 << 30
+        """Tokens of a prompt in a message."""
         self.at_once = 1
         """Tokens in a message, as of a step with accepted ones."""
         self.resume = asyncio.Event()
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.sent: list[Token] = []
+        self.scores: list[Scores] = []
         self._bus = bus
         self._tasks: dict[tuple[RequestId, int], asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
@@ -173,6 +193,7 @@ class ScriptedNode(Recorder):
         await self.changed()
 
     async def _generate(self, submit: Submit) -> None:
+        await self._score(submit)
         script = [*self.script(submit), EOS_ID]
         tokens: list[Token] = []
         for index in range(len(submit.tokens) - submit.prompt_tokens, submit.max_tokens):
@@ -191,11 +212,24 @@ class ScriptedNode(Recorder):
             if finish:
                 return
 
+    async def _score(self, submit: Submit) -> None:
+        first = submit.score_from or submit.prompt_tokens
+        for scores in scores_of(submit, first, self.scored_at_once):
+            if scores.index == self.pause_at:
+                await self.resume.wait()
+            await self.send(submit, scores=(scores,))
+
     async def send(
-        self, submit: Submit, *tokens: Token, failed: AttemptFailed | None = None
+        self,
+        submit: Submit,
+        *tokens: Token,
+        failed: AttemptFailed | None = None,
+        scores: tuple[Scores, ...] = (),
     ) -> None:
         self.sent += tokens
-        message = Tokens(node=self.id, tokens=tokens, failed=(failed,) if failed else ())
+        self.scores += scores
+        gone = (failed,) if failed else ()
+        message = Tokens(node=self.id, tokens=tokens, failed=gone, scores=scores)
         await self._bus.publish(subjects.gateway_tokens(submit.gateway), message)
         await self.changed()
 

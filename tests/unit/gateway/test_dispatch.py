@@ -7,6 +7,7 @@ from services.gateway.core.commands import (
     Emit,
     End,
     Resumed,
+    Scored,
     Send,
     Switched,
     Withdraw,
@@ -26,7 +27,7 @@ from shared.errors import (
 )
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
-from shared.messages.serving import AttemptFailed, Sampling, Token, Tokens
+from shared.messages.serving import AttemptFailed, Logprobs, Sampling, Scores, Token, Tokens
 from tests.unit.gateway.support import path, replica
 
 NAME, MODEL = ModelName("m"), ModelId("m-id")
@@ -59,7 +60,9 @@ class Driver:
         )
         return self.dispatch.on_instances(new, self.now)
 
-    def admit(self, *names: str, prompt: int = 4, max_tokens: int = 100) -> list[Command]:
+    def admit(
+        self, *names: str, prompt: int = 4, max_tokens: int = 100, score_from: int = 0
+    ) -> list[Command]:
         requests = [
             Request(
                 RequestId(name),
@@ -69,6 +72,7 @@ class Driver:
                 (),
                 Sampling(),
                 self.now,
+                score_from=score_from,
             )
             for name in names
         ]
@@ -77,6 +81,12 @@ class Driver:
     def give(self, name: str, attempt: int, index: int, finish: str = "") -> list[Command]:
         token = Token(RequestId(name), attempt, index, 7, finish)
         message = Tokens(node=replica(1).leader, tokens=(token,))
+        return self.dispatch.on_tokens(message, self.now)
+
+    def score(self, name: str, attempt: int, index: int, *logprobs: float) -> list[Command]:
+        found = tuple(Logprobs(one, ()) for one in logprobs)
+        scores = Scores(RequestId(name), attempt, index, found)
+        message = Tokens(node=replica(1).leader, tokens=(), scores=(scores,))
         return self.dispatch.on_tokens(message, self.now)
 
     def refuse(self, name: str, attempt: int) -> list[Command]:
@@ -123,6 +133,44 @@ def test_a_gap_ends_the_attempt_at_once() -> None:
     assert [type(command) for command in commands] == [Withdraw, Resumed]
     (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
     assert send.submit.tokens == (0, 1, 2, 3, 7)
+
+
+def told(commands: list[Command]) -> list[float]:
+    """The log probabilities that a client gets."""
+    return [one.drawn for c in commands if isinstance(c, Scored) for one in c.logprobs]
+
+
+def test_each_score_is_taken_once_and_the_rest_asked_for_elsewhere() -> None:
+    driver = Driver(replica(1))
+    (send,) = driver.admit("a", prompt=6, score_from=1)
+    assert isinstance(send, Send)
+    assert send.submit.score_from == 1
+    assert told(driver.score("a", 1, -5, 0.1, 0.2)) == [0.1, 0.2]
+    assert driver.score("a", 1, -5, 0.1, 0.2) == []
+    driver.publish(replica(2))
+    assert told(driver.score("a", 1, -3, 0.3)) == []
+    driver.publish(replica(3))
+    (send,) = driver.publish(replica(1))[-1:]
+    assert isinstance(send, Send)
+    assert send.submit.score_from == 3
+    attempt = send.submit.attempt
+    assert told(driver.score("a", attempt, -3, 0.3, 0.4, 0.5)) == [0.3, 0.4, 0.5]
+    (emit,) = driver.give("a", attempt, 0)[-1:]
+    assert isinstance(emit, Emit)
+    (send,) = driver.publish(replica(2))[-1:]
+    assert isinstance(send, Send)
+    assert send.submit.score_from == 6
+
+
+@pytest.mark.parametrize("lost", ["score", "all"])
+def test_a_score_that_is_lost_ends_the_attempt(lost: str) -> None:
+    driver = Driver(replica(1))
+    driver.admit("a", prompt=6, score_from=1)
+    driver.score("a", 1, -5, 0.1, 0.2)
+    commands = driver.score("a", 1, -2, 0.4) if lost == "score" else driver.give("a", 1, 0)
+    assert [type(command) for command in commands] == [Withdraw, Resumed]
+    (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
+    assert send.submit.score_from == 3
 
 
 def test_requests_wait_in_order_for_a_slot() -> None:

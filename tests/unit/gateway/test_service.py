@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -15,8 +16,9 @@ from shared.ids import ModelName, RequestId
 from shared.messages.instances import InstanceState
 from shared.messages.pool import ModelRemoved
 from shared.messages.serving import AttemptFailed, Cancel, Token, Tokens
-from tests.unit.gateway.reader import TEXT, Reader, nodes_of
+from tests.unit.gateway.reader import ASK, TEXT, Reader, nodes_of
 from tests.unit.gateway.support import (
+    PATIENCE_S,
     Cluster,
     ids_of,
     path,
@@ -50,6 +52,24 @@ async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPat
         await cluster.publish(replica(1))
         assert await reading == TEXT
         assert reader.raw.startswith(b": waiting\n\n")
+
+
+async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With each chunk, however long nothing else is said."""
+    monkeypatch.setattr("services.gateway.http.KEEPALIVE_S", 1000)
+    async with running(replica(1)) as cluster, asyncio.timeout(PATIENCE_S):
+        (node,) = await nodes_of(cluster, 1, pause_at=-1)
+        node.scored_at_once = 1
+        ask = {**ASK, "echo": True, "logprobs": 0, "stream": True}
+        async with (
+            aiohttp.ClientSession(cluster.service.url) as session,
+            session.post("/v1/completions", json=ask) as response,
+        ):
+            assert await response.content.readline() == b": waiting\n"
+            node.resume.set()
+            assert b"[DONE]" in await response.content.read()
 
 
 Vanish = Callable[[Cluster], Awaitable[None]]
@@ -95,6 +115,32 @@ async def test_a_stream_goes_on_elsewhere(vanish: Vanish) -> None:
         assert submit.tokens[submit.prompt_tokens :] == tuple(ids_of(TEXT[:10]))
         assert submit.attempt > first.submits[0].attempt
         await first.until(lambda: bool(first.cancels))
+
+
+@pytest.mark.parametrize(
+    "vanish", [_leaves_the_set, _node_is_gone, _attempt_fails, _a_token_is_lost]
+)
+async def test_a_prompt_is_scored_to_its_end_elsewhere(vanish: Vanish) -> None:
+    ask = {**ASK, "max_tokens": 2, "echo": True, "logprobs": 0}
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        first, second = await nodes_of(cluster, 1, 2, pause_at=-2)
+        first.scored_at_once, second.pause_at = 1, None
+        async with aiohttp.ClientSession(cluster.service.url) as session:
+
+            async def answer() -> dict[str, Any]:
+                async with session.post("/v1/completions", json=ask) as response:
+                    found: dict[str, Any] = await response.json()
+                    return found
+
+            reading = group.create_task(answer())
+            await first.until(lambda: len(first.scores) == 3)
+            await vanish(cluster)
+            (choice,) = (await reading)["choices"]
+        assert choice["text"] == "go onth"
+        assert choice["logprobs"]["token_logprobs"] == [
+            None, -0.25, -0.5, -0.75, -1, -1.25, 0, -0.125
+        ]  # fmt: skip
+        assert second.submits[-1].score_from in range(1, 5)
 
 
 async def test_late_and_repeated_tokens_are_dropped() -> None:

@@ -3,7 +3,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.text import DecodeStream, StopStrings, TextCodec
+from services.gateway.text import DecodeStream, Offsets, StopStrings, TextCodec
 from shared.errors import BadInput, ModelError
 from tests.unit.gateway.support import BOS, EOS_ID, TOKENIZER, VOCAB, ids_of
 
@@ -37,6 +37,27 @@ FALLBACK_CODEC = TextCodec(FALLBACK.to_str().encode())
 def streamed(codec: TextCodec, ids: list[int]) -> list[str]:
     stream = DecodeStream(codec)
     return [*(stream.step(token) for token in ids), stream.flush()]
+
+
+def offsets(codec: TextCodec, ids: list[int], echo: str = "") -> list[int]:
+    found = Offsets(codec, (), echo)
+    return [found.next(token) for token in ids]
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    """A character of several tokens begins with the first of them, and with the others too."""
+    assert offsets(CODEC, ids_of("a€b\U0001f600c")) == [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+    words = [FALLBACK_IDS[word] for word in ("<s>", "▁hello", "▁world", "<0xE2>", "<0x82>", ".")]
+    assert offsets(FALLBACK_CODEC, words) == [0, 0, 5, 11, 11, 11]
+    stream = Offsets(FALLBACK_CODEC, [FALLBACK_IDS["▁hello"]], "")
+    assert [stream.next(FALLBACK_IDS["▁world"]), stream.next(FALLBACK_IDS["."])] == [0, 6]
+
+
+def test_special_tokens_have_a_place_where_a_prompt_spelled_them_out() -> None:
+    text = "<|user|>hi<|assistant|>"
+    ids = [0, *ids_of(text), *ids_of("yes"), EOS_ID]
+    assert offsets(CODEC, ids, text) == [0, 0, 8, 9, 10, 23, 24, 25, 26]
+    assert offsets(CODEC, ids, "hi") == [0, 0, 0, 1, 2, 2, 3, 4, 5]
 
 
 @given(st.text())

@@ -6,7 +6,7 @@ import torch
 
 from services.node import activations
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
-from services.node.core.rows import Context, Draw, Row
+from services.node.core.rows import Context, Draw, Row, Score
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId
 from shared.messages.serving import LogitRules, Logprobs, Sampling
@@ -112,6 +112,11 @@ PROPOSING = Draw(2, Sampling(), proposed=(7,))
 
 def test_proposed_tokens_arrive() -> None:
     rows = (replace(ROWS[0], draw=PROPOSING), ROWS[1])
+    assert over_the_wire(changed(rows=rows), HIDDEN)[0] == changed(rows=rows)
+
+
+def test_what_is_to_be_scored_arrives() -> None:
+    rows = (replace(ROWS[0], score=Score(1, (7, 8), 5)), ROWS[1])
     assert over_the_wire(changed(rows=rows), HIDDEN)[0] == changed(rows=rows)
 
 

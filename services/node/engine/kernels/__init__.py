@@ -1,6 +1,6 @@
-"""Loads kernels.c, which is compiled for this machine's processor when it is first needed.
+"""Loads the kernels, which are compiled for this machine's processor when they are first needed.
 
-It takes a C compiler (`cc`) some two seconds, once: what it made is kept in the user's cache
+It takes a C compiler (`cc`) some three seconds, once: what it made is kept in the user's cache
 folder. The functions run on the threads of torch's own OpenMP: others would fight with those for
 cores, since they spin for a while after each product.
 """
@@ -20,69 +20,118 @@ import torch
 
 from shared import telemetry
 
-SOURCE = Path(__file__).with_name("kernels.c")
+HERE = Path(__file__).parent
+SOURCES = tuple(HERE / name for name in ("attention.c", "calls.c", "products.c"))
+HEADERS = tuple(HERE / name for name in ("kernels.h", "numbers.h"))
 FLAGS = (
     "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-shared", "-fPIC",
 )  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of activations and weights."""
+SMALL = 1 << 16
+"""Multiplications that are not worth waking another thread."""
 
 
-def _fields(integers: str, **others: Any) -> tuple[tuple[str, Any], ...]:
-    """Of an argument, which all begin with the counter."""
-    names = ("next", *integers.split())
-    return (*((name, ctypes.c_int64) for name in names), *others.items())
+def _fields(*declared: str) -> list[tuple[str, Any]]:
+    """Of a structure: "integers", "numbers" or "pointers", and their names."""
+    types = {"integers": ctypes.c_int64, "numbers": ctypes.c_double, "pointers": ctypes.c_void_p}
+    found: list[tuple[str, Any]] = []
+    for line in declared:
+        kind, *names = line.split()
+        found += ((name, types[kind]) for name in names)
+    return found
 
 
-class Norm(ctypes.Structure):
-    _fields_ = _fields(
-        "rows width narrow",
-        x=ctypes.c_void_p, weight=ctypes.c_void_p, out=ctypes.c_void_p, eps=ctypes.c_double,
-    )  # fmt: skip
-
-
-class Gated(ctypes.Structure):
-    _fields_ = _fields("rows width narrow", gate_up=ctypes.c_void_p, out=ctypes.c_void_p)
+class Matrix(ctypes.Structure):
+    _fields_ = _fields("integers kind inputs outputs gated tiles", "pointers weight scales bias")
 
 
 class Attention(ctypes.Structure):
     _fields_ = _fields(
-        "workers narrow rows heads kv_heads head_dim window",
-        qkv=ctypes.c_void_p, qk_norm=ctypes.c_void_p, eps=ctypes.c_double, scale=ctypes.c_double,
-        cos=ctypes.c_void_p, sin=ctypes.c_void_p, slots=ctypes.c_void_p, kv=ctypes.c_void_p,
-        queries=ctypes.c_void_p, attended=ctypes.c_void_p, spans=ctypes.c_void_p,
-        pages=ctypes.c_void_p, n_spans=ctypes.c_int64, scratch=ctypes.c_void_p,
-        scratch_size=ctypes.c_int64,
-    )  # fmt: skip
+        "integers rows heads kv_heads head_dim narrow narrow_kv",
+        "numbers eps scale",
+        "pointers cos sin slots queries spans pages",
+        "integers n_spans",
+        "pointers scratch",
+        "integers scratch_size",
+    )
+
+
+class Product(ctypes.Structure):
+    _fields_ = _fields("integers next threads rows narrow added", "pointers matrix x made")
+
+
+class Packing(ctypes.Structure):
+    _fields_ = _fields("integers next narrow", "pointers matrix weight bias")
+
+
+class Layer(ctypes.Structure):
+    _fields_ = _fields(
+        "pointers input_norm qk_norm post_norm qkv o gate_up down kv", "integers window"
+    )
+
+
+class Layers(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "integers next threads width narrow",
+            "numbers eps",
+            "pointers attention hidden normed qkv attended gated layers",
+            "integers n_layers",
+            "pointers wait",
+        ),
+        ("counters", ctypes.c_int64 * 8),
+    ]
 
 
 class Kernels:
-    """The functions, each with an argument of the structure above that kernels.c has for it."""
+    """What calls.c has, each with an argument of the structure that is named like it."""
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._functions = {
-            name: getattr(loaded, name) for name in ("rms_norm", "silu_times", "write_kv", "attend")
+        self._functions: dict[type[ctypes.Structure], Any] = {
+            kind: getattr(loaded, name)
+            for kind, name in (
+                (Product, "product"),
+                (Packing, "pack"),
+                (Layers, "run_layers"),
+            )
         }
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
-        self._on_threads = _openmp()
+        self._addresses = {
+            kind: ctypes.cast(function, ctypes.c_void_p)
+            for kind, function in self._functions.items()
+        }
+        self._openmp = _openmp()
+        self.barrier = self._openmp and ctypes.cast(self._openmp.GOMP_barrier, ctypes.c_void_p)
+        """Which all threads of a call wait at."""
+        self.tiles = bool(loaded.has_tiles())
+        """Whether the processor multiplies tiles of bfloat16."""
 
-    def run(self, name: str, argument: ctypes.Structure, workers: int) -> None:
-        function, address = self._functions[name], ctypes.addressof(argument)
+    def run(self, argument: ctypes.Structure, threads: int) -> None:
         argument.next = 0
-        if workers > 1 and self._on_threads is not None:
-            self._on_threads(ctypes.cast(function, ctypes.c_void_p), address, workers, 0)
+        if threads > 1 and self._openmp is not None:
+            function = self._addresses[type(argument)]
+            self._openmp.GOMP_parallel(function, ctypes.addressof(argument), threads, 0)
         else:
-            function(address)
+            self._functions[type(argument)](ctypes.addressof(argument))
+
+
+def threads_for(items: int, each: int) -> int:
+    """As many as are worth waking. `each`: the multiplications of an item, more or less."""
+    return min(torch.get_num_threads(), items, 1 + items * each // SMALL)
 
 
 def _openmp() -> Any:
-    """GOMP_parallel of the library that torch runs on; None if it has another one."""
+    """The library that torch runs on; None if it has another one."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
-        start = ctypes.CDLL(str(path)).GOMP_parallel
+        library = ctypes.CDLL(str(path))
+        start = library.GOMP_parallel
         start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         start.restype = None
-        return start
+        return library
     return None
 
 
@@ -98,12 +147,16 @@ def load() -> Kernels | None:
         return Kernels(_compiled(compiler))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home: RuntimeError
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        log.warning("kernels.c was not compiled: decoding on the processor is slower", error=said)
+        log.warning(
+            "the kernels were not compiled: decoding on the processor is slower", error=said
+        )
         return None
 
 
 def _compiled(compiler: str) -> Path:
-    made_of = hashlib.sha256(SOURCE.read_bytes())
+    made_of = hashlib.sha256()
+    for source in (*SOURCES, *HEADERS):
+        made_of.update(source.read_bytes())
     made_of.update("\0".join((compiler, *FLAGS, platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
     library = folder / f"kernels-{made_of.hexdigest()[:16]}.so"
@@ -111,7 +164,7 @@ def _compiled(compiler: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / "kernels.so"
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True)
             made.replace(library)
     return library

@@ -1,66 +1,129 @@
 """Compiles the GPU's kernels, which needs no GPU: `python -m ...compile_kernels 80` (a compute
 capability). Prints the largest number of bytes of shared memory that a program takes.
 
-It has a process of its own because in the tests' kernels are interpreted, not compiled.
+What is compiled is what the engine launches: its steps are run on a CPU, with kernels that only
+note how they are called. It has a process of its own because in the tests' kernels are interpreted,
+not compiled.
 """
 
 import os
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from services.node.engine import triton_experts
 from services.node.engine import triton_kernels as kernels
-from services.node.engine.paged_attention import MOST_SPLITS
+from services.node.engine.attention import Attention
+from services.node.engine.linear import linear
+from services.node.engine.paged_attention import paged_step
+from services.node.engine.triton_ops import TritonOps
+from services.node.engine.weights import ExpertMlp
+from services.node.model.config import ExpertsConfig
+from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
-HEADS = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128}
-"""Llama-3-8B's."""
+SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
+    (torch.bfloat16, (32, 8, 128)),  # Llama-3-8B's
+    (torch.float16, (8, 1, 256)),
+    (torch.float32, (28, 4, 128)),
+)
+"""(heads, KV heads, head_dim)."""
+STEPS = ([(40, 1), (3, 1)], [(9, 8), (40, 1)], [(0, 70), (9, 1)])
+"""(positions before, count) of each sequence: decode steps, drafts, a prefill."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+Source = tuple[ASTSource, dict[str, int]]
 
 
-def sources() -> Iterator[tuple[ASTSource, dict[str, int]]]:
-    """Each with its options, as paged_attention.py launches it."""
-    values = "*bf16"
-    given = {"kv": values, "qkv": values, "norm": values, "out": values, "gate_up": values}
-    given |= {"tiles": "*i32", "pages": "*i32", "slots": "*i32", "splits": "i32", "width": "i32"}
-    given |= {"cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "weight": "*fp32"}
-    given |= {"eps": "fp32", "scale": "fp32"}
-    attend = {**HEADS, "PAGE": 16, "KEYS": 64, "DIM": 128}
-    for constants, warps in (
-        ({**attend, "WINDOW": 0, "ROWS": 16, "DIVIDED": True}, 4),
-        ({**attend, "WINDOW": 4096, "ROWS": 128, "DIVIDED": False}, 8),
-    ):
-        yield source(kernels.attend, given, constants), {"num_warps": warps, "num_stages": 2}
-    combine = {**HEADS, "ROWS": 16, "DIM": 128, "MOST_SPLITS": MOST_SPLITS}
-    yield source(kernels.combine, given, combine), {}
-    for normed in (False, True):
-        rotate = {**HEADS, "HALF": 64, "TILE": 8, "NORMED": normed}
-        yield source(kernels.rotate_and_store, given, rotate), {"num_warps": 1}
-    yield source(kernels.silu_times, given, {"TILE": 1024}), {}
+class Noted:
+    """In place of a kernel."""
+
+    def __init__(self, kernel: Any, sources: dict[str, Source]) -> None:
+        self._kernel, self._sources = kernel, sources
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        given = dict(zip(self._kernel.arg_names, args, strict=False)) | named
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int, ...], Any] = {}
+        aligned: dict[tuple[int, ...], Any] = {}
+        for index, parameter in enumerate(self._kernel.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = POINTERS[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
+        name = f"{self._kernel.__name__} {signature} {constants} {options}"
+        self._sources[name] = ASTSource(self._kernel, signature, constants, aligned), options
 
 
-def source(kernel: Any, given: dict[str, str], constants: dict[str, int]) -> ASTSource:
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else given[name] for name in names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if signature[name].startswith("*")
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return ASTSource(kernel, signature, values, aligned)
+def sources() -> Iterator[tuple[str, Source]]:
+    found: dict[str, Source] = {}
+    for name in ("rotate_and_store", "attend", "combine", "silu_times", "multiply_by_expert"):
+        setattr(kernels, name, Noted(getattr(kernels, name), found))
+    for dtype, (heads, kv_heads, dim) in SHAPES:
+        attend(dtype, heads, kv_heads, dim)
+        mix(dtype, 512)
+    yield from found.items()
+
+
+def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    shape = config(heads, kv_heads, dim, window=64)
+    attention = Attention(shape, LONGEST, dtype, torch.device("cpu"))
+    frequencies = torch.ones(dim // 2)
+    kv = torch.zeros(CAPACITY, 2, kv_heads, dim, dtype=dtype)
+    norm = torch.ones(heads + kv_heads, dim, dtype=dtype)
+    for number, lengths in enumerate(STEPS):
+        spans = spans_of(lengths, random.Random(0))
+        rows = sum(count for _, count in lengths)
+        qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        step = paged_step(attention, frequencies, spans)
+        step.run(qkv, norm if number else None, kv, 64 if number else 0)
+    TritonOps().silu_times(torch.zeros(4, 2 * 14336, dtype=dtype))
+
+
+def mix(dtype: torch.dtype, rows: int) -> None:
+    """Mixtral's experts and choice, narrower."""
+    config = ExpertsConfig(8, 2, 256, True, {})
+    x = torch.zeros(rows, 128, dtype=dtype)
+    gate_up, down = x.new_zeros(8, 512, 128), x.new_zeros(8, 128, 256)
+    mlp = ExpertMlp(linear(torch.zeros(8, 128), None, "stored"), (), (), (gate_up, down))
+    triton_experts.add_experts(x, x, mlp, config)
 
 
 def main(capability: int) -> None:
-    shared = [
-        triton.compile(made, target=GPUTarget("cuda", capability, 32), options=options)
-        for made, options in sources()
-    ]
-    print(max(compiled.metadata.shared for compiled in shared))
+    target, most = GPUTarget("cuda", capability, 32), 0
+    for name, (source, options) in sources():
+        shared = triton.compile(source, target=target, options=options).metadata.shared
+        print(shared, name, file=sys.stderr)
+        most = max(most, shared)
+    print(most)
 
 
 if __name__ == "__main__":

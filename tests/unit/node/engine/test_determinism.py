@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from services.node.core.kv import PAGE
 from services.node.engine import kernels, sweep
-from services.node.engine.attention import ROWS
 from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv import FreePages
-from services.node.engine.linear import Packed
 from services.node.engine.sampling import Drawn
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import GREEDY, MODEL, Model, Path, make_model, part, row, run
@@ -266,21 +264,6 @@ def test_the_same_without_our_kernels(
         path.run([row("s", start, TOKENS[start:stop], draw=stop)])
         assert torch.equal(logits.take()[0], alone[stop - 1])
     assert alone.argmax(-1).tolist() == model.expected_logits(TOKENS).argmax(-1).tolist()
-
-
-def test_experts_too_multiply_whole_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    product = Packed.__call__
-
-    def spy(self: Packed, x: torch.Tensor) -> torch.Tensor:
-        rows.append(len(x))
-        return product(self, x)
-
-    path = Path(make_model(**QWEN3_MOE))
-    monkeypatch.setattr(Packed, "__call__", spy)
-    path.run([row("s", 0, TOKENS[:13], draw=0)])
-    assert len(rows) > 4 * 9
-    assert not any(n % ROWS for n in rows)
 
 
 @given(

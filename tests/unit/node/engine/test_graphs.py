@@ -115,6 +115,26 @@ def recorded(recorder: Recorder) -> tuple[int, int]:
     return recorder.recorded, recorder.repeated
 
 
+def test_mixtures_of_experts(recorder: Recorder) -> None:
+    """Rows that only pad go to experts, too, and to nobody else's harm."""
+    model = make_model(
+        model_type="qwen3_moe",
+        num_hidden_layers=LAYERS,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        mlp_only_layers=[1],
+    )
+    requests = Requests(model, model.engine(kv_tokens=512), fused(model, recorder))
+    for number in range(3):
+        requests.start(f"s{number}", [number + 1, 7, 5 * number])
+        requests.step(f"s{number}")
+    for keys in ("012", "012", "20", "1"):
+        requests.step(*(f"s{key}" for key in keys))
+    assert recorded(recorder) == (3 * LAYERS, LAYERS)  # of 4, 2 and 1 sequences
+
+
 def test_a_sequence_that_leaves_between_two_blocks(small: Model, recorder: Recorder) -> None:
     """The others go on, in a step of another size, where they were."""
     engine, plain = fused(small, recorder), small.engine(kv_tokens=512)

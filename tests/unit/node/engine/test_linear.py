@@ -1,41 +1,92 @@
 """Products with weights in every form: right, and the same for a row whatever the batch."""
 
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn import functional
 
-from services.node.engine.attention import ROWS
-from services.node.engine.linear import Form, Linear, Packed, Stored, check_form, linear
+from services.node.engine import kernels
+from services.node.engine.linear import Form, Packed, Stored, check_form, gate, linear
+from services.node.engine.ops import TorchOps
 from shared.errors import ConfigError
 
-SHAPES = [(768, 2304), (2048, 768), (64, 96), (100, 36), (8, 12)]
+SHAPES = [(768, 2304), (2048, 768), (640, 70), (100, 36), (1037, 96), (8, 12)]
 """[in, out]."""
 FORMS: list[Form] = ["stored", "packed", "int8"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+silu_times = TorchOps().silu_times
+NARROW = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512f")
+"""Compiler flags, for what other processors would run."""
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
 
-def made(form: Form, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Linear, torch.Tensor]:
-    """(with a bias, the weight [out, in])."""
+def made(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight [out, in], bias)."""
     torch.manual_seed(1)
-    weight = (torch.randn(shape[::-1]) * 0.05).to(dtype)
-    return linear(weight, torch.randn(shape[1]).to(dtype), form), weight
+    return (torch.randn(shape[::-1]) * 0.05).to(dtype), torch.randn(shape[1]).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+def near(got: torch.Tensor, expected: torch.Tensor, form: Form) -> bool:
+    """`expected`: float64."""
+    most = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[got.dtype]
+    error = (got.double() - expected).norm() / expected.norm()
+    return bool(error < (0.02 if form == "int8" else most))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_right(form: Form, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    product, weight = made(form, shape, dtype)
-    x = torch.randn(12, shape[0]).to(dtype)
-    torch.manual_seed(1)
-    torch.randn(shape[::-1])
-    expected = x.double() @ weight.double().t() + torch.randn(shape[1]).to(dtype)
+    weight, bias = made(shape, dtype)
+    x, before = torch.randn(13, shape[0]).to(dtype), torch.randn(13, shape[1]).to(dtype)
+    expected = x.double() @ weight.double().t()
+    product = linear(weight, bias, form)
     got = product(x)
     assert got.dtype == dtype
-    error = (got.double() - expected).norm() / expected.norm()
-    assert error < (0.02 if form == "int8" else 0.005 if dtype == torch.bfloat16 else 1e-6)
+    assert near(got, expected + bias.double(), form)
+    assert near(linear(weight, None, form)(x), expected, form)
+    after = before.clone()
+    product.add(x, after)
+    assert near(after, before.double() + expected + bias.double(), form)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_is_right(form: Form, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = made(shape, dtype)
+    x = torch.randn(13, shape[0]).to(dtype)
+    for own in (None, bias):
+        both = functional.linear(x.double(), weight.double(), None if own is None else own.double())
+        expected = functional.silu(both.chunk(2, 1)[0]) * both.chunk(2, 1)[1]
+        assert near(gate(weight, own, form, silu_times)(x), expected, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_may_be_anything(form: Form) -> None:
+    gates = torch.tensor([-torch.inf, -1e30, -88.0, -1.0, 0.0, 1.0, 88.0, 1e30, torch.nan])
+    biases = torch.cat((gates, torch.ones(9)))
+    got = gate(torch.zeros(18, 8), biases, form, silu_times)(torch.zeros(1, 8))[0]
+    expected = torch.tensor([0, 0, 0, -0.26894143, 0, 0.7310586, 88, 1e30, torch.nan])
+    assert torch.allclose(got[1:], expected[1:], atol=1e-6, equal_nan=True)
+
+
+def bits_are_the_same(
+    run: Callable[[torch.Tensor], torch.Tensor], inputs: int, x: torch.Tensor
+) -> None:
+    expected = run(x)
+    for rows in [*range(1, 35), 47, 48, 64, 65, 128, 255, 256, 257, 288, 400, 516]:
+        at = (7 * rows) % (len(x) - rows)
+        assert torch.equal(run(x[at : at + rows].contiguous()), expected[at : at + rows]), rows
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_in_every_batch(
     form: Form, shape: tuple[int, int], threads: int
@@ -43,39 +94,79 @@ def test_a_row_has_the_same_bits_in_every_batch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        product, _ = made(form, shape, torch.float32)
-        x = torch.randn(640, shape[0])
-        expected = product(x)
-        for rows in [*range(ROWS, 70, ROWS), 96, 128, 256, 400, 516]:
-            at = (7 * rows) % (640 - rows)
-            assert torch.equal(product(x[at : at + rows].contiguous()), expected[at : at + rows])
+        weight, bias = made(shape, torch.float32)
+        bits_are_the_same(linear(weight, bias, form), shape[0], torch.randn(640, shape[0]))
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_has_them_in_bf16_too(shape: tuple[int, int]) -> None:
-    product, _ = made("int8", shape, torch.bfloat16)
-    x = torch.randn(256, shape[0]).bfloat16()
-    expected = product(x)
-    for rows in (ROWS, 32, 36, 64, 128):
-        assert torch.equal(product(x[:rows]), expected[:rows])
+@needs_cc
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_bf16_too_if_it_is_packed(
+    form: Form, shape: tuple[int, int], tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = kernels.load()
+    assert compiled is not None
+    if tiles and not compiled.tiles:
+        pytest.skip("this processor has no tiles (AMX)")
+    monkeypatch.setattr(compiled, "tiles", tiles)
+    weight, bias = made(shape, torch.bfloat16)
+    x = torch.randn(640, shape[0]).bfloat16()
+    bits_are_the_same(linear(weight, bias, form), shape[0], x)
+    bits_are_the_same(gate(weight, bias, form, silu_times), shape[0], x)
 
 
-def test_a_row_of_zeros_is_no_trouble_for_int8() -> None:
-    product, _ = made("int8", (64, 96), torch.float32)
-    x = torch.zeros(ROWS, 64)
-    assert torch.isfinite(product(x)).all()
+@needs_cc
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_processors_with_narrow_vectors(form: Form, dtype: torch.dtype, tmp_path: Path) -> None:
+    library = tmp_path / "narrow.so"
+    flags = [flag for flag in NARROW if _takes(flag)]
+    command = ["cc", *kernels.FLAGS, *flags, *map(str, kernels.SOURCES), "-o", str(library), "-lm"]
+    subprocess.run(command, check=True, capture_output=True)
+    compiled = kernels.Kernels(library)
+    assert not compiled.tiles
+    weight, bias = made((640, 70), dtype)
+    x = torch.randn(300, 640).to(dtype)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    product = Packed(compiled, weight, bias, form)
+    assert near(product(x), expected, form)
+    bits_are_the_same(product, 640, torch.cat((x, x, x)))
 
 
+def _takes(flag: str) -> bool:
+    made = subprocess.run(["cc", "-Werror", flag, "-xc", "-fsyntax-only", "/dev/null"], check=False)
+    return made.returncode == 0
+
+
+def test_zeros_are_no_trouble_for_int8() -> None:
+    weight, _ = made((64, 96), torch.float32)
+    weight[5] = 0
+    got = linear(weight, None, "int8")(torch.randn(3, 64))
+    assert torch.isfinite(got).all()
+    assert not got[:, 5].any()
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    weight, _ = made((100, 36), torch.bfloat16)
+    x = torch.randn(40, 100).bfloat16()
+    x[3, 99], x[20, 0] = torch.nan, torch.inf
+    finite = torch.isfinite(linear(weight, None, "packed")(x))
+    assert not finite[[3, 20]].any()
+    assert finite[[row for row in range(40) if row not in (3, 20)]].all()
+
+
+@needs_cc
 def test_what_cannot_be_packed_is_used_as_it_is() -> None:
     weight = torch.randn(8, 16)
     assert isinstance(linear(weight, None, "packed"), Packed)
     assert isinstance(linear(weight.half(), None, "packed"), Stored)
 
 
-def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "load", lambda: None)
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(linear(torch.randn(8, 16).to(dtype), None, "packed"), Stored)
     check_form("packed")

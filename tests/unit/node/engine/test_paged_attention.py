@@ -17,14 +17,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
-from services.node.core.kv import PAGE, pages_of
 from services.node.engine import paged_attention
-from services.node.engine.attention import Attention, AttentionStep, Span, pad_rows
-from services.node.engine.base import SequenceKey
-from services.node.engine.kv import Sequence
+from services.node.engine.attention import Attention, AttentionStep, Span
 from services.node.engine.rope import inverse_frequencies
-from services.node.model.config import ModelConfig
-from shared.ids import ModelId
+from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
@@ -33,42 +29,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10}
 Programming Guide, table "Technical Specifications per Compute Capability")."""
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 """The interpreter multiplies the bits of bfloat16 as integers."""
-CAPACITY = 64 * PAGE
-LONGEST = 300
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def config(heads: int, kv_heads: int, head_dim: int, window: int) -> ModelConfig:
-    raw = {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "vocab_size": 32,
-        "hidden_size": heads * head_dim,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": window or None,
-        "torch_dtype": "float32",
-    }
-    return ModelConfig.from_hf(raw)
-
-
-def spans_of(lengths: list[tuple[int, int]], rng: random.Random) -> list[Span]:
-    """(positions before, count) of each; its pages lie anywhere."""
-    free = list(range(CAPACITY // PAGE))
-    rng.shuffle(free)
-    spans: list[Span] = []
-    for first, count in lengths:
-        pages = [free.pop() for _ in range(pages_of(first + count))]
-        key = SequenceKey(str(len(spans)))
-        spans.append(
-            (Sequence(key, ModelId(""), (0, 1), range(1), LONGEST, pages=pages), first, count)
-        )
-    return spans
 
 
 @given(
@@ -104,13 +65,13 @@ def test_what_a_cpu_gets(
     n = sum(count for _, _, count in spans)
     frequencies = inverse_frequencies(shape.rope, head_dim)
     exact = Attention(shape, LONGEST, torch.float32, torch.device("cpu"))
-    plain = AttentionStep(exact, frequencies, spans, pad_rows(n))
+    plain = AttentionStep(exact, frequencies, spans)
     attention = Attention(shape, LONGEST, dtype, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "_processors", lambda _: processors)
-        fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans, pad_rows(n))
+        fused = paged_attention.paged_step(attention, frequencies.to(DEVICE), spans)
     kv = torch.randn(CAPACITY, 2, shape.n_kv_heads, head_dim).to(dtype)
-    qkv = torch.randn(pad_rows(n), exact.q_size + 2 * exact.kv_size).to(dtype)
+    qkv = torch.randn(n, exact.q_size + 2 * exact.kv_size).to(dtype)
     ours = kv.clone().to(DEVICE)
     ours[written_after(spans)] = torch.nan
     norm = torch.randn(shape.n_heads + shape.n_kv_heads, head_dim).to(dtype) if normed else None

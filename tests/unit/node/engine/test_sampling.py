@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,23 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from services.node.engine import device_sampling, sampling
 from services.node.engine.base import Context, Draw
 from services.node.engine.processors import Logits, Processor
-from services.node.engine.sampling import Drawn, allowed, sample, uniform
+from services.node.engine.sampling import Drawn, allowed, sample, score, uniform
 from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.messages.serving import LogitRules, Sampling
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
 LOGITS = PROBABILITIES.log()
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["host", "device"])
+def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where draws are made: a GPU's way of it runs on a CPU, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_on_device", lambda logits: request.param)
+        yield
 
 
 def tokens(logits: torch.Tensor, draws: list[Draw]) -> list[int | None]:
@@ -186,6 +196,42 @@ def test_what_may_be_drawn_is_what_transformers_leaves(
     np.testing.assert_allclose(weights / weights.sum(), expected.softmax(-1)[0, ids], rtol=1e-9)
 
 
+@given(
+    rows=st.lists(
+        st.builds(
+            Sampling,
+            temperature=st.sampled_from([1e-3, 0.3, 1.0, 4.0]),
+            top_k=st.integers(-1, 30),
+            top_p=st.one_of(st.just(1.0), st.floats(0.01, 1)),
+            min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+        ),
+        min_size=1,
+        max_size=2 * device_sampling.ROWS,
+    ),
+    levels=st.sampled_from([2, 5, 1000]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_device_draws_what_the_host_does(rows: list[Sampling], levels: int, seed: int) -> None:
+    """`levels`: of logits; few: many of them are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, levels, (len(rows), 25), generator=generator) * (8.0 / levels)
+    logits[:, 3] = -torch.inf
+    draws = [Draw(index, row) for index, row in enumerate(rows)]
+    got = device_sampling.draw(logits, rows, [uniform(0, index) for index in range(len(rows))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_on_device", lambda logits: False)
+        assert got.tolist() == tokens(logits, draws)
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_device_draws_no_token_without_weight(chance: float) -> None:
+    """Also where rounding has the number reach the total."""
+    logits = torch.tensor([[-torch.inf, 1.0, 0.5, -torch.inf]])
+    for row in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2, top_p=0.99)):
+        found = device_sampling.draw(logits, [row], [chance])
+        assert found.tolist() == [1 if chance == 0 else 2]
+
+
 def test_log_probabilities_are_the_models_own() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
     expected = logits.double().log_softmax(-1)
@@ -206,3 +252,30 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert second.logprobs.top == ()
     assert second.logprobs.drawn == pytest.approx(float(expected[1, second.token]))
     assert third.logprobs is None
+
+
+@pytest.mark.parametrize("top", [0, 3, 99])
+def test_known_tokens_are_scored(top: int) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    expected, known = logits.double().log_softmax(-1), (49, 0, 7, 7)
+    for row, token, found in zip(expected, known, score(logits, known, top), strict=True):
+        assert (found.token, found.error) == (None, None)
+        assert found.logprobs is not None
+        assert found.logprobs.drawn == pytest.approx(float(row[token]), abs=1e-5)
+        best = row.topk(min(top, 50))
+        assert [one for one, _ in found.logprobs.top] == best.indices.tolist()
+        values = [value for _, value in found.logprobs.top]
+        assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_only_logits_that_are_numbers_are_scored(value: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 2] = value
+    bad = [found.error for found in score(logits, (0, 0, 0), 2)]
+    assert [isinstance(error, ModelError) for error in bad] == [False, True, False]
+    logits[1, 2] = -torch.inf
+    first, never, _ = score(logits, (0, 2, 0), 2)
+    assert first.logprobs is not None
+    assert never.logprobs is not None
+    assert never.logprobs.drawn == -np.inf

@@ -2,14 +2,27 @@
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from services.node.engine.base import Context, Draw, PartResult, Row, StagePart, Sweep
+from services.node.engine import kernels
+from services.node.engine.base import (
+    Context,
+    Draw,
+    PartResult,
+    Row,
+    RowsRefused,
+    Score,
+    StagePart,
+    Sweep,
+)
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
+from services.node.engine.kernel_step import KernelStep
 from services.node.engine.processors import Logits, Processor
+from services.node.engine.sweep import Step
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, NotFound
 from shared.messages.serving import LogitRules, Sampling
@@ -66,10 +79,11 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
 ) -> None:
     """One step of all streams is one sweep of the engine they share, and each layer runs once."""
     ran: list[LayerUnit] = []
-    run_layers = LayerStep.run
+    kind = KernelStep if kernels.load() else LayerStep
+    run_layers: Any = kind.run
 
     def watched(
-        self: LayerStep, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self: Step, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         ran.extend(layers)
         run_layers(self, block, layers, hidden, kv)
@@ -92,7 +106,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
             parts.append(part([one], stream.before, stream.stop, hidden))
         ran.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(LayerStep, "run", watched)
+            patch.setattr(kind, "run", watched)
             results = run_all(shared, parts)
         assert len(ran) == 4
         for stream, one, result in zip(streams, rows, results, strict=True):
@@ -174,6 +188,42 @@ def test_a_draw_that_fails_after_accepted_tokens_fails_at_the_next_step(
     result = run(engine, part([row("s", len(PROMPT) + 1, expected[1:2], draw=2)], 0, LAST))
     assert result.sampled == ((),)
     assert list(result.failed) == ["s"]
+
+
+def scored(key: str, first: int, *tokens: int) -> Row:
+    return replace(row(key, 0, PROMPT), score=Score(first, tokens, 0))
+
+
+def test_a_row_that_cannot_be_scored_leaves_the_others_theirs(model: Model) -> None:
+    rows = [scored(key, 0, *PROMPT[1:]) for key in ("one", "odd", "two")]
+    hidden = hidden_before(model, 5, rows).clone()
+    hidden[len(PROMPT) + 3] = torch.nan
+    result = run(model.engine(5), part(untokened(rows), 5, LAST, hidden))
+    assert result.sampled == ((), (), ())
+    assert list(result.failed) == ["odd"]
+    expected = model.expected_logits(PROMPT).log_softmax(-1)
+    for key in ("one", "two"):
+        found = [logprobs.drawn for logprobs in result.logprobs[key]]
+        wanted = [float(expected[i, token]) for i, token in enumerate(PROMPT[1:])]
+        assert found == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        scored("s", -1, 5),
+        scored("s", len(PROMPT), 5),
+        scored("s", len(PROMPT) - 1, 5, 6),
+        scored("s", 0, -1),
+        scored("s", 0, 96),
+    ],
+)
+def test_what_is_not_there_is_not_scored(model: Model, bad: Row) -> None:
+    engine = model.engine()
+    with pytest.raises(RowsRefused, match="to score") as refused:
+        run(engine, part([row("fine", 0, PROMPT), bad], 0, LAST))
+    assert refused.value.sequences == ("s",)
+    assert engine.kv_used == 0
 
 
 def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:

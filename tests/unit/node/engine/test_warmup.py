@@ -1,20 +1,24 @@
 import subprocess
 import sys
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import pytest
 import torch
 
 from services.node.engine import warmup
-from services.node.engine.attention import pad_rows
 from services.node.engine.base import Draw
 from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.encoder import EncoderStep
+from services.node.engine.engine import TorchEngine
 from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import ExpertMlp, LayerUnit, Mlp
 from tests.unit.node.engine.models import MODEL, Model, make_model
+from tests.unit.node.engine.test_encoder import LABELS, POSITIONS, make_vit
 
 
 def decoder_of(model: Model) -> Decoder:
+    model.cpu_weights = "stored"
     network = model.engine(0, 0)._model(MODEL).network
     assert isinstance(network, Decoder)
     return network
@@ -43,9 +47,9 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     monkeypatch.setattr(LayerStep, "run", spy)
     monkeypatch.setattr(warmup, "sample", drawn)
     pieces = list(warmup.warm_up(decoder))
-    assert layers == [pad_rows(n * count) for n, count in warmup.BATCHES]
-    assert heads == [1, 2, 4, 8, 16, 32, 64]
-    assert len(pieces) == len(layers) + len(heads)
+    assert layers == [n * count for n, count in warmup.BATCHES]
+    assert heads == [n for n in (1, 2, 4, 8, 16, 32, 64) for _ in ("greedy", "at random")]
+    assert len(pieces) == len(layers) + len(heads) // 2
 
 
 def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +75,36 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(warmed, key=str) == [ExpertMlp] * batches + [Mlp] * batches
 
 
+def test_images_go_through_all_of_a_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels the engine is told to run here."""
+    model = make_vit()
+    engine = TorchEngine("cpu", 0, threads=1, capture=lambda work: work)
+    engine.open_model(MODEL, model.manifest)
+    layers: list[int] = []
+    classes: list[torch.Size] = []
+    run = EncoderStep.run
+
+    def spy(
+        step: EncoderStep, block: int, units: Rows[Any], hidden: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        run(step, block, units, hidden, kv)
+        layers.append(len(hidden))
+
+    def drawn(logits: torch.Tensor, draws: Rows[Draw]) -> list[Drawn]:
+        classes.append(logits.shape)
+        return sample(logits, draws)
+
+    monkeypatch.setattr(EncoderStep, "run", spy)
+    monkeypatch.setattr(warmup, "sample", drawn)
+    pieces = list(engine.warm_up(MODEL))
+    assert layers == [images * POSITIONS for images in (1, 2, 4, 8)]
+    assert classes == [(images, LABELS) for images in (1, 2, 4, 8)]
+    assert len(pieces) == 4
+
+
 def test_on_a_cpu_there_is_nothing_to_warm(model: Model) -> None:
     assert list(model.engine().warm_up(MODEL)) == []
+    assert list(make_vit().engine().warm_up(MODEL)) == []
 
 
 def test_an_engine_on_a_cpu_needs_no_triton() -> None:

@@ -1,0 +1,80 @@
+"""Models and amounts that are measured with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama-2-13b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "vocab_size": 32000,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+    },
+}
+"""In bf16."""
+TINY = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    prompt: int
+    """Tokens of the prompt whose time to the first token is measured; batch 1 decodes behind it."""
+    batch: int
+    batch_prompt: int
+    steps: int
+    """Decode steps of a run."""
+    read: int
+    """Bytes read to see how fast memory is."""
+    product: int
+    """Rows and columns of the large matrix product."""
+    load: int
+    """Bytes that go from the host to the device."""
+    block: int
+    """Bytes of a block of those."""
+
+    @property
+    def context(self) -> int:
+        return 2 * self.prompt
+
+
+FULL = Scale(
+    prompt=2048, batch=64, batch_prompt=512, steps=32, read=4 << 30, product=8192,
+    load=4 << 30, block=256 << 20,
+)  # fmt: skip
+SMALL = Scale(
+    prompt=48, batch=4, batch_prompt=20, steps=4, read=1 << 20, product=64,
+    load=1 << 20, block=1 << 18,
+)  # fmt: skip
+
+
+def scale_of(name: str) -> Scale:
+    return SMALL if name == TINY else FULL
+
+
+def raw_config(name: str) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": scale_of(name).context,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        **SHAPES[name],
+    }

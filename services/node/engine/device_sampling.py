@@ -1,0 +1,67 @@
+"""Draws at random where the logits are, on a GPU: what `sampling.allowed` says and the inverse of
+the CDF, in float64 as there, but for many rows at once, and nothing is waited for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.node.engine.copies import to_device
+from shared.messages.serving import Sampling
+
+ROWS = 16
+"""At a time: several copies of their logits in float64 are 16 MiB each at a vocabulary of 128k."""
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]) -> Tensor:
+    """[n]: the id that is drawn from each row of `logits` [n, vocab] by its sampling, which has a
+    temperature, and its number from [0, 1)."""
+    ids = [
+        _draw(logits[at : at + ROWS], samplings[at : at + ROWS], chances[at : at + ROWS])
+        for at in range(0, len(logits), ROWS)
+    ]
+    return torch.cat(ids)
+
+
+def _draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=torch.float64), logits.device)[:, None]
+
+    exact = logits.double()
+    exact = exact - exact.amax(-1, keepdim=True)
+    weights = (exact / column([sampling.temperature for sampling in samplings])).exp_()
+    vocab = logits.shape[-1]
+    counts = [each.top_k if 0 < each.top_k < vocab else vocab for each in samplings]
+    if min(counts) < vocab:
+        weights *= _top_k(logits, counts)
+    if any(each.min_p for each in samplings):
+        weights *= weights >= column([each.min_p for each in samplings])
+    if any(each.top_p < 1 for each in samplings):
+        weights *= _nucleus(weights, column([each.top_p for each in samplings]))
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    at = torch.searchsorted(cumulative, column(chances) * total, right=True)
+    last = torch.searchsorted(cumulative, total)  # with any weight
+    return torch.minimum(at, last).squeeze(-1)
+
+
+def _top_k(logits: Tensor, counts: list[int]) -> Tensor:
+    """Whether a token is among its row's so many largest; of equal ones at the border, the lower
+    ids are."""
+    most = max(count for count in counts if count < logits.shape[-1])
+    wanted = to_device(torch.tensor(counts), logits.device)[:, None]
+    largest = logits.topk(most).values
+    border = largest.gather(-1, wanted.clamp(max=most) - 1)
+    border = border.where(wanted <= most, -torch.inf)
+    above, equal = logits > border, logits == border
+    room = wanted - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room))
+
+
+def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Whether a token is one of the fewest that make up `top_p` of its row's total."""
+    ordered, ids = weights.sort(dim=-1, descending=True, stable=True)
+    cumulative = ordered.cumsum(-1)
+    last = torch.searchsorted(cumulative, top_p * weights.sum(-1, keepdim=True))
+    first = torch.arange(weights.shape[-1], device=weights.device) <= last
+    return torch.empty_like(first).scatter_(-1, ids, first)

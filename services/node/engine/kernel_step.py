@@ -1,0 +1,140 @@
+"""A step's layers by our kernels for processors: a block's in one call, in which all threads go
+through the layers together.
+
+A call from Python, and waking threads, takes as long as the smaller parts of a layer do.
+"""
+
+import ctypes
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.node.core.kv import PAGE, pages_of
+from services.node.engine import kernels
+from services.node.engine.attention import Span
+from services.node.engine.experts import add_experts
+from services.node.engine.linear import Packed
+from services.node.engine.rope import rotations
+from services.node.engine.weights import ExpertMlp, LayerUnit
+
+if TYPE_CHECKING:
+    from services.node.engine.decoder import Decoder
+
+BLOCK = 16
+"""Most rows of a sequence that one thread attends at a time."""
+ALIGN = 64
+
+
+class Workspace:
+    """Memory for what is over when a step is: its pages stay with the process."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        """Tensors of these shapes, in place of those that were taken before."""
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
+        spaced = [-(-size // ALIGN) * ALIGN for size in sizes]
+        if len(self._bytes) < sum(spaced):
+            self._bytes = torch.empty(sum(spaced), dtype=torch.uint8)
+        parts = torch.split(self._bytes[: sum(spaced)], spaced)
+        return [
+            part[:size].view(dtype).view(shape)
+            for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
+        ]
+
+
+class KernelStep:
+    """Implements services.node.engine.sweep.Step. All matrices of the layers are Packed. A page of
+    a layer's cache is one piece of memory, in which attention.c has an order of its own."""
+
+    def __init__(
+        self, decoder: "Decoder", compiled: kernels.Kernels, workspace: Workspace, spans: Rows[Span]
+    ) -> None:
+        config, a = decoder.config, decoder.attention
+        self._compiled, self._experts = compiled, config.experts
+        blocks: list[tuple[int, int, int, int]] = []
+        pages: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for sequence, first, count in spans:
+            for done in range(0, count, BLOCK):
+                n = min(BLOCK, count - done)
+                blocks.append((len(slots) + done, n, first + done, len(pages)))
+            pages += sequence.pages[: pages_of(first + count)]
+            slots += sequence.slots(first, count)
+            positions += range(first, first + count)
+        # The longest first: threads that end with short ones end together.
+        blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
+        longest = max(pages_of(first + n) * PAGE for _, n, first, _ in blocks)
+        scratch = max(n for _, n, _, _ in blocks) * a.group * longest
+        rows, width = len(slots), config.hidden_size
+        self._threads = kernels.threads_for(rows * width, width)
+        narrow = decoder.dtype == torch.bfloat16
+        inner = torch.bfloat16 if narrow and compiled.tiles else torch.float32
+        self._normed, qkv, attended, gated, queries, scores = workspace.take(
+            ((rows, width), inner),
+            ((rows, a.q_size + 2 * a.kv_size), inner),
+            ((rows, a.q_size), inner),
+            ((rows, config.intermediate_size), inner),
+            ((rows, a.q_size), torch.float32),
+            ((self._threads, scratch), torch.float32),
+        )
+        cos, sin = rotations(torch.tensor(positions), decoder.frequencies)
+        integers = [np.array(numbers, dtype=np.int32) for numbers in (slots, blocks, pages)]
+        self._kept = (cos, sin, *integers)
+        attention = kernels.Attention(
+            rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
+            narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
+            eps=a.norm_eps, scale=a.scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
+            slots=integers[0].ctypes.data, queries=queries.data_ptr(),
+            spans=integers[1].ctypes.data, pages=integers[2].ctypes.data, n_spans=len(blocks),
+            scratch=scores.data_ptr(), scratch_size=scratch,
+        )  # fmt: skip
+        self._attention = attention
+        self._layers = kernels.Layers(
+            threads=self._threads, width=width, narrow=narrow, eps=config.norm_eps,
+            attention=ctypes.addressof(attention), normed=self._normed.data_ptr(),
+            qkv=qkv.data_ptr(), attended=attended.data_ptr(), gated=gated.data_ptr(),
+            wait=compiled.barrier if self._threads > 1 else None,
+        )  # fmt: skip
+
+    def run(self, block: int, layers: Rows[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
+        given = (kernels.Layer * len(layers))(*map(_layer, layers, kv))
+        self._layers.hidden = hidden.data_ptr()
+        first = 0
+        for last, layer in enumerate(layers):
+            experts = layer.mlp if isinstance(layer.mlp, ExpertMlp) else None
+            if experts is None and last + 1 < len(layers):
+                continue
+            self._layers.layers = ctypes.addressof(given[first])
+            self._layers.n_layers = last + 1 - first
+            self._compiled.run(self._layers, self._threads)
+            first = last + 1
+            if experts is not None:
+                assert self._experts is not None
+                add_experts(hidden, self._normed, experts, self._experts)
+
+
+def _layer(layer: LayerUnit, kv: Tensor) -> kernels.Layer:
+    made = kernels.Layer(
+        input_norm=layer.input_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        qkv=_matrix(layer.qkv),
+        o=_matrix(layer.o),
+        kv=kv.data_ptr(),
+        window=layer.window,
+    )
+    if layer.qk_norm is not None:
+        made.qk_norm = layer.qk_norm.data_ptr()
+    if not isinstance(layer.mlp, ExpertMlp):
+        made.gate_up, made.down = _matrix(layer.mlp.gate_up), _matrix(layer.mlp.down)
+    return made
+
+
+def _matrix(held: object) -> int:
+    assert isinstance(held, Packed)
+    return held.matrix

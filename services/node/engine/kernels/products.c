@@ -1,0 +1,357 @@
+/* Products of activations with weights: x [rows, in] times a matrix [out, in].
+
+   Weights lie in panels of WIDTH outputs, each of them one piece of memory that is read from its
+   beginning to its end, once for up to ROWS rows: a step with few rows takes the time that reading
+   them takes. What is read next is fetched meanwhile. A panel goes through the first cache part by
+   part; the sums of all rows wait in `sums` (as Goto and van de Geijn, "Anatomy of High-Performance
+   Matrix Multiplication", 2008, but with the roles of the operands turned).
+
+   Sums are taken in float32, part by part in order of `in`, whatever the number of rows: a row has
+   the same bits in every batch. Where the processor has tiles (AMX), they multiply bfloat16 in an order of
+   their own, which depends on nothing else either. */
+
+#include "kernels.h"
+
+enum {
+    WIDTH = 32,  /* outputs of a panel */
+    ROWS = 256,  /* that a panel is read for at a time */
+    FEW = 8,     /* rows whose sums are in registers */
+    PART = 256,  /* of `in`, in the first cache */
+    CONVERTED = 64, /* the same, of weights that are converted first */
+    AHEAD = 32 << 10, /* bytes that are fetched before they are read */
+    PAIRED = 32, /* of `in`: panels are filled up to a multiple with zeros */
+};
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t deep(int64_t in) { return (in + PAIRED - 1) / PAIRED * PAIRED; }
+INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+
+/* The next items: at first many that lie together, at last one by one. 0: there are none. */
+INLINE int64_t take_items(int64_t *next, int64_t total, int64_t threads, int64_t *first) {
+    int64_t from = __atomic_load_n(next, __ATOMIC_RELAXED), count;
+    do {
+        if (from >= total) return 0;
+        count = (total - from + 2 * threads - 1) / (2 * threads);
+    } while (!__atomic_compare_exchange_n(next, &from, from + count, 1, __ATOMIC_RELAXED,
+                                          __ATOMIC_RELAXED));
+    *first = from;
+    return count;
+}
+
+/* A product as its threads have it. */
+typedef struct {
+    const Matrix *matrix;
+    const void *x;
+    void *made;
+    int64_t rows;
+    int narrow, added;
+    int64_t threads, *next;
+} Product;
+
+INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel,
+                      const float *sums, int narrow, int added) {
+    const Matrix *m = p->matrix;
+    int64_t width = m->gated ? WIDTH / 2 : WIDTH, all_of = m->gated ? m->out / 2 : m->out;
+    int64_t from = panel * width, filled = least(width, all_of - from);
+    for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
+        lanes v[2] = {load(sums), load(sums + 16)};
+        for (int i = 0; i < 2; i++) {
+            int64_t at = panel * WIDTH + 16 * i;
+            if (m->scales) v[i] *= load(m->scales + at);
+            if (m->bias) v[i] += load(m->bias + at);
+        }
+        if (m->gated) v[0] = silu(v[0]) * v[1];
+        int64_t to = (row + r) * all_of + from;
+        if (filled == width) {
+            for (int64_t i = 0; i < width / 16; i++) {
+                if (added) v[i] += take(p->made, to + 16 * i, narrow);
+                give(p->made, to + 16 * i, v[i], narrow);
+            }
+        } else {
+            for (int64_t i = 0; i < filled; i++) {
+                float sum = v[i / 16][i % 16];
+                put(p->made, to + i, added ? sum + get(p->made, to + i, narrow) : sum, narrow);
+            }
+        }
+    }
+}
+
+/* What becomes of a panel's sums [rows, WIDTH]. */
+static void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
+                   const float *sums) {
+    if (p->narrow && p->added) finish_as(p, row, rows, panel, sums, 1, 1);
+    else if (p->narrow) finish_as(p, row, rows, panel, sums, 1, 0);
+    else if (p->added) finish_as(p, row, rows, panel, sums, 0, 1);
+    else finish_as(p, row, rows, panel, sums, 0, 0);
+}
+
+/* Number `which` of the four in each word. */
+INLINE lanes number(ints four, int which) {
+    return __builtin_convertvector(four << (24 - 8 * which) >> 24, lanes);
+}
+
+/* Asks for `lines` of memory. */
+INLINE void fetch(const char *from, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * i, 0, 2);
+}
+
+/* --- with vectors --- */
+
+/* A part's weights in float32. */
+INLINE const float *part_of(int64_t kind, const char *weight, int64_t depth, float *room) {
+    if (kind == FLOAT32) return (const float *)weight;
+    int64_t together = kind == BFLOAT16 ? 2 : 4; /* in a word */
+    for (int64_t k = 0; k < depth; k += together)
+        for (int64_t i = 0; i < WIDTH; i += 16) {
+            ints word;
+            memcpy(&word, weight + (k / together * WIDTH + i) * 4, sizeof word);
+            float *to = room + k * WIDTH + i;
+            if (kind == BFLOAT16) {
+                ints pair[2] = {word << 16, word & (int32_t)0xffff0000};
+                for (int j = 0; j < 2; j++) memcpy(to + j * WIDTH, pair + j, sizeof *pair);
+            } else {
+                for (int j = 0; j < 4; j++) store(to + j * WIDTH, number(word, j));
+            }
+        }
+    return room;
+}
+
+/* Adds a part to the sums of n rows. */
+INLINE void add_part(const float *x, int64_t in, const float *weight, int64_t depth, float *sums,
+                     int n, const char *following, int64_t lines) {
+    lanes s[FEW][2];
+    for (int r = 0; r < n; r++) s[r][0] = s[r][1] = (lanes){0};
+    for (int64_t k = 0; k < depth; k++) {
+        lanes w[2] = {load(weight + k * WIDTH), load(weight + k * WIDTH + 16)};
+        fetch(following + 64 * lines * k, lines);
+        for (int r = 0; r < n; r++)
+            for (int i = 0; i < 2; i++) s[r][i] += x[r * in + k] * w[i];
+    }
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < 2; i++) {
+            float *to = sums + r * WIDTH + 16 * i;
+            store(to, load(to) + s[r][i]);
+        }
+}
+
+static void with_vectors(const Product *p) {
+    const Matrix *m = p->matrix;
+    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
+    int64_t first, count, size = size_of(m->kind), in = m->in;
+    int64_t most = m->kind == FLOAT32 ? PART : CONVERTED;
+    float sums[ROWS * WIDTH] __attribute__((aligned(64)));
+    float room[CONVERTED * WIDTH] __attribute__((aligned(64)));
+    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
+        for (int64_t item = first; item < first + count; item++) {
+            int64_t panel = item % panels, row = item / panels * ROWS;
+            int64_t rows = least(ROWS, p->rows - row);
+            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
+            const float *x = (const float *)p->x + row * in;
+            memset(sums, 0, rows * WIDTH * sizeof *sums);
+            for (int64_t k = 0; k < in; k += most) {
+                int64_t depth = least(most, in - k);
+                const char *from = weight + k * WIDTH * size;
+                const char *following = from + AHEAD;
+                const float *part = part_of(m->kind, from, depth, room);
+                for (int64_t r = 0; r < rows; r += FEW) {
+                    const float *own = x + r * in + k;
+                    float *to = sums + r * WIDTH;
+                    int64_t lines = r > FEW ? 0 : rows <= FEW ? 2 : 1;
+#define CASE(n) \
+    case n: add_part(own, in, part, depth, to, n, following, lines); break;
+                    switch (least(FEW, rows - r)) {
+                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+                    }
+#undef CASE
+                    following += 64 * lines * depth;
+                }
+            }
+            finish(p, row, rows, panel, sums);
+        }
+}
+
+/* --- with tiles --- */
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { TILE = 16, DEEP = 512 };
+
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+/* Tiles 0 to 3 hold sums [rows, WIDTH], 4 and 5 activations, 6 and 7 weights. */
+static void set_tiles(int64_t rows) {
+    int64_t upper = least(rows, TILE), lower = rows > TILE ? rows - TILE : TILE;
+    Tiles tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        tiles.bytes[i] = 64;
+        tiles.rows[i] = i > 5 ? TILE : i == 2 || i == 3 || i == 5 ? lower : upper;
+    }
+    _tile_loadconfig(&tiles);
+}
+
+/* Adds a part to the sums of up to 2 TILE rows. */
+INLINE void add_tiles(const uint16_t *x, int64_t in, const char *weight, int64_t depth,
+                      float *sums, int two, const char *following, int64_t lines) {
+    enum { STEP = 4 * WIDTH };
+    _tile_loadd(0, sums, STEP);
+    _tile_loadd(1, sums + TILE, STEP);
+    if (two) {
+        _tile_loadd(2, sums + TILE * WIDTH, STEP);
+        _tile_loadd(3, sums + TILE * WIDTH + TILE, STEP);
+    }
+    for (int64_t k = 0; k < depth; k += PAIRED) {
+        _tile_loadd(6, weight + k * WIDTH * 2, STEP);
+        _tile_loadd(7, weight + k * WIDTH * 2 + 64, STEP);
+        _tile_loadd(4, x + k, 2 * in);
+        fetch(following + 2 * lines * k, lines);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, x + TILE * in + k, 2 * in);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, STEP);
+    _tile_stored(1, sums + TILE, STEP);
+    if (two) {
+        _tile_stored(2, sums + TILE * WIDTH, STEP);
+        _tile_stored(3, sums + TILE * WIDTH + TILE, STEP);
+    }
+}
+
+/* The last numbers of each row, which do not fill a tile's, with zeros behind. */
+INLINE void filled(const uint16_t *x, int64_t in, int64_t rows, int64_t count, uint16_t *room) {
+    memset(room, 0, rows * PAIRED * sizeof *room);
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(room + r * PAIRED, x + r * in, count * sizeof *room);
+}
+
+/* A part's weights in bfloat16, in which whole numbers up to 8 bits are exact. */
+INLINE const char *pairs_of(int64_t kind, const char *weight, int64_t depth, uint16_t *room) {
+    if (kind == BFLOAT16) return weight;
+    for (int64_t k = 0; k < depth; k += 4)
+        for (int64_t i = 0; i < WIDTH; i += 16) {
+            ints word;
+            words bits[4];
+            memcpy(&word, weight + k * WIDTH + i * 4, sizeof word);
+            for (int j = 0; j < 4; j++) {
+                lanes v = number(word, j);
+                memcpy(bits + j, &v, sizeof v);
+            }
+            for (int j = 0; j < 4; j += 2) {
+                words pair = bits[j] >> 16 | bits[j + 1];
+                memcpy(room + (k + j) * WIDTH + 2 * i, &pair, sizeof pair);
+            }
+        }
+    return (const char *)room;
+}
+
+static void with_tiles(const Product *p) {
+    const Matrix *m = p->matrix;
+    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
+    int64_t first, count, size = size_of(m->kind), in = m->in, whole = in / PAIRED * PAIRED;
+    int64_t set = 0, most = m->kind == INT8 ? CONVERTED : DEEP;
+    float sums[ROWS * WIDTH] __attribute__((aligned(64)));
+    uint16_t room[CONVERTED * WIDTH] __attribute__((aligned(64)));
+    uint16_t tail[2 * TILE * PAIRED] __attribute__((aligned(64)));
+    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
+        for (int64_t item = first; item < first + count; item++) {
+            int64_t panel = item % panels, row = item / panels * ROWS;
+            int64_t rows = least(ROWS, p->rows - row);
+            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
+            const uint16_t *x = (const uint16_t *)p->x + row * in;
+            memset(sums, 0, rows * WIDTH * sizeof *sums);
+            for (int64_t k = 0; k < in; k += most) {
+                int64_t depth = least(most, deep(in) - k), full = least(most, whole - k);
+                const char *from = weight + k * WIDTH * size;
+                const char *following = from + AHEAD;
+                const char *part = pairs_of(m->kind, from, depth, room);
+                for (int64_t r = 0; r < rows; r += 2 * TILE) {
+                    int64_t n = least(2 * TILE, rows - r), lines = 0;
+                    if (r <= 2 * TILE) lines = (rows <= 2 * TILE ? 16 : 8) * size;
+                    float *to = sums + r * WIDTH;
+                    const uint16_t *own = x + r * in + k;
+                    if (n != set) set_tiles(set = n);
+                    if (n > TILE) add_tiles(own, in, part, full, to, 1, following, lines);
+                    else add_tiles(own, in, part, full, to, 0, following, lines);
+                    if (full < depth) {
+                        filled(own + full, in, n, in - k - full, tail);
+                        const char *rest = part + full * WIDTH * 2;
+                        if (n > TILE) add_tiles(tail, PAIRED, rest, PAIRED, to, 1, rest, 0);
+                        else add_tiles(tail, PAIRED, rest, PAIRED, to, 0, rest, 0);
+                    }
+                    following += 2 * lines * full;
+                }
+            }
+            finish(p, row, rows, panel, sums);
+        }
+    _tile_release();
+}
+
+/* 1 if this process may use tiles. */
+int64_t has_tiles(void) {
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+#else
+
+static void with_tiles(const Product *p) { (void)p; }
+int64_t has_tiles(void) { return 0; }
+
+#endif
+
+void multiply(const Matrix *m, const void *x, void *made, int64_t rows, int narrow, int added,
+              int64_t threads, int64_t *next) {
+    Product p = {m, x, made, rows, narrow, added, threads, next};
+    if (m->tiles) with_tiles(&p);
+    else with_vectors(&p);
+}
+
+/* --- packing --- */
+
+INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int64_t panel,
+                       int narrow) {
+    int64_t in = m->in;
+    char *to = (char *)m->weight + panel * deep(in) * WIDTH * size_of(m->kind);
+    for (int64_t i = 0; i < WIDTH; i++) {
+        int64_t output = panel * WIDTH + i, last = m->out;
+        if (m->gated) {
+            int64_t half = m->out / 2, upper = i >= WIDTH / 2;
+            output = panel * (WIDTH / 2) + i % (WIDTH / 2) + upper * half;
+            last = upper ? m->out : half;
+        }
+        int64_t at = output * in, there = output < last;
+        float most = 0, scale = 1;
+        if (m->bias) m->bias[panel * WIDTH + i] = there ? get(bias, output, narrow) : 0;
+        if (m->kind == INT8) {
+            for (int64_t k = 0; k < in && there; k++)
+                most = fmaxf(most, fabsf(get(from, at + k, narrow)));
+            scale = most > 0 ? most / 127 : 1;
+            m->scales[panel * WIDTH + i] = scale;
+        }
+        for (int64_t k = 0; k < deep(in); k++) {
+            float value = there && k < in ? get(from, at + k, narrow) : 0;
+            if (m->kind == FLOAT32) ((float *)to)[k * WIDTH + i] = value;
+            else if (m->kind == BFLOAT16)
+                ((uint16_t *)to)[(k / 2 * WIDTH + i) * 2 + k % 2] = narrowed(value);
+            else ((int8_t *)to)[(k / 4 * WIDTH + i) * 4 + k % 4] = (int8_t)rintf(value / scale);
+        }
+    }
+}
+
+void pack_panels(const Matrix *m, const void *from, const void *bias, int narrow, int64_t *next) {
+    int64_t panel, panels = (m->out + WIDTH - 1) / WIDTH;
+    while ((panel = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < panels)
+        if (narrow) pack_panel(m, from, bias, panel, 1);
+        else pack_panel(m, from, bias, panel, 0);
+}
