@@ -4,6 +4,7 @@ A Llama with random weights is made for the run. Every round measures every case
 so that what drifts on the machine hits all alike.
 """
 
+import gc
 import random
 import tempfile
 import time
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.engine import peer as peers
+from benchmarks.engine.memory import Memory
 from benchmarks.engine.ours import STEP_TOKENS, Ours
 from benchmarks.engine.ranges import Ranges
 from benchmarks.engine.results import (
@@ -50,8 +52,6 @@ PREFIX_TOKENS = 1000
 OWN_TOKENS = 8
 """What follows the shared prefix."""
 CONTEXT = 4096
-READ_BYTES = 1 << 30
-"""More than any processor's caches hold."""
 REPEATING = LogitRules(frequency_penalty=-2.0)
 """Whatever was said is said again: it makes an answer of random weights one that repeats itself."""
 COMPUTING: tuple[tuple[type, str], ...] = (
@@ -89,6 +89,8 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
             speculating = Ours(store, imported, slots=1, threads=threads, speculation=most)
             peer = None if without else peers.Peer(checkpoint, dtype)
             cases = Cases(settings, dtype, ours, speculating, peer, memory)
+            gc.collect()
+            gc.freeze()  # transformers' objects, which no node has to look through
             for number in range(-1, settings.rounds):
                 cases.run(warm=number < 0)
                 if number >= 0:
@@ -127,28 +129,6 @@ def timed(kind: type, method: str, seconds: list[float]) -> Callable[..., Any]:
         return result
 
     return call
-
-
-class Memory:
-    """The rate at which all threads together read memory: the roofline of a decode step."""
-
-    def __init__(self) -> None:
-        self._values = torch.ones(READ_BYTES // 4)
-        self._rates: list[float] = []
-
-    def measure(self) -> float:
-        """bytes/s, best of three."""
-        best = 0.0
-        for _ in range(3):
-            began = time.perf_counter()
-            self._values.sum()
-            best = max(best, READ_BYTES / (time.perf_counter() - began))
-        self._rates.append(best)
-        return best
-
-    @property
-    def bandwidth(self) -> float:
-        return median(self._rates)
 
 
 class Cases:

@@ -149,7 +149,12 @@ def load() -> Kernels | None:
         log.warning("no C compiler (cc): decoding on the processor is slower; apt install gcc")
         return None
     try:
-        return Kernels(_compiled(compiler))
+        library = _compiled(compiler)
+        try:
+            return Kernels(library)
+        except OSError:
+            library.unlink(missing_ok=True)
+            raise
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home: RuntimeError
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         log.warning(

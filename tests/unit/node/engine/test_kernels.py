@@ -52,11 +52,12 @@ def test_with_a_compiler_that_fails(
 
 
 def test_with_a_compiler_that_makes_rubbish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     compiler(tmp_path / "bin", script, monkeypatch)
     assert kernels.load() is None
+    assert list(empty_cache.iterdir()) == []
 
 
 def test_without_a_place_for_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
