@@ -186,6 +186,9 @@ typedef struct {
     uint8_t rows[16];
 } Tiles;
 
+/* What was written before this is in memory: GCC's intrinsics do not say what they read of it. */
+INLINE void written(const void *what) { __asm__ volatile("" : : "r"(what) : "memory"); }
+
 /* Tiles 0 to 3 hold sums [rows, WIDTH], 4 and 5 activations, 6 and 7 weights. */
 static void set_tiles(int64_t rows) {
     int64_t upper = least(rows, TILE), lower = rows > TILE ? rows - TILE : TILE;
@@ -194,6 +197,7 @@ static void set_tiles(int64_t rows) {
         tiles.bytes[i] = 64;
         tiles.rows[i] = i > 5 ? TILE : i == 2 || i == 3 || i == 5 ? lower : upper;
     }
+    written(&tiles);
     _tile_loadconfig(&tiles);
 }
 
@@ -201,6 +205,9 @@ static void set_tiles(int64_t rows) {
 INLINE void add_tiles(const uint16_t *x, int64_t in, const char *weight, int64_t depth,
                       float *sums, int two, const char *following, int64_t lines) {
     enum { STEP = 4 * WIDTH };
+    written(x);
+    written(weight);
+    written(sums);
     _tile_loadd(0, sums, STEP);
     _tile_loadd(1, sums + TILE, STEP);
     if (two) {
@@ -334,8 +341,10 @@ INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int6
         float most = 0, scale = 1;
         if (m->bias) m->bias[panel * WIDTH + i] = there ? get(bias, output, narrow) : 0;
         if (m->kind == INT8) {
-            for (int64_t k = 0; k < in && there; k++)
-                most = fmaxf(most, fabsf(get(from, at + k, narrow)));
+            for (int64_t k = 0; k < in && there; k++) {
+                float size = fabsf(get(from, at + k, narrow));
+                most = size > most ? size : most;
+            }
             scale = most > 0 ? most / 127 : 1;
             m->scales[panel * WIDTH + i] = scale;
         }
