@@ -152,7 +152,7 @@ class Packed:
 
     def _run(self, x: Tensor, made: Tensor, *, added: bool) -> None:
         narrow, rows = made.dtype == torch.bfloat16, len(x)
-        x = x.contiguous() if self._tiles else x.float().contiguous()
+        x = x.to(torch.bfloat16 if self._tiles else torch.float32).contiguous()
         threads = kernels.threads_for(self._panels, PANEL * self._inputs * rows)
         product = kernels.Product(
             threads=threads, rows=rows, narrow=narrow, added=added,

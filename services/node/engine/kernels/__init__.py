@@ -130,14 +130,15 @@ def threads_for(items: int, each: int) -> int:
 
 
 def _openmp() -> Any:
-    """The library that torch runs on; None if it has another one."""
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
-        library = ctypes.CDLL(str(path))
-        start = library.GOMP_parallel
-        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        start.restype = None
-        return library
-    return None
+    """The library that torch runs on, whose functions it makes known to the whole process; None if
+    that is of another kind."""
+    everything = ctypes.CDLL(None)
+    if not hasattr(everything, "GOMP_parallel"):
+        return None
+    start = everything.GOMP_parallel
+    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
+    return everything
 
 
 @cache

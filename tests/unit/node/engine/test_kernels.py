@@ -1,6 +1,8 @@
 """Kernels are compiled once for a machine, and done without where they can't be."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,30 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernels, "_processor", lambda: "another")
     assert kernels.load() is not None
     assert len(list(empty_cache.iterdir())) == 2
+
+
+ON_THREADS = """
+import os, torch
+from services.node.engine.linear import linear
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(5)
+alone = threads()
+linear(torch.ones(512, 512), None, "packed")(torch.ones(64, 512))
+ours = threads()
+torch.ones(1 << 22).exp()
+print(ours - alone, threads() - ours)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_threads_are_those_of_torch() -> None:
+    command = [sys.executable, "-c", ON_THREADS]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines()[-1] == "4 0"
 
 
 def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,16 @@ def _takes(flag: str) -> bool:
     return made.returncode == 0
 
 
+@needs_cc
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_activations_may_be_wider_than_weights(form: Form) -> None:
+    weight, _ = made((640, 70), torch.bfloat16)
+    x = torch.randn(5, 640)
+    got = linear(weight, None, form)(x)
+    assert got.dtype == torch.float32
+    assert (got.double() - x.double() @ weight.double().t()).norm() < 0.02 * got.norm()
+
+
 def test_zeros_are_no_trouble_for_int8() -> None:
     weight, _ = made((64, 96), torch.float32)
     weight[5] = 0
