@@ -9,7 +9,7 @@ like another: nothing is cached.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,15 @@ import xxhash
 
 from services.node.activations import DTYPES
 from services.node.core.kv import whole_pages
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
+from services.node.engine.base import (
+    Context,
+    PartResult,
+    Row,
+    Rules,
+    SequenceKey,
+    StagePart,
+    Weights,
+)
 from services.node.model.packing import digest
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
@@ -147,6 +155,13 @@ class ModelledEngine:
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Nothing: tokens are no text."""
 
+    def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Rules]:
+        """Nothing: tokens are no text."""
+        return lambda: None
+
+    def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Rules) -> None:
+        """Nothing."""
+
     def held(self, model_id: ModelId) -> frozenset[int]:
         model = self._models.get(model_id)
         return frozenset(model.held) if model else frozenset()
@@ -183,6 +198,9 @@ class ModelledEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv_capacity
+
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
 
     # --- for sweeps ---------------------------------------------------------
 

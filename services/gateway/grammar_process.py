@@ -16,7 +16,7 @@ from shared import grammar
 from shared.errors import BadInput
 
 CHECK_S = 0.5
-"""Processor time for one grammar: a node takes about as long to make it, and holds up everybody."""
+"""Processor time for one grammar: a node takes about as long to make it, while others wait."""
 MAX_MEMORY = 2 << 30
 
 

@@ -7,13 +7,30 @@ waiting.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from services.node import activations
 from services.node.core.batching import Batcher
-from services.node.core.microbatches import Command, Emit, Failure, Forward, Part, Release
-from services.node.engine.base import Engine, PartResult, RowsRefused, StagePart, Sweep, Weights
+from services.node.core.microbatches import (
+    Command,
+    Emit,
+    Failure,
+    Forward,
+    Part,
+    Prepare,
+    Release,
+)
+from services.node.engine.base import (
+    Engine,
+    PartResult,
+    RowsRefused,
+    Rules,
+    StagePart,
+    Sweep,
+    Weights,
+)
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -35,6 +52,9 @@ SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
 EmitTo = Callable[[GatewayId, Tokens], None]
 Ran = Callable[[ModelId, float, float, float], None]
 """A sweep is over: (model, share of its blocks that were run, mean of the tokens in them, s)."""
+
+Aside = Callable[[Callable[[], Callable[[], None]]], None]
+"""Has something called on another thread, and then what that returns on this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +120,9 @@ class Steps:
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
+        aside: Aside = lambda work: work()(),
     ) -> None:
+        """`aside`: at once, if there is no other thread."""
         self._node = node
         self._engine = engine
         self._batcher = Batcher(
@@ -109,6 +131,7 @@ class Steps:
         self._send = send
         self._emit = emit
         self._ran = ran
+        self._aside = aside
         self._models: dict[ModelId, Manifest] = {}
         self._out: dict[GatewayId, _Outbox] = {}
         self._run: _Run | None = None
@@ -293,6 +316,8 @@ class Steps:
         for command in commands:
             if isinstance(command, Release):
                 self._engine.free(command.sequences)
+            elif isinstance(command, Prepare):
+                self._prepare(command)
             elif isinstance(command, Emit):
                 box = self._out.setdefault(command.gateway, _Outbox())
                 match command.what:
@@ -304,6 +329,38 @@ class Steps:
                         box.failed.append(command.what)
             else:
                 self._send(command.address, *activations.encode(command.message, command.hidden))
+
+    def _prepare(self, command: Prepare) -> None:
+        try:
+            make = self._engine.make_rules(command.model_id, command.context)
+        except LambdaScaleError as error:
+            self._refuse(command, error)
+        else:
+            self._aside(partial(self._make, command, make))
+
+    def _make(self, command: Prepare, make: Callable[[], Rules]) -> Callable[[], None]:
+        """On the other thread, on which other grammars may have been made first: the sequence may
+        be over. (To look that up is all that other threads may do with the scheduler.)"""
+        if not self._batcher.prepares(command.sequence):
+            return lambda: None
+        try:
+            rules = make()
+        except LambdaScaleError as error:
+            return partial(self._refuse, command, error)
+        except BaseException as error:  # a request's boundary; panics of Rust are no Exceptions
+            self._log.exception("a grammar failed")
+            why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
+            return partial(self._refuse, command, why)
+        return partial(self._made, command, rules)
+
+    def _refuse(self, command: Prepare, error: LambdaScaleError) -> None:
+        if self._batcher.prepares(command.sequence):
+            self._do(self._batcher.prepared(command.sequence, _failure(error)))
+
+    def _made(self, command: Prepare, rules: Rules) -> None:
+        if self._batcher.prepares(command.sequence):
+            self._engine.use_rules(command.model_id, command.sequence, rules)
+            self._do(self._batcher.prepared(command.sequence))
 
     def _check_width(self, message: Forward, hidden: torch.Tensor) -> None:
         manifest = self._models.get(message.path.model_id)

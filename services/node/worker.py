@@ -1,4 +1,5 @@
-"""The engine thread: one a node. It runs the scheduler and the engine, and nothing else does.
+"""The engine thread: one a node. It runs the scheduler and the engine, and nothing else does, but
+for grammars: they are made one after the other on a thread beside it.
 
 Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
 blocks it takes in all that has come, so that new rows join the sweep at a block ahead, or the next
@@ -9,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 from services.node.engine.base import Engine, Weights
 from services.node.memory.device import DeviceArena
@@ -69,16 +71,22 @@ class Worker:
         self._ended = asyncio.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._beside: threading.Thread | None = None
+        self._work: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        """For the thread beside the engine's; None: it ends."""
 
     # --- on the control loop ------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; the engine is made on it."""
+        """Starts the threads; the engine is made on its own."""
         loop = asyncio.get_running_loop()
         name = f"engine-{self._node}"
         self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
+        name = f"grammars-{self._node}"
+        self._beside = threading.Thread(target=self._run_beside, name=name, daemon=True)
         default = threading.stack_size(FOLLOW_STACK)
         self._thread.start()
+        self._beside.start()
         threading.stack_size(default)
 
     async def ready(self) -> None:
@@ -92,12 +100,14 @@ class Worker:
             raise self._error
 
     async def stop(self) -> None:
-        """Fails what is running (gateways resume it elsewhere) and ends the thread."""
-        if self._thread is None:
+        """Fails what is running (gateways resume it elsewhere) and ends the threads."""
+        if self._thread is None or self._beside is None:
             return
         self._post(self._close)
         await self._ended.wait()
         self._thread.join()
+        self._work.put(None)
+        await asyncio.to_thread(self._beside.join)
 
     async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         """What else can be prepared before blocks come is done after it returns."""
@@ -198,6 +208,12 @@ class Worker:
         for answer in self._asked:
             _settle(answer, self._gone())
 
+    # --- the thread beside the engine's -------------------------------------
+
+    def _run_beside(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._post(_call(work()))
+
     # --- the engine thread --------------------------------------------------
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -223,6 +239,7 @@ class Worker:
             send=self._send,
             emit=self._emit,
             ran=self._ran,
+            aside=self._work.put,
         )
         self._load = steps.load
         idle = False
@@ -270,6 +287,10 @@ class Worker:
     def _close(self, steps: Steps) -> None:
         self._stopping = True
         steps.close()
+
+
+def _call(then: Callable[[], None]) -> Call:
+    return lambda _: then()
 
 
 def _settle(answer: asyncio.Future[None], error: Exception | None) -> None:

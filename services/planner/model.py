@@ -11,7 +11,7 @@ from services.planner.serving import Cause, Serving
 from shared import subjects, telemetry
 from shared.clock import now, wall_ns
 from shared.errors import BadInput, Conflict, LambdaScaleError, StaleEpoch
-from shared.ids import EventId, InstanceId, NodeId, new_id
+from shared.ids import EventId, NodeId, new_id
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance
 from shared.messages.pool import Holding, ModelRecord, NodeGone, NodeInfo, Tier
@@ -292,7 +292,7 @@ class ModelController:
         """Drains the emptiest replica; among equals the one that came last."""
 
         def load(member: Member) -> int:
-            return self.serving.requests_on(InstanceId(f"replica-{member.node}"))
+            return self.serving.requests_over(member.node)
 
         victim = min(reversed(self.serving.replicas), key=load)
         self.serving.drain(victim.node)
@@ -300,13 +300,12 @@ class ModelController:
 
     async def _drain(self, node: NodeId) -> None:
         started, started_ns = now(), wall_ns()
-        replica = InstanceId(f"replica-{node}")
         while now() - started < DRAIN_LIMIT_S:
             await asyncio.sleep(self._context.config.tick_s)
             member = self.serving.members.get(node)
             if self._removed or member is None or not member.draining:
                 return  # gone, or needed again
-            if not self.serving.busy(replica):
+            if not self.serving.uses(node):
                 break
         member = self.serving.leave(node)
         if member is None:

@@ -17,8 +17,6 @@ from shared.messages.pool import ModelRecord, NodeInfo
 REPUBLISH_S = 1.0
 SETTLE_S = 0.25
 """A load report that comes sooner after a change was published may not know of it yet."""
-MOVE_LIMIT_S = 10.0
-"""How long an instance may stay for requests that better end on it than move."""
 HOP_COST = 0.02
 """What a path pays for one more stage, as a share of a pass through the model."""
 
@@ -50,7 +48,8 @@ class Serving:
         """The members are no longer those of the plan that is being made."""
         self._planning = False
         self._grown_at: dict[NodeId, float] = {}
-        self._retired: dict[InstanceId, tuple[InstanceState, float]] = {}
+        self._retired: dict[InstanceId, float] = {}
+        """Since when instances take no new requests."""
         self._revision = next(context.revisions)
         self._published_at = float("-inf")
         self._closed = False
@@ -138,11 +137,22 @@ class Serving:
 
     def busy(self, instance: InstanceId) -> bool:
         """Whether requests run on the instance, for all that is known."""
-        _, retired_at = self._retired.get(instance, (None, float("inf")))
+        retired_at = self._retired.get(instance, float("inf"))
         settled = self._context.cluster.reported_since(retired_at + SETTLE_S)
-        return not settled or self.requests_on(instance) > 0
+        return not settled or self._requests_on(instance) > 0
 
-    def requests_on(self, instance: InstanceId) -> int:
+    def uses(self, node: NodeId) -> bool:
+        """Whether requests run over the node, on its replica or on a path, for all that is
+        known."""
+        return any(self.busy(instance.id) for instance in self._over(node))
+
+    def requests_over(self, node: NodeId) -> int:
+        return sum(self._requests_on(instance.id) for instance in self._over(node))
+
+    def _over(self, node: NodeId) -> list[Instance]:
+        return [i for i in self.instances if any(stage.node == node for stage in i.stages)]
+
+    def _requests_on(self, instance: InstanceId) -> int:
         return self._context.cluster.requests_on(self._record.name, instance)
 
     def refresh(self) -> None:
@@ -154,39 +164,27 @@ class Serving:
         basis = self.members, self._planned, running
         if self._retired or basis != self._basis:
             self._basis = basis
-            self.instances = self._within_limit(
-                instances.revise(
-                    before,
-                    self.members,
-                    self._planned,
-                    self._record.n_blocks,
-                    busy=self.busy,
-                    running=running,
-                    new_id=new_id,
-                    event=self.cause.event,
-                )
+            self.instances = instances.revise(
+                before,
+                self.members,
+                self._planned,
+                self._record.n_blocks,
+                busy=self.busy,
+                running=running,
+                new_id=new_id,
+                event=self.cause.event,
             )
+            self._retired = {
+                instance.id: self._retired.get(instance.id, now())
+                for instance in self.instances
+                if instance.state is not InstanceState.SERVING
+            }
         if self.instances != before:
             self._revision = next(self._context.revisions)
             self._publish()
             self._tell_of_paths({instance.id for instance in before})
         elif now() - self._published_at >= REPUBLISH_S:
             self._publish()
-
-    def _within_limit(self, candidates: tuple[Instance, ...]) -> tuple[Instance, ...]:
-        at = now()
-        retired: dict[InstanceId, tuple[InstanceState, float]] = {}
-        for instance in candidates:
-            if instance.state is not InstanceState.SERVING:
-                state, since = self._retired.get(instance.id, (instance.state, at))
-                retired[instance.id] = (instance.state, since if state is instance.state else at)
-        self._retired = retired
-        return tuple(
-            instance
-            for instance in candidates
-            if instance.state is not InstanceState.MOVING
-            or at - retired[instance.id][1] < MOVE_LIMIT_S
-        )
 
     def _tell_of_paths(self, known: set[InstanceId]) -> None:
         for instance in self.instances:

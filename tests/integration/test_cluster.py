@@ -77,6 +77,32 @@ async def test_scale_out_under_load_and_back(
         await up.replicas(1)
 
 
+async def test_speculation_across_the_switch(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    """Greedy answers that repeat themselves are mostly proposals; drawn ones have seeds."""
+    async with running(tmp_path, checkpoint, nodes=3, settings=SLOW_LINKS) as up:
+        greedy = prompts(16, TINY.vocab_size)
+        drawn = prompts(20, TINY.vocab_size)[16:]
+
+        async def ask_drawn() -> list[list[int]]:
+            asked = (
+                up.ask(prompt, 120, temperature=0.7, seed=seed) for seed, prompt in enumerate(drawn)
+            )
+            return [answer.tokens for answer in await asyncio.gather(*asked)]
+
+        answers, across = await asyncio.gather(up.ask_all(greedy, 400), ask_drawn())
+        assert {answer.error for answer in answers} == {""}
+        check(oracle, greedy, [answer.tokens for answer in answers], 400)
+        assert any(token.stages > 1 for token in up.watch.partial_tokens)
+        assert up.watch.switched
+        assert await up.moved() > 0
+        assert all(s.tokens_accepted > 0 for s in up.statuses.values())
+        await scale(up, 1)
+        assert [len(tokens) for tokens in across] == [120] * len(drawn)
+        assert await ask_drawn() == across
+
+
 async def test_a_request_in_every_mode(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:
     await a_request_in_every_mode(tmp_path, checkpoint, oracle, device="cpu", apart=True)
 

@@ -17,6 +17,7 @@ from services.node.core.microbatches import (
     Emit,
     Failure,
     Part,
+    Prepare,
     Release,
     Send,
     StageMessage,
@@ -29,6 +30,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import (
     AttemptFailed,
     Cancel,
+    LogitRules,
     Logprobs,
     Sampling,
     Scores,
@@ -84,6 +86,9 @@ class CheckedEngine:
             self.made.add(key)
             self.kv[key] = (found, found, limit)
         return found
+
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
 
     def join(self, part: Part) -> None:
         rows = part.rows
@@ -156,6 +161,9 @@ class Node:
     engine: CheckedEngine
     sweep: Sweep | None = None
     released: set[str] = field(default_factory=set)
+    preparing: list[Prepare] = field(default_factory=list)
+    ruled: set[str] = field(default_factory=set)
+    """Sequences whose grammars are made."""
 
 
 class Network:
@@ -224,6 +232,15 @@ class Network:
         else:
             self.do(target, batcher.received(message))
 
+    def prepare(self, name: str, failure: Failure | None = None) -> None:
+        """A grammar is made, or cannot be."""
+        node = self.nodes[name]
+        key = node.preparing.pop(0).sequence
+        if node.batcher.prepares(key):
+            if not failure:
+                node.ruled.add(key)
+            self.do(name, node.batcher.prepared(key, failure))
+
     def begin(self, name: str) -> bool:
         """Begins a sweep; whether there was anything for it."""
         node = self.nodes[name]
@@ -284,6 +301,9 @@ class Network:
                     assert key not in node.released, "freed twice"
                     node.released.add(key)
                     node.engine.kv.pop(key, None)
+            elif isinstance(command, Prepare):
+                assert command.context.has_grammar
+                node.preparing.append(command)
             elif isinstance(command, Emit):
                 self.emitted(command.what)
             else:
@@ -302,7 +322,7 @@ class Network:
         assert key in self.open, "an end or a token of an attempt that is over"
         message = self.open[key]
         if isinstance(what, AttemptFailed):
-            assert what.code in ("peer_lost", "capacity", "not_found")
+            assert what.code in ("peer_lost", "capacity", "not_found", "bad_input")
             del self.open[key]
             self.failed.append(what)
             return
@@ -329,6 +349,9 @@ class Network:
             assert part.rows
             assert part.model_id == sweep.model_id
             assert part.start >= sweep.at
+            for row in part.rows if part.stop == BLOCKS else ():
+                context = row.draw.context if row.draw else None
+                assert context is None or row.sequence in node.ruled
             if part.stage > 0:
                 continue
             assert node.batcher.flights(part.path) <= len(part.path.stages)
@@ -351,6 +374,9 @@ class Network:
                 self.deliver(link)
             moved = bool(links)
             for name in self.live_nodes():
+                while self.nodes[name].preparing:
+                    self.prepare(name)
+                    moved = True
                 while self.nodes[name].sweep is not None:
                     self.advance(name)
                     moved = True
@@ -381,6 +407,7 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         max_tokens=so_far + draw.draw(st.integers(1, 20)),
         stop_ids=draw.draw(st.sampled_from([(), (STOP_ID,)])),
         sampling=Sampling(logprobs=0 if score_from else None),
+        rules=draw.draw(st.sampled_from([None, None, LogitRules(grammar="g")])),
         score_from=score_from,
     )
     return last[request]
@@ -393,6 +420,7 @@ def happen(network: Network, draw: st.DataObject) -> None:
     choices += [("deliver", link) for link in network.live_links()] * 2
     choices += [("begin", name) for name in live if network.nodes[name].sweep is None]
     choices += [("advance", name) for name in live if network.nodes[name].sweep is not None] * 2
+    choices += [("prepare", name) for name in live if network.nodes[name].preparing]
     choices += [("cancel", key) for key in network.open]
     if len(live) > 1 and draw.draw(st.integers(0, 12)) == 0:
         choices += [("break", (live[0], live[-1])), ("kill", live[-1])] * 5
@@ -405,6 +433,9 @@ def happen(network: Network, draw: st.DataObject) -> None:
             network.begin(name)
         case ("advance", str(name)):
             network.advance(name)
+        case ("prepare", str(name)):
+            bad = draw.draw(st.sampled_from([None, None, None, Failure("bad_input", "no grammar")]))
+            network.prepare(name, bad)
         case ("cancel", str(key)):
             network.cancel(key)
         case ("break", (str(one), str(other))):

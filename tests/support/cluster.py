@@ -22,7 +22,7 @@ from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Message, Ok
 from shared.messages.instances import Stage
-from shared.messages.pool import ModelRecord, PoolQuery, PoolState
+from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
 from shared.messages.serving import Sampling, Submit, Tokens
 
 MODEL = ModelName("tiny")
@@ -45,7 +45,16 @@ class Running:
         self.watch = watch
         self.record = record
         self.url = cluster.state.gateway_url
+        self.statuses: dict[NodeId, NodeStatus] = {}
+        """What each node said last."""
         self._gateways = itertools.count()
+
+    async def follow(self) -> None:
+        await self.bus.subscribe(subjects.POOL_STATUS, self._on_status)
+
+    async def _on_status(self, message: Message) -> None:
+        if isinstance(message, NodeStatus):
+            self.statuses[message.node] = message
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         try:
@@ -68,8 +77,8 @@ class Running:
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """One greedy streaming completion of token ids."""
+    async def ask(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> Answer:
+        """One streaming completion of token ids; greedy, unless other fields say how."""
         answer = Answer()
         body = {
             "model": MODEL,
@@ -79,6 +88,7 @@ class Running:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            **fields,
         }
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S * 2)) as session,
@@ -197,6 +207,7 @@ async def running(
             )
             watch.n_blocks = record.n_blocks
             up = Running(cluster, bus, watch, record)
+            await up.follow()
             await up.replicas(min_instances)
             yield up
     finally:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 from services.node.core.kv import whole_pages
-from services.node.engine.base import PartResult, Row, SequenceKey, StagePart, Weights
+from services.node.engine.base import (
+    Context,
+    PartResult,
+    Row,
+    Rules,
+    SequenceKey,
+    StagePart,
+    Weights,
+)
 from shared.errors import BadInput, CapacityExceeded, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
@@ -190,6 +198,10 @@ class HashEngine:
         """Called before a block is run, for each part that needs it."""
         self.failing: dict[SequenceKey, LambdaScaleError] = {}
         """Sequences for which no token can be drawn, and why."""
+        self.making: Callable[[Context], None] = lambda context: None
+        """Called as rules are made, on the thread that makes them."""
+        self.ruled: set[SequenceKey] = set()
+        """Sequences whose rules were made."""
         self._changed = threading.Condition()
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
@@ -204,6 +216,12 @@ class HashEngine:
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Nothing: tokens are no text."""
+
+    def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Rules]:
+        return lambda: self.making(context)
+
+    def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Rules) -> None:
+        self.ruled.add(sequence)
 
     def held(self, model_id: ModelId) -> frozenset[int]:
         return frozenset(self.attached[model_id])
@@ -239,6 +257,9 @@ class HashEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv_capacity
+
+    def keeps(self, model_id: ModelId) -> bool:
+        return True
 
     def wait_until_free(self, timeout: float = 10) -> bool:
         """Any thread: until no sequence has KV here."""

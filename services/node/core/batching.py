@@ -10,8 +10,9 @@ at a block ahead. A step with room to spare also runs tokens that are proposed t
 (`services.node.core.speculation`).
 
 Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
-which comes back through `ran` or `failed`, or is tried again after `no_room`. Events may come in
-between: rows of sequences that end meanwhile are ignored.
+which comes back through `ran` or `failed`, or is tried again after `no_room`; a `Prepare` is
+answered by `prepared`. Events may come in between: rows of sequences that end meanwhile are
+ignored.
 
 When the KV cache has no page left, the sequence that began here last gives its pages back: a led
 one is preempted, a followed one fails at its leader, for want of capacity, and its gateway takes
@@ -82,6 +83,16 @@ class Batcher:
                 return self._leader.failed(sequences, Failure(code, text))
             case _:
                 raise ProtocolViolation(f"unexpected {type(message).__name__} from a peer")
+
+    def prepares(self, key: SequenceKey) -> bool:
+        """Whether the sequence still waits for its grammar."""
+        return key in self._leader.preparing or key in self._follower.preparing
+
+    def prepared(self, key: SequenceKey, failure: Failure | None = None) -> list[Command]:
+        """What a `Prepare` asked for is done, or why it cannot be; for a sequence that waits."""
+        if key in self._leader.preparing:
+            return self._leader.prepared(key, failure)
+        return self._follower.prepared(key, failure, self._tick())
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         return self._leader.peer_lost(address, why) + self._follower.peer_lost(address, why)
@@ -155,8 +166,8 @@ class Batcher:
 
     def no_room(self, part: Part, why: Failure) -> list[Command]:
         """The engine has no pages for the part: whoever began last gives its own back."""
-        led = [s for s in self._leader.running.values() if s.started]
-        followed = self._follower.sequences
+        led = [s for s in self._leader.running.values() if s.started and not s.submit.image]
+        followed = self._follower.with_kv()
         if len(led) + len(followed) == 1:
             return self.failed(part, why)
         self.preemptions += 1
@@ -179,7 +190,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        return len(self._leader.waiting)
+        return len(self._leader.preparing) + len(self._leader.waiting)
 
     @property
     def prompt_tokens(self) -> int:

@@ -18,6 +18,7 @@ from services.node.core.microbatches import (
     Hidden,
     Part,
     Path,
+    Prepare,
     Release,
     Send,
 )
@@ -29,7 +30,7 @@ from shared.ids import ModelId, NodeId
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence of another leader that has KV here."""
+    """A sequence of another leader that has begun here."""
 
     path: Path
     limit: int
@@ -48,6 +49,8 @@ class Follower:
         self.sequences: dict[SequenceKey, Followed] = {}
         self.queue: list[tuple[int, Part]] = []
         """(tick of arrival, micro-batch), in order."""
+        self.preparing: dict[SequenceKey, Part] = {}
+        """Rows whose grammars are being made; then they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
 
     def forward(self, message: Forward, hidden: Hidden, tick: int) -> list[Command]:
@@ -56,8 +59,9 @@ class Follower:
             raise ProtocolViolation(
                 f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
             )
-        # Without capacity no model is open: the engine says so when the part comes to it.
-        large = [row.sequence for row in message.rows if 0 < self._kv.kv_capacity < row.limit]
+        # Without capacity no model with KV is open: the engine says so when the part comes to it.
+        capacity = self._kv.kv_capacity if self._kv.keeps(message.path.model_id) else 0
+        large = [row.sequence for row in message.rows if 0 < capacity < row.limit]
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
         part = Part.of(message, hidden).without({*large, *astray})
         for row in part.rows:
@@ -66,10 +70,38 @@ class Follower:
             )
             followed.position = row.position + row.count
             followed.certain = followed.position - row.proposed
+        return [
+            *self._queue(part, tick),
+            *self._refused(message.path, large, astray),
+        ]
+
+    def _queue(self, part: Part, tick: int) -> list[Command]:
+        """Rows at whose end a grammar is followed here come after the others, once it is made."""
+        commands: list[Command] = []
+        ends = part.stage + 1 == len(part.path.stages)
+        for row in part.rows if ends else ():
+            if row.draw and row.draw.context and row.draw.context.has_grammar:
+                commands.append(Prepare(part.model_id, row.sequence, row.draw.context))
+                others = set(part.keys) - {row.sequence}
+                self.preparing[row.sequence] = part.without(others)
+        part = part.without(self.preparing)
         if part.rows:
             self.queue.append((tick, part))
+        return commands
+
+    def prepared(self, key: SequenceKey, failure: Failure | None, tick: int) -> list[Command]:
+        """The grammar of one that is preparing is made, or cannot be."""
+        part = self.preparing.pop(key)
+        if failure:
+            return self.failed(part.path, [key], failure)
+        self.queue.append((tick, part))
+        return []
+
+    def _refused(
+        self, path: Path, large: list[SequenceKey], astray: list[SequenceKey]
+    ) -> list[Command]:
         return self._refuse(
-            message.path,
+            path,
             large,
             Failure(
                 CapacityExceeded.code,
@@ -77,7 +109,7 @@ class Follower:
                 f"the sequence may come to: raise node.kv_bytes",
             ),
         ) + self._refuse(
-            message.path,
+            path,
             [key for key in astray if key not in large],
             Failure("not_found", f"node {self._node} does not have the sequence at that position"),
         )
@@ -99,6 +131,11 @@ class Follower:
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)
         return followed.path if followed else None
+
+    def with_kv(self) -> dict[SequenceKey, Followed]:
+        """Those that may have pages here."""
+        known = self.sequences.items()
+        return {key: each for key, each in known if self._kv.keeps(each.path.model_id)}
 
     def take(self, parts: Collection[Part]) -> None:
         """These are run: they leave the queue."""
@@ -137,6 +174,7 @@ class Follower:
         """Forgets sequences, takes their rows out of the queue and frees their KV."""
         for key in keys:
             self._over[key] = None
+            self.preparing.pop(key, None)
         known = tuple(key for key in keys if self.sequences.pop(key, None) is not None)
         if not known:
             return []

@@ -27,7 +27,11 @@ class Kv(Protocol):
 
     @property
     def kv_capacity(self) -> int:
-        """0: no model is open."""
+        """0: no model that keeps KV is open."""
+
+    def keeps(self, model_id: ModelId) -> bool:
+        """Whether the model's sequences have KV: images have none, and any number of positions.
+        True if it is not open."""
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

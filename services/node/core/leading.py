@@ -1,9 +1,9 @@
 """A node as leader: takes attempts in, keeps their paths busy, turns what was drawn into tokens.
 
-An attempt waits, runs, and ends exactly once: with its last token, with a failure, or forgotten
-(cancelled, or replaced by a newer attempt of its request). Whichever it is, its KV is freed here
-and on every other stage of its path at that moment; what is still in flight for it is ignored when
-it comes back.
+An attempt waits (first for its grammar, if that is followed here), runs, and ends exactly once:
+with its last token, with a failure, or forgotten (cancelled, or replaced by a newer attempt of its
+request). Whichever it is, its KV is freed here and on every other stage of its path at that moment;
+what is still in flight for it is ignored when it comes back.
 
 KV is not reserved: an attempt is admitted when the pages for its tokens, and a few for those that
 run already, are free. When pages run out later, attempts are preempted: their KV is freed
@@ -23,6 +23,7 @@ from services.node.core.microbatches import (
     Finish,
     Part,
     Path,
+    Prepare,
     Release,
     Sampled,
     frees,
@@ -47,6 +48,8 @@ class Leader:
         self._slots = slots
         self._speculation = speculation
         self._kv = kv
+        self.preparing: dict[SequenceKey, Sequence] = {}
+        """Those whose grammars are being made; then they wait."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[Path, Lane] = {}
@@ -89,8 +92,7 @@ class Leader:
         self._check_room(submit)
         self._attempts[submit.request] = submit.attempt
         commands = self.end(older, None)
-        self.waiting.append(Sequence.of(submit, self._speculation))
-        return commands
+        return commands + self._prepare(Sequence.of(submit, self._speculation))
 
     def _check_room(self, submit: Submit) -> None:
         if not submit.image and limit_of(submit) > self._kv.kv_capacity:
@@ -101,8 +103,8 @@ class Leader:
         taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
         if taken > 2 * self._slots - share_of(submit):
             raise CapacityExceeded(
-                f"node {self._node} leads {len(self.running)} sequences and {len(self.waiting)} "
-                f"wait: submit elsewhere"
+                f"node {self._node} leads {len(self.running)} sequences and "
+                f"{len(self.preparing) + len(self.waiting)} wait: submit elsewhere"
             )
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
@@ -112,6 +114,26 @@ class Leader:
             [s for s in self._all() if (s.submit.request, s.submit.attempt) == (request, attempt)],
             None,
         )
+
+    def _prepare(self, sequence: Sequence) -> list[Command]:
+        if context := sequence.grammar:
+            self.preparing[sequence.key] = sequence
+            return [Prepare(sequence.submit.model_id, sequence.key, context)]
+        self._wait(sequence)
+        return []
+
+    def prepared(self, key: SequenceKey, failure: Failure | None) -> list[Command]:
+        """The grammar of one that is preparing is made, or cannot be."""
+        if failure:
+            return self.end([self.preparing[key]], failure)
+        self._wait(self.preparing.pop(key))
+        return []
+
+    def _wait(self, sequence: Sequence) -> None:
+        if sequence.preempted:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
         """Waiting sequences start, in order, as slots and KV allow.
@@ -160,8 +182,7 @@ class Leader:
     def preempt(self, sequence: Sequence) -> list[Command]:
         commands = self.end([sequence], None)
         sequence.restart()
-        self.waiting.appendleft(sequence)
-        return commands
+        return commands + self._prepare(sequence)
 
     def sampled(self, message: Sampled, tick: int) -> list[Command]:
         """A micro-batch is back: tokens go out, its sequences are ready again or over."""
@@ -215,7 +236,7 @@ class Leader:
         told: list[Command] = []
         for sequence in sequences:
             self._remove(sequence)
-            if sequence.started:
+            if sequence.started or sequence.grammar:
                 released.append(sequence.key)
                 elsewhere += [(address, sequence.key) for address in sequence.path.followers]
             if failure:
@@ -228,6 +249,8 @@ class Leader:
         return local + frees(elsewhere) + told
 
     def _remove(self, sequence: Sequence) -> None:
+        if self.preparing.pop(sequence.key, None) is not None:
+            return
         if self.running.pop(sequence.key, None) is None:
             self.waiting.remove(sequence)
             return
@@ -238,6 +261,7 @@ class Leader:
 
     def _all(self) -> Iterator[Sequence]:
         yield from self.running.values()
+        yield from self.preparing.values()
         yield from self.waiting
 
 

@@ -1,8 +1,9 @@
 """Micro-batches: what stages of a path tell each other, and what the scheduler asks of its shell.
 
 `Forward`, `Sampled`, `Free` and `Failed` cross between nodes (their wire form is in
-`services.node.activations`). `Send`, `Release` and `Emit` are commands: what the scheduler wants
-done. Hidden states are opaque here: the scheduler passes them on and never looks inside.
+`services.node.activations`). `Send`, `Release`, `Prepare` and `Emit` are commands: what the
+scheduler wants done. Hidden states are opaque here: the scheduler passes them on and never looks
+inside.
 """
 
 import enum
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.node.core.rows import Row, SequenceKey
+from services.node.core.rows import Context, Row, SequenceKey
 from shared.ids import GatewayId, ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Token
@@ -152,6 +153,16 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make the grammar of this sequence, away from the engine, and say when that is done. Nothing
+    of the sequence that needs it is run before."""
+
+    model_id: ModelId
+    sequence: SequenceKey
+    context: Context
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """Tell a gateway."""
 
@@ -159,7 +170,7 @@ class Emit:
     what: Token | AttemptFailed | Scores
 
 
-Command = Send | Release | Emit
+Command = Send | Release | Prepare | Emit
 
 
 class Finish(enum.Enum):

@@ -19,6 +19,11 @@ class Context:
     stop_ids: tuple[int, ...]
     rules: LogitRules
 
+    @property
+    def has_grammar(self) -> bool:
+        """It takes a while to be made ready: see `Prepare`."""
+        return bool(self.rules.grammar)
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:

@@ -164,6 +164,12 @@ class Sequence:
             )
         return row
 
+    @property
+    def grammar(self) -> Context | None:
+        """What it takes to make the grammar that is followed on this node, if there is one."""
+        context = self._context() if len(self.path.stages) == 1 else None
+        return context if context and context.has_grammar else None
+
     def _context(self) -> Context | None:
         submit = self.submit
         if submit.rules is None:

@@ -1,8 +1,8 @@
 """What the node asks of an engine: run any run of blocks of a model over a batch of sequences."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ __all__ = [
     "PartResult",
     "Row",
     "RowsRefused",
+    "Rules",
     "Score",
     "SequenceKey",
     "StagePart",
@@ -29,6 +30,8 @@ __all__ = [
 
 Weights = memoryview | torch.Tensor
 """A block's bytes where the engine computes: in host memory, or uint8 on its device."""
+Rules = Any
+"""What an engine has made of a context; whatever form it gives that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,14 @@ class Engine(Kv, Protocol):
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """What an open model's grammars are followed with; until then they are refused."""
+
+    def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Rules]:
+        """What makes a sequence's rules, grammar and all, ready to be followed. That is called on
+        another thread, one at a time: the engine goes on meanwhile. NotReady: the tokenizer is not
+        here yet."""
+
+    def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Rules) -> None:
+        """Before the row whose draw has that context joins."""
 
     def held(self, model_id: ModelId) -> frozenset[int]:
         """Blocks that can be run now."""

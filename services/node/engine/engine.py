@@ -1,19 +1,19 @@
 """The torch engine: models' blocks as they come, batches over any run of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.node.engine import kernels
-from services.node.engine.base import SequenceKey, Weights
+from services.node.engine.base import Context, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.linear import Form, check_form
-from services.node.engine.processors import Processors
+from services.node.engine.processors import Processor, Processors
 from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
@@ -153,6 +153,12 @@ class TorchEngine:
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)
 
+    def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Processor]:
+        return self._model(model_id).processors.maker(context)
+
+    def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Processor) -> None:
+        self._model(model_id).processors.keep({sequence: rules})
+
     def held(self, model_id: ModelId) -> frozenset[int]:
         model = self._models.get(model_id)
         return frozenset(model.blocks) if model else frozenset()
@@ -187,6 +193,10 @@ class TorchEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv.capacity
+
+    def keeps(self, model_id: ModelId) -> bool:
+        model = self._models.get(model_id)
+        return model is None or not model.network.whole
 
     def begin(self, model_id: ModelId) -> TorchSweep:
         return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)

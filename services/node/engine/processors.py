@@ -6,7 +6,7 @@ KV. The state is a function of the tokens alone, in whatever portions they came:
 resumed elsewhere goes on as if it had stayed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ class Processor:
     """The rules of one sequence, and what they have seen of it."""
 
     def __init__(self, context: Context, vocabulary: Vocabulary | None) -> None:
-        """`vocabulary` is needed where the rules name a grammar; BadInput if the tokens so far do
-        not fit that, or nothing can be drawn by it."""
+        """`vocabulary` is needed where the rules name a grammar (NotReady); BadInput if the tokens
+        so far do not fit that, or nothing can be drawn by it."""
         self._rules = rules = context.rules
         self._stop_ids = np.array(context.stop_ids, dtype=np.intp)
         self._seen = _Seen(context.tokens[: context.prompt_tokens])
@@ -34,7 +34,9 @@ class Processor:
         self._bias = np.array([bias for _, bias in rules.logit_bias])
         self._drawn = 0
         self._matcher, self._ends = None, []
-        if rules.grammar and vocabulary is not None:
+        if rules.grammar:
+            if vocabulary is None:
+                raise NotReady("the request's grammar was not made before its tokens")
             self._matcher = grammar.matcher(rules.grammar, vocabulary)
             self._ends = vocabulary.tokens.eos_tokens
         for token in context.tokens[context.prompt_tokens :]:
@@ -86,54 +88,63 @@ def _mask(matcher: LLMatcher) -> bytes:
     return mask
 
 
+class _Tokenizer:
+    """A model's; its vocabulary is made at the first request that needs it, on the thread that
+    makes grammars. For 128,000 tokens that takes 0.7 s, in which llguidance lets no other thread
+    run Python."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos: int | None) -> None:
+        self._given = tokenizer_json, vocab_size, eos
+        self._made: Vocabulary | BadInput | None = None
+
+    def vocabulary(self) -> Vocabulary:
+        """BadInput if grammars can't be followed with it."""
+        if self._made is None:
+            try:
+                self._made = Vocabulary(*self._given)
+            except BadInput as error:
+                self._made = error
+        if isinstance(self._made, BadInput):
+            raise BadInput(str(self._made))
+        return self._made
+
+
 class Processors:
     """Those of a model's sequences, on the stage with its head."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """`config`: the model's."""
         self._config = config
-        self._tokenizer_json: bytes | None = None
-        self._made: Vocabulary | BadInput | None = None
-        """Of the tokenizer; None before the first request that needs it."""
+        self._tokenizer: _Tokenizer | None = None
         self._of: dict[SequenceKey, Processor] = {}
 
+    def use_tokenizer(self, tokenizer_json: bytes) -> None:
+        vocab_size, eos = self._config["vocab_size"], grammar.eos_of(self._config)
+        self._tokenizer = _Tokenizer(tokenizer_json, vocab_size, eos)
+
+    def maker(self, context: Context) -> Callable[[], Processor]:
+        """For rules with a grammar, as `Engine.make_rules`: its result is given to `keep`."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise NotReady("the model's tokenizer is not on this node yet")
+        return lambda: Processor(context, tokenizer.vocabulary())
+
     def made(self, rows: Iterable[Row]) -> dict[SequenceKey, Processor]:
-        """For the rows whose draws bring a context. RowsRefused names those that can't have one."""
+        """For the rows whose draws bring a context without a grammar. RowsRefused names those that
+        can't have one."""
         made: dict[SequenceKey, Processor] = {}
         for row in rows:
             context = row.draw.context if row.draw else None
-            if context is None:
+            if context is None or (context.has_grammar and row.sequence in self._of):
                 continue
             try:
-                vocabulary = self._vocabulary() if context.rules.grammar else None
-                made[row.sequence] = Processor(context, vocabulary)
+                made[row.sequence] = Processor(context, None)
             except LambdaScaleError as error:
                 raise RowsRefused((row.sequence,), error) from error
             except Exception as error:  # a row's boundary, as in drawing
                 why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
                 raise RowsRefused((row.sequence,), why) from error
         return made
-
-    def use_tokenizer(self, tokenizer_json: bytes) -> None:
-        self._tokenizer_json, self._made = tokenizer_json, None
-
-    def _vocabulary(self) -> Vocabulary:
-        """NotReady before the tokenizer is there; BadInput if grammars can't be followed with it.
-
-        Made at the first request that needs it: for 128,000 tokens that takes 0.8 s, in which
-        llguidance lets no other thread run.
-        """
-        if self._tokenizer_json is None:
-            raise NotReady("the model's tokenizer is not on this node yet")
-        if self._made is None:
-            vocab_size, eos = self._config["vocab_size"], grammar.eos_of(self._config)
-            try:
-                self._made = Vocabulary(self._tokenizer_json, vocab_size, eos)
-            except BadInput as error:
-                self._made = error
-        if isinstance(self._made, BadInput):
-            raise BadInput(str(self._made))
-        return self._made
 
     def keep(self, made: Mapping[SequenceKey, Processor]) -> None:
         self._of.update(made)

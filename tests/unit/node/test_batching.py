@@ -16,6 +16,7 @@ from services.node.core.microbatches import (
     Free,
     Part,
     Path,
+    Prepare,
     Release,
     Sampled,
     Send,
@@ -57,6 +58,11 @@ class FakeKv:
     """Positions that sequences begin with, by their keys."""
     asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For what tokens it was asked."""
+    without: set[ModelId] = field(default_factory=set)
+    """Models that keep none."""
+
+    def keeps(self, model_id: ModelId) -> bool:
+        return model_id not in self.without
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         self.asked[key] = tokens
@@ -114,6 +120,13 @@ def picture(name: str, path: tuple[Stage, ...], size: int) -> Submit:
     return submit(name, path, prompt=(0,) * size, max_tokens=1, image=b"pixels")
 
 
+RULED = LogitRules(grammar="g")
+
+
+def ruled(name: str, path: tuple[Stage, ...] = WHOLE) -> Submit:
+    return submit(name, path, prompt=(3, 1), rules=RULED)
+
+
 def forward(path: Path, *given: Row, batch: int = 1) -> Forward:
     return Forward(path, 1, batch, given)
 
@@ -164,6 +177,71 @@ def test_a_later_stage_is_not_sent_the_image() -> None:
     (passed,) = sent.message.rows
     assert (passed.sequence, passed.count, passed.image) == ("a#1", 3, b"")
     assert passed.draw is not None
+
+
+def test_an_attempt_waits_for_its_grammar_and_lets_others_go_first() -> None:
+    core = batcher()
+    (asked,) = core.submit(ruled("g"), n_blocks=BLOCKS, held=range(BLOCKS))
+    assert asked == Prepare(MODEL, "g#1", Context((3, 1), 2, (), RULED))
+    queue(core, one("p", WHOLE))
+    assert core.waiting == 2
+    work = take(core)
+    assert rows(work) == [("p#1", 0, 1)]
+    assert core.prepared("g#1") == []
+    run(core, work)
+    assert {row[0] for row in rows(take(core))} == {"g#1", "p#1"}
+    assert core.waiting == 0
+
+
+def test_an_attempt_whose_grammar_cannot_be_made_fails_alone() -> None:
+    core = batcher()
+    queue(core, ruled("g"), one("p", WHOLE))
+    released, told = core.prepared("g#1", Failure("bad_input", "no"))
+    assert released == Release(("g#1",))
+    assert isinstance(told, Emit)
+    assert isinstance(told.what, AttemptFailed)
+    assert (told.what.request, told.what.code, told.what.message) == ("g", "bad_input", "no")
+    assert rows(take(core)) == [("p#1", 0, 1)]
+
+
+def test_an_attempt_may_be_asked_about_and_cancelled_while_its_grammar_is_made() -> None:
+    core = batcher()
+    message = ruled("g")
+    queue(core, message)
+    assert core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS)) == []
+    assert core.cancel(Cancel(request=message.request, attempt=1)) == [Release(("g#1",))]
+    assert not core.prepares("g#1")
+    assert (core.running, core.waiting) == (0, 0)
+
+
+def test_what_was_made_for_an_attempt_that_did_not_begin_is_given_back() -> None:
+    core = batcher()
+    queue(core, ruled("g"))
+    core.prepared("g#1")
+    cancel = Cancel(request=ruled("g").request, attempt=1)
+    assert core.cancel(cancel) == [Release(("g#1",))]
+
+
+def test_a_preempted_attempt_has_its_grammar_made_anew_and_goes_first() -> None:
+    core = batcher(slots=2)
+    queue(core, one("p", WHOLE), ruled("g"))
+    core.prepared("g#1")
+    run(core, take(core))
+    (part,) = take(core)
+    queue(core, one("late", WHOLE))
+    released, asked = core.no_room(part, FULL)
+    assert released == Release(("g#1",))
+    assert asked == Prepare(MODEL, "g#1~1", Context((3, 1, 1), 2, (), RULED))
+    core.prepared("g#1~1")
+    run(core, (core.live(part),))
+    assert {row[0] for row in rows(take(core))} == {"p#1", "g#1~1"}
+    assert core.waiting == 1
+
+
+def test_a_grammar_that_another_node_follows_is_not_made_by_the_leader() -> None:
+    core = batcher()
+    assert core.submit(ruled("g", TWO), n_blocks=BLOCKS, held=range(BLOCKS)) == []
+    assert rows(take(core)) == [("g#1", 0, 2)]
 
 
 def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:
@@ -582,6 +660,52 @@ def test_a_followed_sequence_that_began_last_fails_at_its_leader_for_want_of_cap
     assert core.live(led).keys == ("led#1",)
 
 
+def test_a_row_waits_for_its_grammar_and_others_of_its_batch_do_not() -> None:
+    core = batcher()
+    draws = [
+        Draw(0, Sampling(), Context((1,), 1, (), rules))
+        for rules in (RULED, LogitRules(min_tokens=1))
+    ]
+    given = [Row(f"{name}#1", 0, 1, 9, draw=draw) for name, draw in zip("gp", draws, strict=True)]
+    (asked,) = core.received(forward(FROM_C, *given), "hidden")
+    assert isinstance(asked, Prepare)
+    assert (asked.model_id, asked.sequence, asked.context) == (MODEL, "g#1", draws[0].context)
+    assert rows(take(core)) == [("p#1", 0, 1)]
+    assert core.take() == ()
+    assert core.prepared("g#1") == []
+    (part,) = take(core)
+    assert (part.keys, part.batch, part.offsets) == (("g#1",), 1, (0,))
+
+
+def test_a_stage_before_the_last_makes_no_grammar() -> None:
+    core = batcher()
+    path = Path(MODEL, stages(("c", 0, 2), ("a", 2, 4), ("b", 4, BLOCKS)))
+    draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
+    assert core.received(forward(path, Row("g#1", 0, 1, 9, draw=draw))) == []
+    assert rows(take(core)) == [("g#1", 0, 1)]
+
+
+def test_a_followed_grammar_that_cannot_be_made_fails_at_its_leader() -> None:
+    core = batcher()
+    draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
+    core.received(forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw), Row("p#1", 0, 1, 9)))
+    assert core.prepared("g#1", Failure("bad_input", "no")) == [
+        Release(("g#1",)),
+        Send(FROM_C.leader, Failed(("g#1",), "bad_input", "no")),
+    ]
+    assert rows(take(core)) == [("p#1", 0, 1)]
+
+
+def test_a_followed_sequence_that_ends_needs_its_grammar_no_more() -> None:
+    core = batcher()
+    draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
+    core.received(forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw)))
+    assert core.prepares("g#1")
+    assert core.received(Free(("g#1",))) == [Release(("g#1",))]
+    assert not core.prepares("g#1")
+    assert core.running == 0
+
+
 def test_a_followed_sequence_that_began_first_goes_on() -> None:
     core = batcher()
     core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
@@ -599,6 +723,27 @@ def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
     assert isinstance(told.message, Failed)
     assert (told.message.sequences, told.message.code) == (("x#1",), "capacity")
     assert [row[0] for row in rows(take(core))] == ["y#1"]
+
+
+def test_a_followed_image_may_be_longer_than_the_kv_cache() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=32, without={MODEL}))
+    assert core.received(forward(FROM_C, Row("x#1", 0, 33, 33))) == []
+    assert rows(take(core)) == [("x#1", 0, 33)]
+
+
+def test_images_have_no_kv_to_give_back() -> None:
+    seeing = ModelId("seeing")
+    core = batcher(step_tokens=64, kv=FakeKv(without={seeing}))
+    queue(core, one("text", WHOLE))
+    (text,) = take(core)
+    core.received(forward(Path(seeing, FROM_C.stages), Row("followed#1", 0, 9, 9)))
+    queue(core, msgspec.structs.replace(picture("led", WHOLE, 9), model_id=seeing))
+    assert {row[0] for row in rows(take(core))} == {"followed#1", "led#1"}
+    told = core.no_room(text, FULL)[-1]
+    assert isinstance(told, Emit)
+    assert isinstance(told.what, AttemptFailed)
+    assert told.what.request == "text"
+    assert core.running == 2
 
 
 def test_a_node_without_a_model_leaves_it_to_the_engine_to_say_so() -> None:

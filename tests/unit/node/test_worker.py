@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from services.node.engine.base import Engine, StagePart
+from services.node.engine.base import Context, Engine, StagePart
 from services.node.worker import Worker
 from shared.errors import (
     BadInput,
@@ -17,7 +17,7 @@ from shared.errors import (
 from shared.grammar import FOLLOW_STACK
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import Cancel, Submit
+from shared.messages.serving import Cancel, LogitRules, Submit
 from tests.support.hash_engine import VOCAB, HashEngine, continuation, hash_manifest
 from tests.support.worker_cluster import (
     BLOCKS,
@@ -60,19 +60,20 @@ async def test_requests_of_a_path_get_their_tokens(path: tuple[Stage, ...]) -> N
         assert sum(w.load().violations for w in nodes.workers.values()) == 0
 
 
-async def test_the_engine_thread_has_the_stack_that_grammars_may_take(
+async def test_the_threads_have_the_stack_that_grammars_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun: dict[str, int] = {}
     start = threading.Thread.start
 
     def watched(thread: threading.Thread) -> None:
-        begun[thread.name] = threading.stack_size()
+        begun[thread.name] = size = threading.stack_size()  # which sets it to 0
+        threading.stack_size(size)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", watched)
     async with cluster("a"):
-        assert begun["engine-a"] == FOLLOW_STACK
+        assert begun["engine-a"] == begun["grammars-a"] == FOLLOW_STACK
         assert threading.stack_size() == 0
 
 
@@ -370,3 +371,114 @@ async def test_a_thread_that_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match="cuda:9"):
         await worker.wait()
     await worker.stop()
+
+
+RULES = LogitRules(grammar="g")
+
+
+class Making:
+    """Holds grammars before they are made."""
+
+    def __init__(self, engine: HashEngine) -> None:
+        self.begun = asyncio.Event()
+        self.contexts: list[Context] = []
+        self.error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._go_on = threading.Event()
+        engine.making = self._wait
+
+    def _wait(self, context: Context) -> None:
+        self.contexts.append(context)
+        self._loop.call_soon_threadsafe(self.begun.set)
+        assert self._go_on.wait(20)
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        self._go_on.set()
+
+
+@PATHS
+async def test_others_get_their_tokens_while_a_grammar_is_made(path: tuple[Stage, ...]) -> None:
+    last = path[-1].node
+    async with cluster("a", "b", "c") as nodes:
+        making = Making(nodes.engines[last])
+        gate = nodes.gate("a", "before", 3)
+        before = await nodes.submit(submit("before", path, max_tokens=20))
+        await gate.wait()
+        said = tuple(continuation(PROMPT, 2, BLOCKS))
+        message = submit("held", path, rules=RULES, so_far=said)
+        answer = asyncio.create_task(nodes.submit(message))
+        await asyncio.sleep(0)
+        gate.open()
+        held = await answer
+        await making.begun.wait()
+        after = await nodes.submit(submit("after", path, max_tokens=20))
+        for attempt in (before, after):
+            assert (await attempt.end()).ids == continuation(PROMPT, 20, BLOCKS)
+        assert not held.over
+        assert not held.tokens
+        making.end()
+        assert (await held.end()).ids == expected(message)
+        (context,) = making.contexts
+        assert context == Context((*PROMPT, *said), len(PROMPT), (), RULES)
+        await nodes.all_free()
+
+
+class Panic(BaseException):
+    """What becomes of one in Rust."""
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("no such rule"), "bad_input"),
+        (KeyError("odd"), "error"),
+        (Panic("unreachable code"), "error"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_made_fails_its_own_request(
+    path: tuple[Stage, ...], error: BaseException, code: str
+) -> None:
+    async with cluster("a", "b", "c") as nodes:
+        making = Making(nodes.engines[path[-1].node])
+        making.error = error
+        held = await nodes.submit(submit("held", path, rules=RULES))
+        other = await nodes.submit(submit("other", path))
+        await making.begun.wait()
+        making.end()
+        assert (await held.end()).code == code
+        assert held.failed is not None
+        assert str(error) in held.failed.message
+        assert (await other.end()).ids == continuation(PROMPT, 8, BLOCKS)
+        await nodes.all_free()
+
+
+async def test_a_grammar_of_a_cancelled_request_is_not_made() -> None:
+    async with cluster("a") as nodes:
+        making = Making(nodes.engines["a"])
+        first = await nodes.submit(submit("first", WHOLE, rules=RULES))
+        await making.begun.wait()
+        second = submit("second", WHOLE, rules=RULES)
+        await nodes.submit(second)
+        third = await nodes.submit(submit("third", WHOLE, rules=RULES))
+        nodes.workers["a"].cancel(Cancel(request=second.request, attempt=1))
+        await nodes.workers["a"].ready()
+        making.end()
+        for attempt in (first, third):
+            assert (await attempt.end()).ids == continuation(PROMPT, 8, BLOCKS)
+        assert len(making.contexts) == 2
+        assert nodes.engines["a"].ruled == {"first#1", "third#1"}
+        await nodes.all_free()
+
+
+async def test_a_worker_stops_while_a_grammar_is_made() -> None:
+    async with cluster("a") as nodes:
+        making = Making(nodes.engines["a"])
+        held = await nodes.submit(submit("held", WHOLE, rules=RULES))
+        await making.begun.wait()
+        stopped = asyncio.create_task(nodes.workers["a"].stop())
+        assert (await held.end()).code == "peer_lost"
+        making.end()
+        await stopped

@@ -1,10 +1,13 @@
 """Speculation changes how many tokens a step has, and never which: over the real engine."""
 
 import asyncio
+import re
+import threading
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import pytest
+from llguidance import LLMatcher
 
 from services.cli.demo_tokenizer import train_tokenizer
 from services.node.core.leading import Leader
@@ -182,9 +185,44 @@ async def test_a_grammar_is_followed_and_the_tokens_are_those_without_it(
         assert tokenizer.decode(ids).endswith("xy" * 12)
 
 
-async def test_preempted_requests_get_the_tokens_of_transformers(
+async def test_others_decode_while_llguidance_makes_a_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tokenizer = train_tokenizer(320)
+    model = make_model(vocab_size=320, dtype="float32")
+    begun, go_on = threading.Event(), threading.Event()
+    matcher = grammar.matcher
+
+    def slow(text: str, vocabulary: grammar.Vocabulary) -> LLMatcher:
+        begun.set()
+        assert go_on.wait(20)
+        return matcher(text, vocabulary)
+
+    monkeypatch.setattr(grammar, "matcher", slow)
+    rules = LogitRules(grammar=grammar.from_regex("(ab|cd){12}"))
+    async with cluster(
+        "a", "b", "c", manifest=model.manifest, buffers=model.buffers, make_engine=torch_engine
+    ) as nodes:
+        for worker in nodes.workers.values():
+            worker.use_tokenizer(MODEL, tokenizer.to_str().encode())
+        for number, path in enumerate((WHOLE, THREE)):
+            begun.clear()
+            go_on.clear()
+            held = await nodes.submit(
+                submit(f"held {number}", path, max_tokens=80, stop_ids=(0, 1), rules=rules)
+            )
+            assert await asyncio.to_thread(begun.wait, 10)
+            other = submit(f"other {number}", path, prompt=PROMPTS[1], max_tokens=COUNT)
+            ids = (await (await nodes.submit(other)).end()).ids
+            assert ids == model.expected_tokens(list(PROMPTS[1]), COUNT)
+            assert not held.over
+            assert not held.tokens
+            go_on.set()
+            assert re.fullmatch("(ab|cd){12}", tokenizer.decode((await held.end()).ids))
+
+
+def watch_preemption(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of the sequences that are preempted from now on."""
     preempted: list[str] = []
     preempt = Leader.preempt
 
@@ -193,6 +231,13 @@ async def test_preempted_requests_get_the_tokens_of_transformers(
         return preempt(self, sequence)
 
     monkeypatch.setattr(Leader, "preempt", watched)
+    return preempted
+
+
+async def test_preempted_requests_get_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preempted = watch_preemption(monkeypatch)
     model = make_model(dtype="float32")
     run = await serve(
         model,
@@ -202,6 +247,38 @@ async def test_preempted_requests_get_the_tokens_of_transformers(
     assert run.ids == [model.expected_tokens(list(prompt), COUNT) for prompt in PROMPTS]
     assert preempted
     assert run.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [RULES["penalties"], LogitRules(grammar=grammar.from_regex("[a-f]{9}[g-m]{9}[n-z]{42}"))],
+    ids=["penalties", "grammar"],
+)
+async def test_rules_and_seeds_hold_across_preemption(
+    monkeypatch: pytest.MonkeyPatch, rules: LogitRules
+) -> None:
+    preempted = watch_preemption(monkeypatch)
+    tokenizer = train_tokenizer(320)
+    messages = [
+        submit(
+            f"r{i}",
+            WHOLE,
+            prompt=prompt,
+            max_tokens=COUNT,
+            seed=i,
+            temperature=0.7,
+            stop_ids=(0, 1),
+            rules=rules,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    model, encoded = make_model(vocab_size=320), tokenizer.to_str().encode()
+    roomy = await serve(model, messages, tokenizer=encoded)
+    assert not preempted
+    starved = await serve(model, messages, kv={"a": 144}, tokenizer=encoded)
+    assert preempted
+    assert starved.tokens == roomy.tokens
+    assert len({tuple(ids) for ids in roomy.ids}) == len(messages)
 
 
 async def test_what_was_said_is_known_after_a_move() -> None:

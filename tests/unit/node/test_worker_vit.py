@@ -5,11 +5,14 @@ import asyncio
 import pytest
 import torch
 
+from services.node.core.kv import PAGE
 from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
+from shared.ids import ModelId
 from shared.messages.instances import Stage
+from shared.messages.serving import Submit
 from tests.support.worker_cluster import BLOCKS, THREE, TWO, WHOLE, Attempt, cluster, stages, submit
-from tests.unit.node.engine.models import Model
+from tests.unit.node.engine.models import Model, make_model
 from tests.unit.node.engine.test_encoder import (
     LABELS,
     POSITIONS,
@@ -32,6 +35,11 @@ def torch_engine(kv_tokens: int) -> Engine:
     return TorchEngine("cpu", kv_tokens, threads=1)
 
 
+def picture(name: str, path: tuple[Stage, ...], pixels: bytes) -> Submit:
+    prompt = (0,) * POSITIONS
+    return submit(name, path, prompt=prompt, max_tokens=1, logprobs=LABELS, image=pixels)
+
+
 async def classify(
     model: Model, *asked: tuple[tuple[Stage, ...], bytes], step_tokens: int = 64
 ) -> list[Attempt]:
@@ -47,15 +55,7 @@ async def classify(
     ) as nodes:
         attempts = []
         for number, (path, pixels) in enumerate(asked):
-            message = submit(
-                f"r{number}",
-                path,
-                prompt=(0,) * POSITIONS,
-                max_tokens=1,
-                logprobs=LABELS,
-                image=pixels,
-            )
-            attempts.append(await nodes.submit(message))
+            attempts.append(await nodes.submit(picture(f"r{number}", path, pixels)))
         await asyncio.gather(*(attempt.end() for attempt in attempts))
         return attempts
 
@@ -75,6 +75,33 @@ async def test_on_many_paths_at_once(vit: Model, step_tokens: int) -> None:
         for index, logprob in token.logprobs.top:
             actual[index] = logprob
         assert_close(actual, logprobs)
+
+
+async def test_images_need_no_kv_beside_a_text_model_that_has_little(vit: Model) -> None:
+    reader = make_model(dtype="float32")
+    async with cluster(
+        "a",
+        "b",
+        "c",
+        step_tokens=64,
+        kv_capacity=dict.fromkeys("abc", PAGE),
+        manifest=vit.manifest,
+        buffers=vit.buffers,
+        make_engine=torch_engine,
+    ) as nodes:
+        for worker in nodes.workers.values():
+            await worker.open_model(ModelId("reader"), reader.manifest)
+        asked = [(path, pixels) for pixels in IMAGES for path in (WHOLE, TWO, THREE)]
+        attempts = [
+            await nodes.submit(picture(f"r{i}", path, pixels))
+            for i, (path, pixels) in enumerate(asked)
+        ]
+        await asyncio.gather(*(attempt.end() for attempt in attempts))
+        assert [worker.load().kv_capacity for worker in nodes.workers.values()] == [PAGE] * 3
+    assert POSITIONS > PAGE
+    best = expected_logits(vit, [pixels for _, pixels in asked]).argmax(-1).tolist()
+    assert [attempt.failed for attempt in attempts] == [None] * len(attempts)
+    assert [attempt.ids for attempt in attempts] == [[label] for label in best]
 
 
 async def test_a_wrong_image_fails_alone(vit: Model) -> None:

@@ -339,6 +339,8 @@ class ScriptedGateway:
         self.on: dict[InstanceId, int] = {}
         self.table: dict[InstanceId, Instance] = {}
         self.silent = False
+        self.stays = False
+        """Its requests on moving instances end there."""
         self._reports = 0
         self._model = ModelName(model)
         self._world = world
@@ -374,7 +376,7 @@ class ScriptedGateway:
         self.table = {i.id: i for i in message.instances}
         for instance in list(self.on):
             known = self.table.get(instance)
-            if known is None or known.state is InstanceState.MOVING:
+            if known is None or (known.state is InstanceState.MOVING and not self.stays):
                 self.queued += self.on.pop(instance)
         await self._place()
 

@@ -2,12 +2,20 @@
 
 import pytest
 
-from services.planner import serving
-from shared.messages.instances import InstanceState
+from services.planner import model
+from shared.ids import NodeId
+from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import Tier
 from shared.messages.scaling import EventState
 from tests.unit.planner.cluster import Cluster
-from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, SLOTS, record
+from tests.unit.planner.scripted import (
+    BLOCK_BYTES,
+    BLOCKS,
+    MODEL,
+    SLOTS,
+    ScriptedGateway,
+    record,
+)
 
 SERVING, MOVING = InstanceState.SERVING, InstanceState.MOVING
 
@@ -98,21 +106,81 @@ async def test_paths_move_once_replicas_are_complete_and_go_when_they_are_empty(
     assert not gateway.on.get(path)
 
 
-async def test_a_path_whose_requests_stay_is_moving_no_longer_than_the_limit(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "MOVE_LIMIT_S", 0.3)
-    await cluster.serve(nodes=2)
+def over(path: Instance) -> set[NodeId]:
+    return {stage.node for stage in path.stages}
+
+
+async def stay_on_a_path(cluster: Cluster, nodes: int) -> tuple[ScriptedGateway, Instance]:
+    """All nodes are complete; a request ends on a path that was over the last and another."""
+    await cluster.serve(nodes)
     cluster.world.open_to(2)
     gateway = await cluster.add_gateway()
-    await gateway.offer(3 * SLOTS)
-    await cluster.until(lambda: cluster.paths and gateway.on.get(cluster.paths[0].id))
-    stuck = cluster.paths[0].id
+    gateway.stays = True
+    await cluster.scale(nodes)
+
+    def found() -> list[Instance]:
+        paths = [path for path in cluster.paths if path.state is SERVING]
+        return [p for p in paths if len(p.stages) == 2 and f"n{nodes - 1}" in over(p)]
+
+    await cluster.until(found)
+    path = found()[0]
+    gateway.on = {path.id: 1}
     cluster.world.open_to(1000)
     await cluster.until_event(EventState.COMPLETE)
-    gateway.on[stuck] = 1
-    await cluster.until(lambda: stuck not in {i.id for i in cluster.instances})
+    await cluster.until(lambda: any(i.id == path.id and i.state is MOVING for i in cluster.paths))
+    await gateway.reported()
+    await cluster.until_more_sets(1)
+    return gateway, path
+
+
+async def seen(cluster: Cluster, gateway: ScriptedGateway) -> None:
+    """What was so has been reported, and answered with sets, several times over."""
+    for _ in range(5):
+        await gateway.reported()
+        await cluster.until_more_sets(2)
+
+
+async def test_a_path_whose_requests_stay_serves_them_to_their_end(cluster: Cluster) -> None:
+    gateway, path = await stay_on_a_path(cluster, 2)
+    await seen(cluster, gateway)
+    assert [i.id for i in cluster.paths] == [path.id]
+    assert gateway.on == {path.id: 1}
+    gateway.end_on(path.id)
     await cluster.until_replicas("n0", "n1")
+
+
+async def test_a_node_drains_until_the_requests_on_its_paths_have_ended(cluster: Cluster) -> None:
+    gateway, path = await stay_on_a_path(cluster, 2)
+    await cluster.scale(1)
+    await cluster.until(lambda: cluster.replicas(InstanceState.DRAINING))
+    await seen(cluster, gateway)
+    assert gateway.on == {path.id: 1}
+    assert not any(node.releases for node in cluster.nodes.values())
+    (drained,) = cluster.replicas(InstanceState.DRAINING)
+    gateway.end_on(path.id)
+    await cluster.until_replica_count(1)
+    await cluster.until(lambda: cluster.nodes[NodeId(drained)].releases)
+
+
+async def test_a_node_does_not_drain_for_ever(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "DRAIN_LIMIT_S", 0.1)
+    gateway, _ = await stay_on_a_path(cluster, 2)
+    await cluster.scale(1)
+    await cluster.until(lambda: any(node.releases for node in cluster.nodes.values()))
+    await cluster.until(lambda: not cluster.paths)
+    assert gateway.queued + sum(gateway.on.values()) == 1, "the gateway has it run elsewhere"
+
+
+async def test_the_node_that_drains_is_the_one_over_which_nothing_runs(cluster: Cluster) -> None:
+    gateway, path = await stay_on_a_path(cluster, 3)
+    (free,) = cluster.nodes.keys() - over(path)
+    await cluster.scale(2)
+    await cluster.until(lambda: any(node.releases for node in cluster.nodes.values()))
+    assert cluster.nodes[free].releases
+    assert cluster.replicas() == over(path)
+    assert gateway.on == {path.id: 1}
 
 
 async def test_idle_replicas_drain_one_at_a_time_down_to_the_least(cluster: Cluster) -> None:

@@ -57,11 +57,7 @@ def torch_threads(count: int) -> Iterator[None]:
     ids=str,
 )
 def any_model(request: pytest.FixtureRequest) -> Model:
-    """In bf16 with weights of 8 bits: oneDNN's products in bf16 are not promised (linear.py)."""
-    model = make_model(seed=5, **request.param)
-    if "dtype" in request.param:
-        model.cpu_weights = "int8"
-    return model
+    return make_model(seed=5, **request.param)
 
 
 def decoded_alone(model: Model, logits: Logits) -> torch.Tensor:

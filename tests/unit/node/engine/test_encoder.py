@@ -153,7 +153,7 @@ def test_blocks_of_several_units(logits: Logits) -> None:
     assert_close(logits.take(), expected_logits(model, [image(1)]))
 
 
-WIDE = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12}
+WIDE: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12}
 """Some processors have other products for such sizes and many rows."""
 
 
@@ -192,6 +192,24 @@ def test_half_precision(dtype: str, logits: Logits) -> None:
     expected = expected_logits(exact, images)
     theirs = (expected_logits(model, images) - expected).abs().mean()
     assert (logits.take() - expected).abs().mean() <= 1.2 * theirs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_8_bits(dtype: str, logits: Logits) -> None:
+    """Near to what they are without, and the same in every batch and on every path."""
+    model, exact = make_vit(dtype=dtype, **WIDE), make_vit(**WIDE)
+    model.cpu_weights = "int8"
+    images = [image(i) for i in range(16)]
+    rows = [row(f"s{i}", one) for i, one in enumerate(images)]
+    engine = model.engine()
+    run(engine, part(rows, 0, 6))
+    together, expected = logits.take(), expected_logits(exact, images)
+    error = (together - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05
+    engine.free(tuple(one.sequence for one in rows))
+    run(engine, part(rows[3:4], 0, 6))
+    over_stages(model, (2, 4), rows[3:4])
+    assert torch.equal(logits.take(), together[3:4].repeat(2, 1))
 
 
 def test_log_probabilities_of_the_first_classes(vit: Model) -> None:

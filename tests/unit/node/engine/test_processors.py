@@ -167,6 +167,9 @@ def test_tokenizers_that_have_no_grammars(data: bytes) -> None:
         Vocabulary(data, VOCAB)
 
 
+REGEX = LogitRules(grammar=grammar.from_regex("ab"))
+
+
 def drawing(key: str, rules: LogitRules, drawn: list[int] | None = None) -> Row:
     known = context(rules, [1], drawn or [])
     return Row(key, 0, 1, 9, draw=Draw(len(drawn or []), Sampling(), known))
@@ -174,21 +177,29 @@ def drawing(key: str, rules: LogitRules, drawn: list[int] | None = None) -> Row:
 
 def test_rows_whose_rules_cannot_be_followed_are_named() -> None:
     found = Processors({"vocab_size": VOCAB, "eos_token_id": [EOS]})
-    regex = LogitRules(grammar=grammar.from_regex("ab"))
     plain = drawing("plain", LogitRules(presence_penalty=1.0))
-    with pytest.raises(RowsRefused, match="tokenizer") as early:
-        found.made([plain, drawing("early", regex)])
+    with pytest.raises(RowsRefused, match="not made before") as early:
+        found.made([plain, drawing("early", REGEX)])
     assert (early.value.sequences, type(early.value.why)) == (("early",), NotReady)
-    found.use_tokenizer(TOKENIZER.to_str().encode())
-    wrong = drawing("wrong", regex, TOKENIZER.encode("b").ids[-1:])
-    with pytest.raises(RowsRefused) as misfit:
-        found.made([plain, wrong])
-    assert (misfit.value.sequences, type(misfit.value.why)) == (("wrong",), BadInput)
-    found.keep(found.made([plain, drawing("early", regex)]))
+    found.keep(found.made([plain]))
     assert found.of("plain")
-    assert found.of("early")
-    found.free(("early", "unknown"))
     assert found.of("early") is None
+
+
+def test_grammars_are_made_once_the_tokenizer_is_here() -> None:
+    found = Processors({"vocab_size": VOCAB, "eos_token_id": [EOS]})
+    with pytest.raises(NotReady, match="tokenizer"):
+        found.maker(context(REGEX, [1], []))
+    found.use_tokenizer(TOKENIZER.to_str().encode())
+    wrong = found.maker(context(REGEX, [1], TOKENIZER.encode("b").ids[-1:]))
+    with pytest.raises(BadInput):
+        wrong()
+    made = found.maker(context(REGEX, [1], []))()
+    found.keep({"r": made})
+    assert found.made([drawing("r", REGEX)]) == {}
+    assert found.of("r") is made
+    found.free(("r", "unknown"))
+    assert found.of("r") is None
 
 
 def test_a_tokenizer_that_cannot_be_used_is_read_once_and_refused_for_good(
@@ -202,15 +213,14 @@ def test_a_tokenizer_that_cannot_be_used_is_read_once_and_refused_for_good(
 
     monkeypatch.setattr("services.node.engine.processors.Vocabulary", watched)
     found = Processors({"vocab_size": VOCAB, "eos_token_id": EOS})
-    regex = drawing("r", LogitRules(grammar=grammar.from_regex("ab")))
+    known = context(REGEX, [1], [])
     found.use_tokenizer(b"{}")
     for _ in range(2):
-        with pytest.raises(RowsRefused, match="can't be used for structured output") as refused:
-            found.made([regex])
-        assert isinstance(refused.value.why, BadInput)
+        with pytest.raises(BadInput, match="can't be used for structured output"):
+            found.maker(known)()
     assert read == [b"{}"]
     found.use_tokenizer(TOKENIZER.to_str().encode())
-    assert found.made([regex, regex])
+    assert found.maker(known)() is not found.maker(known)()
     assert len(read) == 2
 
 
