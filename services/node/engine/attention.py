@@ -1,5 +1,6 @@
 """Causal attention of packed rows over the KV cache by torch's operators, the same for a row
-whatever the batch. (For most CPUs and GPUs there are kernels of our own: ops.py.)
+whatever the batch. (Most CPUs and GPUs attend by kernels of our own: kernel_step.py,
+paged_attention.py.)
 
 A request must get the same tokens alone or in a batch, prefilled at once, in chunks, or grown
 step by step, on one node or over several. Exactly the same logits are the only sure way to that,

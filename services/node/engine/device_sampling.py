@@ -16,31 +16,32 @@ ROWS = 16
 def draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]) -> Tensor:
     """[n]: the id that is drawn from each row of `logits` [n, vocab] by its sampling, which has a
     temperature, and its number from [0, 1)."""
-    ids = [
-        _draw(logits[at : at + ROWS], samplings[at : at + ROWS], chances[at : at + ROWS])
-        for at in range(0, len(logits), ROWS)
+    numbers = [
+        (each.temperature, each.min_p, each.top_p, chance)
+        for each, chance in zip(samplings, chances, strict=True)
     ]
-    return torch.cat(ids)
+    there = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+    pieces = [slice(at, at + ROWS) for at in range(0, len(logits), ROWS)]
+    return torch.cat([_draw(logits[some], samplings[some], there[some]) for some in pieces])
 
 
-def _draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]) -> Tensor:
-    def column(values: Sequence[float]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.float64), logits.device)[:, None]
-
+def _draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Tensor) -> Tensor:
+    """`numbers`: (temperature, min_p, top_p, chance) of each row, float64."""
+    temperature, min_p, top_p, chance = torch.split(numbers, 1, dim=1)
     exact = logits.double()
     exact = exact - exact.amax(-1, keepdim=True)
-    weights = (exact / column([sampling.temperature for sampling in samplings])).exp_()
+    weights = (exact / temperature).exp_()
     vocab = logits.shape[-1]
     counts = [each.top_k if 0 < each.top_k < vocab else vocab for each in samplings]
     if min(counts) < vocab:
         weights *= _top_k(logits, counts)
     if any(each.min_p for each in samplings):
-        weights *= weights >= column([each.min_p for each in samplings])
+        weights *= weights >= min_p
     if any(each.top_p < 1 for each in samplings):
-        weights *= _nucleus(weights, column([each.top_p for each in samplings]))
+        weights *= _nucleus(weights, top_p)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
-    at = torch.searchsorted(cumulative, column(chances) * total, right=True)
+    at = torch.searchsorted(cumulative, chance * total, right=True)
     last = torch.searchsorted(cumulative, total)  # with any weight
     return torch.minimum(at, last).squeeze(-1)
 

@@ -6,8 +6,8 @@ nothing of it is kept after that. Attention does not know an order, so the class
 a class is drawn after the last position, as a token is.
 
 An image's result does not depend on the others in a step. On a CPU each is run by itself, in
-products of one shape: packed together, eight are at most 15 % faster (ViT-B, one thread), but bf16
-products then have other bits (attention.py says when). On a GPU all are run together.
+products of one shape: packed together, eight are at most 15 % faster (ViT-B, one thread), but
+torch's bf16 products then have other bits (linear.py). On a GPU all are run together.
 """
 
 from collections.abc import Sequence as Rows

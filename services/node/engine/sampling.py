@@ -10,7 +10,7 @@ resumed elsewhere goes on as if it had stayed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +54,12 @@ def sample(
     # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
     ids = _largest_ids(logits)
     done = {row for row, draw in enumerate(draws) if not of[row] and _is_plain(draw.sampling)}
-    random = [row for row in sorted(done) if draws[row].sampling.temperature > 0]
-    if random and _on_device(logits):
-        _draw_there(logits, draws, random, ids)
-    else:
-        done -= set(random)
+    if there := _on_device(logits):
+        done = {row for row in range(len(draws)) if not of[row]}
+        _draw_there(logits, draws, done, ids)
     drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in ids.tolist()]
+    if there:
+        _score_there(logits, draws, done, drawn)
     rest = [row for row, one in enumerate(drawn) if row not in done and one.error is None]
     values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
     for row, due in enumerate(proposed or [None] * len(draws)):
@@ -103,14 +103,39 @@ def _on_device(logits: torch.Tensor) -> bool:
 
 
 def _draw_there(
-    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], ids: torch.Tensor
+    logits: torch.Tensor, draws: Sequence[Draw], rows: Iterable[int], ids: torch.Tensor
 ) -> None:
-    """What these rows draw goes to `ids`, but where there is -1."""
-    at = to_device(torch.tensor(rows), logits.device)
-    samplings = [draws[row].sampling for row in rows]
-    chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in rows]
+    """What those of these rows draw that draw at random goes to `ids`, but where there is -1."""
+    random = [row for row in rows if draws[row].sampling.temperature > 0]
+    if not random:
+        return
+    at = to_device(torch.tensor(random), logits.device)
+    samplings = [draws[row].sampling for row in random]
+    chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in random]
     found = device_sampling.draw(logits[at], samplings, chances)
     ids[at] = found.where(ids[at] >= 0, -1)
+
+
+def _score_there(
+    logits: torch.Tensor, draws: Sequence[Draw], rows: Iterable[int], drawn: list[Drawn]
+) -> None:
+    """Those of these rows that ask for log probabilities get them."""
+    asked = {
+        row: (token, wanted)
+        for row in rows
+        if (wanted := draws[row].sampling.logprobs) is not None
+        and (token := drawn[row].token) is not None
+    }
+    if not asked:
+        return
+    at = to_device(torch.tensor([*asked]), logits.device)
+    tokens, counts = zip(*asked.values(), strict=True)
+    for row, count, one in zip(
+        asked, counts, score(logits[at].double(), tokens, max(counts)), strict=True
+    ):
+        if one.logprobs is not None:
+            best = Logprobs(one.logprobs.drawn, one.logprobs.top[:count])
+            drawn[row] = Drawn(drawn[row].token, best)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -120,8 +145,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """The token is all that is asked for."""
-    return sampling.logprobs is None
+    return sampling.temperature == 0 and sampling.logprobs is None
 
 
 def _guarded(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:

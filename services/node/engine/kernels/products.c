@@ -178,7 +178,11 @@ static void with_vectors(const Product *p) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TILE = 16, DEEP = 512 };
+enum {
+    TILE = 16,
+    DEEP = 768, /* of `in`, between two visits to a panel's sums */
+    SOME = 64,  /* rows from which on that matters to weights that are converted too */
+};
 
 typedef struct {
     uint8_t palette, start, unused[14];
@@ -266,9 +270,9 @@ static void with_tiles(const Product *p) {
     const Matrix *m = p->matrix;
     int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
     int64_t first, count, size = size_of(m->kind), in = m->in, whole = in / PAIRED * PAIRED;
-    int64_t set = 0, most = m->kind == INT8 ? CONVERTED : DEEP;
+    int64_t set = 0, most = m->kind == INT8 && p->rows <= SOME ? CONVERTED : DEEP;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
-    uint16_t room[CONVERTED * WIDTH] __attribute__((aligned(64)));
+    uint16_t room[DEEP * WIDTH] __attribute__((aligned(64)));
     uint16_t tail[2 * TILE * PAIRED] __attribute__((aligned(64)));
     while ((count = take_items(p->next, panels * groups, p->threads, &first)))
         for (int64_t item = first; item < first + count; item++) {
