@@ -32,7 +32,8 @@ class TorchEngine:
     """Implements services.node.engine.base.Engine.
 
     On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
-    way its KV came to be (attention.py says how), on the same kind of CPU.
+    way its KV came to be (attention.py says how), on the same kind of CPU; but not those of bf16
+    in the stored form (linear.py).
     On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
     run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
     That path has not been run on a GPU yet: its kernels and buffers have on a CPU, in Triton's

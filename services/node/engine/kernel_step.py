@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 """Most rows of a sequence that one thread attends at a time."""
+SCORES = 1 << 19
+"""More than so many numbers, which are kept for each thread, only for a single row."""
 ALIGN = 64
 
 
@@ -76,16 +78,16 @@ class KernelStep:
         slots: list[int] = []
         positions: list[int] = []
         for sequence, first, count in spans:
-            for done in range(0, count, BLOCK):
-                n = min(BLOCK, count - done)
+            size = min(BLOCK, max(1, SCORES // (a.group * pages_of(first + count) * PAGE)))
+            for done in range(0, count, size):
+                n = min(size, count - done)
                 blocks.append((len(slots) + done, n, first + done, len(pages)))
             pages += sequence.pages[: pages_of(first + count)]
             slots += sequence.slots(first, count)
             positions += range(first, first + count)
         # The longest first: threads that end with short ones end together.
         blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
-        longest = max(pages_of(first + n) * PAGE for _, n, first, _ in blocks)
-        scratch = max(n for _, n, _, _ in blocks) * a.group * longest
+        scratch = a.group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks)
         rows, width = len(slots), config.hidden_size
         self._threads = kernels.threads_for(rows * width, width)
         narrow = decoder.dtype == torch.bfloat16

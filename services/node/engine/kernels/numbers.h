@@ -16,7 +16,6 @@ typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
-
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE lanes load(const float *p) { lanes v; memcpy(&v, p, sizeof v); return v; }

@@ -7,8 +7,8 @@
    Matrix Multiplication", 2008, but with the roles of the operands turned).
 
    Sums are taken in float32, part by part in order of `in`, whatever the number of rows: a row has
-   the same bits in every batch. Where the processor has tiles (AMX), they multiply bfloat16 in an order of
-   their own, which depends on nothing else either. */
+   the same bits in every batch. Where the processor has tiles (AMX), they multiply bfloat16 in an
+   order of their own, which depends on nothing else either. */
 
 #include "kernels.h"
 
@@ -97,14 +97,16 @@ INLINE void fetch(const char *from, int64_t lines) {
 
 /* --- with vectors --- */
 
-/* A part's weights in float32. */
+/* A part's weights in float32. What is converted is fetched here, the rest in `add_part`. */
 INLINE const float *part_of(int64_t kind, const char *weight, int64_t depth, float *room) {
     if (kind == FLOAT32) return (const float *)weight;
     int64_t together = kind == BFLOAT16 ? 2 : 4; /* in a word */
     for (int64_t k = 0; k < depth; k += together)
         for (int64_t i = 0; i < WIDTH; i += 16) {
             ints word;
-            memcpy(&word, weight + (k / together * WIDTH + i) * 4, sizeof word);
+            const char *from = weight + (k / together * WIDTH + i) * 4;
+            memcpy(&word, from, sizeof word);
+            fetch(from + AHEAD, 1);
             float *to = room + k * WIDTH + i;
             if (kind == BFLOAT16) {
                 ints pair[2] = {word << 16, word & (int32_t)0xffff0000};
@@ -156,7 +158,7 @@ static void with_vectors(const Product *p) {
                 for (int64_t r = 0; r < rows; r += FEW) {
                     const float *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
-                    int64_t lines = r > FEW ? 0 : rows <= FEW ? 2 : 1;
+                    int64_t lines = r > FEW || part == room ? 0 : rows <= FEW ? 2 : 1;
 #define CASE(n) \
     case n: add_part(own, in, part, depth, to, n, following, lines); break;
                     switch (least(FEW, rows - r)) {
@@ -342,22 +344,25 @@ INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int6
             last = upper ? m->out : half;
         }
         int64_t at = output * in, there = output < last;
-        float most = 0, scale = 1;
+        float most = 0, scale = 1, nothing = 0;
         if (m->bias) m->bias[panel * WIDTH + i] = there ? get(bias, output, narrow) : 0;
         if (m->kind == INT8) {
             for (int64_t k = 0; k < in && there; k++) {
                 float size = fabsf(get(from, at + k, narrow));
                 most = size > most ? size : most;
+                nothing += 0 * size; /* NaN, unless all are finite */
             }
             scale = most > 0 ? most / 127 : 1;
-            m->scales[panel * WIDTH + i] = scale;
+            m->scales[panel * WIDTH + i] = scale + nothing;
         }
         for (int64_t k = 0; k < deep(in); k++) {
             float value = there && k < in ? get(from, at + k, narrow) : 0;
             if (m->kind == FLOAT32) ((float *)to)[k * WIDTH + i] = value;
             else if (m->kind == BFLOAT16)
                 ((uint16_t *)to)[(k / 2 * WIDTH + i) * 2 + k % 2] = narrowed(value);
-            else ((int8_t *)to)[(k / 4 * WIDTH + i) * 4 + k % 4] = (int8_t)rintf(value / scale);
+            else if (nothing == 0)
+                ((int8_t *)to)[(k / 4 * WIDTH + i) * 4 + k % 4] = (int8_t)rintf(value / scale);
+            else ((int8_t *)to)[(k / 4 * WIDTH + i) * 4 + k % 4] = 0;
         }
     }
 }

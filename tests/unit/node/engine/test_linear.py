@@ -166,6 +166,16 @@ def test_zeros_are_no_trouble_for_int8() -> None:
     assert not got[:, 5].any()
 
 
+@needs_cc
+@pytest.mark.parametrize("weird", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite_are_seen_in_8_bits_too(weird: float) -> None:
+    weight, _ = made((64, 96), torch.float32)
+    weight[5, 7] = weird
+    got = linear(weight, None, "int8")(torch.randn(3, 64))
+    assert got[:, 5].isnan().all()
+    assert torch.isfinite(got[:, [i for i in range(96) if i != 5]]).all()
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     weight, _ = made((100, 36), torch.bfloat16)
     x = torch.randn(40, 100).bfloat16()
