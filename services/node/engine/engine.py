@@ -63,7 +63,8 @@ class TorchEngine:
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
         if self._device.type == "cpu":
             check_form(cpu_weights)
-            kernels.load()  # compiled now, if they were not yet, and not while a model waits
+            if cpu_weights != "stored":
+                kernels.load()  # compiled now, if they were not yet, and not while a model waits
         self._budget = kv
         self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}

@@ -50,6 +50,8 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
         "LAMBDASCALE_NODE_ARENA_BYTES": str(16 << 20),
         "LAMBDASCALE_NODE_KV_BYTES": str(64 << 20),
         "LAMBDASCALE_NODE_THREADS": "1",
+        # An emulated processor would take minutes to compile kernels.
+        "LAMBDASCALE_NODE_CPU_WEIGHTS": "stored",
         "LAMBDASCALE_NODE_LEASE_S": "10",
         "LAMBDASCALE_NODE_RDMA_DEVICE": device,
         "LAMBDASCALE_NODE_RDMA_GID_INDEX": str(gid_index),
