@@ -76,6 +76,23 @@ INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel
     }
 }
 
+/* Up to ROWS rows by a panel. */
+typedef struct {
+    int64_t panel, row, rows;
+    const char *weight;
+} Item;
+
+INLINE int64_t panels_of(const Matrix *m) { return (m->out + WIDTH - 1) / WIDTH; }
+INLINE int64_t items_of(const Product *p) {
+    return panels_of(p->matrix) * ((p->rows + ROWS - 1) / ROWS);
+}
+INLINE Item item_of(const Product *p, int64_t number) {
+    const Matrix *m = p->matrix;
+    int64_t panel = number % panels_of(m), row = number / panels_of(m) * ROWS;
+    int64_t at = panel * deep(m->in) * WIDTH * size_of(m->kind);
+    return (Item){panel, row, least(ROWS, p->rows - row), (const char *)m->weight + at};
+}
+
 /* What becomes of a panel's sums [rows, WIDTH]. */
 static void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
                    const float *sums) {
@@ -138,37 +155,34 @@ INLINE void add_part(const float *x, int64_t in, const float *weight, int64_t de
 
 static void with_vectors(const Product *p) {
     const Matrix *m = p->matrix;
-    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
     int64_t first, count, size = size_of(m->kind), in = m->in;
     int64_t most = m->kind == FLOAT32 ? PART : CONVERTED;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     float room[CONVERTED * WIDTH] __attribute__((aligned(64)));
-    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
+    while ((count = take_items(p->next, items_of(p), p->threads, &first)))
         for (int64_t item = first; item < first + count; item++) {
-            int64_t panel = item % panels, row = item / panels * ROWS;
-            int64_t rows = least(ROWS, p->rows - row);
-            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
-            const float *x = (const float *)p->x + row * in;
-            memset(sums, 0, rows * WIDTH * sizeof *sums);
+            Item it = item_of(p, item);
+            const float *x = (const float *)p->x + it.row * in;
+            memset(sums, 0, it.rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, in - k);
-                const char *from = weight + k * WIDTH * size;
+                const char *from = it.weight + k * WIDTH * size;
                 const char *following = from + AHEAD;
                 const float *part = part_of(m->kind, from, depth, room);
-                for (int64_t r = 0; r < rows; r += FEW) {
+                for (int64_t r = 0; r < it.rows; r += FEW) {
                     const float *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
-                    int64_t lines = r > FEW || part == room ? 0 : rows <= FEW ? 2 : 1;
+                    int64_t lines = r > FEW || part == room ? 0 : it.rows <= FEW ? 2 : 1;
 #define CASE(n) \
     case n: add_part(own, in, part, depth, to, n, following, lines); break;
-                    switch (least(FEW, rows - r)) {
+                    switch (least(FEW, it.rows - r)) {
                         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
                     }
 #undef CASE
                     following += 64 * lines * depth;
                 }
             }
-            finish(p, row, rows, panel, sums);
+            finish(p, it.row, it.rows, it.panel, sums);
         }
 }
 
@@ -270,27 +284,24 @@ INLINE const char *pairs_of(int64_t kind, const char *weight, int64_t depth, uin
 
 static void with_tiles(const Product *p) {
     const Matrix *m = p->matrix;
-    int64_t panels = (m->out + WIDTH - 1) / WIDTH, groups = (p->rows + ROWS - 1) / ROWS;
     int64_t first, count, size = size_of(m->kind), in = m->in, whole = in / PAIRED * PAIRED;
     int64_t set = 0, most = m->kind == INT8 && p->rows <= SOME ? CONVERTED : DEEP;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     uint16_t room[DEEP * WIDTH] __attribute__((aligned(64)));
     uint16_t tail[2 * TILE * PAIRED] __attribute__((aligned(64)));
-    while ((count = take_items(p->next, panels * groups, p->threads, &first)))
+    while ((count = take_items(p->next, items_of(p), p->threads, &first)))
         for (int64_t item = first; item < first + count; item++) {
-            int64_t panel = item % panels, row = item / panels * ROWS;
-            int64_t rows = least(ROWS, p->rows - row);
-            const char *weight = (const char *)m->weight + panel * deep(in) * WIDTH * size;
-            const uint16_t *x = (const uint16_t *)p->x + row * in;
-            memset(sums, 0, rows * WIDTH * sizeof *sums);
+            Item it = item_of(p, item);
+            const uint16_t *x = (const uint16_t *)p->x + it.row * in;
+            memset(sums, 0, it.rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, deep(in) - k), full = least(most, whole - k);
-                const char *from = weight + k * WIDTH * size;
+                const char *from = it.weight + k * WIDTH * size;
                 const char *following = from + AHEAD;
                 const char *part = pairs_of(m->kind, from, depth, room);
-                for (int64_t r = 0; r < rows; r += 2 * TILE) {
-                    int64_t n = least(2 * TILE, rows - r), lines = 0;
-                    if (r <= 2 * TILE) lines = (rows <= 2 * TILE ? 16 : 8) * size;
+                for (int64_t r = 0; r < it.rows; r += 2 * TILE) {
+                    int64_t n = least(2 * TILE, it.rows - r), lines = 0;
+                    if (r <= 2 * TILE) lines = (it.rows <= 2 * TILE ? 16 : 8) * size;
                     float *to = sums + r * WIDTH;
                     const uint16_t *own = x + r * in + k;
                     if (n != set) set_tiles(set = n);
@@ -305,7 +316,7 @@ static void with_tiles(const Product *p) {
                     following += 2 * lines * full;
                 }
             }
-            finish(p, row, rows, panel, sums);
+            finish(p, it.row, it.rows, it.panel, sums);
         }
     _tile_release();
 }
@@ -368,8 +379,8 @@ INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int6
 }
 
 void pack_panels(const Matrix *m, const void *from, const void *bias, int narrow, int64_t *next) {
-    int64_t panel, panels = (m->out + WIDTH - 1) / WIDTH;
-    while ((panel = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < panels)
+    int64_t panel;
+    while ((panel = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < panels_of(m))
         if (narrow) pack_panel(m, from, bias, panel, 1);
         else pack_panel(m, from, bias, panel, 0);
 }
