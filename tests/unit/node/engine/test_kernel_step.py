@@ -152,21 +152,3 @@ def test_a_nan_stays_in_its_sequence() -> None:
     got = Side(model, 2, "packed").run(spans, hidden)
     assert got[:4].isnan().all()
     assert torch.isfinite(got[4:]).all()
-
-
-def test_a_prefill_between_steps_changes_no_bits() -> None:
-    """Steps have the same memory for what is in between."""
-    model = model_of(4, 2, 16)
-    torch.manual_seed(2)
-    prompt, token, other = torch.randn(20, 32), torch.randn(1, 32), torch.randn(300, 32)
-    results = []
-    for disturbed in (False, True):
-        side = Side(model, 40, "packed")
-        side.run([(sequence([0, 1]), 0, 20)], prompt)
-        step = side.decoder.step([(sequence([0, 1]), 20, 1)])
-        if disturbed:
-            side.run([(sequence([*range(2, 40)], "other"), 0, 300)], other)
-        hidden = token.clone()
-        step.run(0, side.layers, hidden, side.kv)
-        results.append(hidden)
-    assert torch.equal(results[0], results[1])
