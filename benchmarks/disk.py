@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import median
 from unittest import mock
 
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.local.demo_model import CheckpointSpec, make_checkpoint
+from services.node.checkpoints import reading
+from services.node.checkpoints.packer import block_file
+from services.node.checkpoints.reading import DEPTH, REQUEST, Verified, Wanted
+from services.node.checkpoints.store import Imported, Store
 from services.node.memory.arena import PAGE, Arena, ModelSpace
-from services.node.model import reading
-from services.node.model.packer import block_file
-from services.node.model.reading import DEPTH, REQUEST, Verified, Wanted
-from services.node.model.store import Imported, Store
 
 MIB = 1 << 20
 BAR = 0.9

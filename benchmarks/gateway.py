@@ -13,10 +13,10 @@ from pathlib import Path
 
 import aiohttp
 
-from services.cli.cluster import Cluster, ClusterSpec, bus_config
-from services.cli.demo.watch import Watch
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
 from services.cli.models import import_model
+from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.demo_model import CheckpointSpec, make_checkpoint
+from services.local.watch import Watch
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, ModelName, RequestId

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.cli.processes import die_with_parent
+from services.local.processes import die_with_parent
 from shared.errors import BadInput, ConfigError
 
 MOST_HOSTS = 200

@@ -19,8 +19,8 @@ from statistics import median
 
 import uvloop
 
+from services.node.checkpoints.packing import Digest
 from services.node.memory.arena import Arena
-from services.node.model.packing import Digest
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.gateway.service import GatewayService
+from services.node.execution.steps import EmitTo, Ran, SendTo
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, Failure
 from services.node.service import NodeService
-from services.node.steps import EmitTo, Ran, SendTo
 from services.node.transport.base import OnMessage, OnPeerLost
 from services.node.transport.reads import OnSent
 from services.node.transport.tcp import OnConnected

@@ -1,7 +1,7 @@
 """A node's data plane without a thread: the real mover over a modelled transport, on one loop.
 
-The twin of `services/node/data_plane.py`, with its methods; none of them takes virtual time by
-itself.
+The twin of `services/node/moving/data_plane.py`, with its methods; none of them takes virtual time
+by itself.
 """
 
 import asyncio
@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from services.node.memory.arena import ModelSpace
-from services.node.mover import Arrival, Failure, Mover
-from services.node.outboxes import Outboxes
+from services.node.moving.mover import Arrival, Failure, Mover
+from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from shared.errors import Conflict
 from shared.ids import EventId, ModelId, NodeId

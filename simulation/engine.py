@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 
-from services.node.activations import DTYPES
+from services.node.checkpoints.packing import digest
 from services.node.core.kv import whole_pages
 from services.node.engine.base import (
     Context,
@@ -26,7 +26,7 @@ from services.node.engine.base import (
     StagePart,
     Weights,
 )
-from services.node.model.packing import digest
+from services.node.execution.activations import DTYPES
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest

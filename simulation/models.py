@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from services.node.model.packing import ITEMSIZE, digest, partition
+from services.node.checkpoints.packing import ITEMSIZE, digest, partition
 from shared.errors import BadInput
 from shared.ids import ModelName, check_model_name
 from shared.layout import BlockSpec, Manifest, model_id

@@ -3,9 +3,9 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+from services.node.checkpoints.packing import digest
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.model.packing import digest
-from services.node.mover import Arrival, Failure, Mover
+from services.node.moving.mover import Arrival, Failure, Mover
 from services.planner.core.multicast.fabric import Fabric, Task
 from services.planner.core.multicast.schedule import Schedule
 from shared.clock import now

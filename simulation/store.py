@@ -1,4 +1,6 @@
-"""A node's disk in virtual time, with what of it lies in host memory: `services.node.model.store`.
+"""A node's disk in virtual time, with what of it lies in host memory.
+
+The twin of `services.node.checkpoints.store`.
 
 Blocks come over the SSD, or over PCIe where a copy is in host memory. `Cache.KEEP_ALIVE` is
 ServerlessLLM's (OSDI 2024): models that were read stay in host memory, the least recently used one
@@ -10,8 +12,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.node.model.reading import Outcome, Unreadable, Verified, Wanted
-from services.node.model.store import Imported
+from services.node.checkpoints.reading import Outcome, Unreadable, Verified, Wanted
+from services.node.checkpoints.store import Imported
 from shared.clock import now, wall_ns
 from shared.errors import BadInput, LambdaScaleError, NotFound
 from shared.ids import ModelId

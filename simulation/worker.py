@@ -1,4 +1,4 @@
-"""The node's engine in virtual time: what `services.node.worker.Worker` does, without a thread.
+"""The node's engine in virtual time: the twin of `services.node.execution.worker`.
 
 The scheduler and the steps are the node's own; only the waiting differs. A step sets one timer for
 when it is over, and calls run at once, as they do in the thread while a step waits for its time.
@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from weakref import ReferenceType, ref
 
-from services.node.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
+from services.node.execution.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, TransportError

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig

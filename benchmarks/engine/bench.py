@@ -36,12 +36,12 @@ from benchmarks.engine.results import (
     Settings,
     batched,
 )
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
+from services.local.demo_model import CheckpointSpec, make_checkpoint
+from services.node.checkpoints.store import Store
 from services.node.engine.attention import AttentionStep
 from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Stored
 from services.node.engine.ops import TorchOps
-from services.node.model.store import Store
 from shared.config import NodeConfig
 from shared.errors import BadInput
 from shared.messages.serving import LogitRules

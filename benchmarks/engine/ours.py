@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from services.node.checkpoints.store import Imported, Store
 from services.node.engine.engine import TorchEngine
+from services.node.execution.steps import Steps
 from services.node.memory.arena import Arena
-from services.node.model.store import Imported, Store
-from services.node.steps import Steps
 from shared.errors import LambdaScaleError
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.gpu.scale import raw_config, scale_of
-from services.node.model.config import EMBEDDING, HEAD, ModelConfig
+from services.node.checkpoints.config import EMBEDDING, HEAD, ModelConfig
 
 ITEMSIZE = 2
 TOKENS_PER_S, MILLISECONDS = "tokens/s", "ms"

@@ -9,13 +9,13 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.scale import raw_config, scale_of
-from services.node import activations
+from services.node.checkpoints.config import ModelConfig
+from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.core.kv import whole_pages
 from services.node.core.microbatches import Forward, Path
 from services.node.engine.base import Draw, Row, StagePart
 from services.node.engine.engine import TorchEngine
-from services.node.model.config import ModelConfig
-from services.node.model.packing import UnitTensor, lay_out
+from services.node.execution import activations
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.instances import Stage

@@ -18,7 +18,7 @@ from benchmarks.multicast.model import checkpoint_spec
 from benchmarks.multicast.nodes import Nodes
 from benchmarks.multicast.peers import run_peers
 from benchmarks.testbed import Testbed, Wiring, goodput
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from services.planner.core.choose import AUTO, Choice, choose
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.cli.demo_model import CheckpointSpec
+from services.local.demo_model import CheckpointSpec
 from shared.errors import BadInput
 
 CONTEXT = 256

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
 from shared import subjects
 from shared.bus.base import Bus

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from benchmarks.testbed import Testbed, control_address, join
-from services.cli.processes import die_with_parent
+from services.local.processes import die_with_parent
 from shared.errors import LambdaScaleError
 
 BROADCAST, WITH_GROUP, CHAIN = "gloo-broadcast", "gloo-broadcast-with-group", "gloo-chain"

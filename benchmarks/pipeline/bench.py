@@ -17,8 +17,8 @@ from statistics import fmean, median
 
 from benchmarks.pipeline.results import Results, Row, Settings, Window
 from benchmarks.pipeline.stage import PATIENCE_S, Record, Spec, Stage, StageFailed, Sweep
-from services.cli.demo_model import CheckpointSpec, make_checkpoint
-from services.node.model.store import Store
+from services.local.demo_model import CheckpointSpec, make_checkpoint
+from services.node.checkpoints.store import Store
 from shared.errors import BadInput
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages import instances

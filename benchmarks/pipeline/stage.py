@@ -12,15 +12,15 @@ from typing import Any, ClassVar, Self
 
 import uvloop
 
+from services.node.checkpoints.store import Store
 from services.node.core import leading
 from services.node.core.sequences import Lane
-from services.node.data_plane import DataPlane
 from services.node.engine.engine import TorchEngine
 from services.node.engine.sweep import TorchSweep
+from services.node.execution.worker import Worker
 from services.node.memory.arena import Arena
-from services.node.model.store import Store
+from services.node.moving.data_plane import DataPlane
 from services.node.transport.base import Buffer
-from services.node.worker import Worker
 from shared.errors import LambdaScaleError
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import Cancel, Submit, Tokens

@@ -33,7 +33,7 @@ from benchmarks.serving_source.results import (
     Window,
 )
 from benchmarks.testbed import Testbed, Wiring, data_address, goodput
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from services.planner.core.multicast.schedule import Move
 from shared.messages.pool import ModelRecord
 

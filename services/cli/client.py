@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from services.cli.cluster import bus_config
-from services.cli.processes import NATS, ClusterState, read_state
+from services.local.cluster import bus_config
+from services.local.processes import NATS, ClusterState, read_state
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import load

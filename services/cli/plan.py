@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.cli import plan_explain, plan_text
 from services.cli.plan_text import Plan
-from services.node.model.packing import chunk_bytes
+from services.node.checkpoints.packing import chunk_bytes
 from services.planner.core.choose import AUTO, choose, units
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES

@@ -19,7 +19,7 @@ from services.cli.client import (
     say,
     state_of,
 )
-from services.cli.processes import ClusterState
+from services.local.processes import ClusterState
 from shared import subjects
 from shared.errors import BusError
 from shared.ids import ModelId, NodeId

@@ -5,7 +5,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from services.cli import processes
 from services.cli.client import (
     absolute,
     add_data_option,
@@ -14,9 +13,10 @@ from services.cli.client import (
     print_json,
     say,
 )
-from services.cli.cluster import Cluster, ClusterSpec, bus_config
 from services.cli.models import publish
 from services.cli.status import processes_of
+from services.local import processes
+from services.local.cluster import Cluster, ClusterSpec, bus_config
 from shared.bus.nats import NatsBus
 from shared.config import load
 from shared.errors import BadInput, LambdaScaleError

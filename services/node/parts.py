@@ -9,17 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from services.node.data_plane import DataPlane
+from services.node.checkpoints.reading import Outcome, Wanted
+from services.node.checkpoints.store import Imported, Store
 from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine, torch_device
+from services.node.execution.steps import EmitTo, Ran, SendTo, WorkerLoad
+from services.node.execution.worker import Worker
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
 from services.node.memory.landing import Landing
 from services.node.memory.views import Memory
-from services.node.model.reading import Outcome, Wanted
-from services.node.model.store import Imported, Store
-from services.node.mover import Arrival, Failure
-from services.node.steps import EmitTo, Ran, SendTo, WorkerLoad
+from services.node.moving.data_plane import DataPlane
+from services.node.moving.mover import Arrival, Failure
 from services.node.transport import tls
 from services.node.transport.base import Buffer, OnMessage, OnPeerLost
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -28,7 +29,6 @@ from services.node.transport.rdma import RdmaDirect
 from services.node.transport.reads import OnSent
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import OnConnected
-from services.node.worker import Worker
 from shared.config import NodeConfig
 from shared.errors import ConfigError, TransportError
 from shared.ids import EventId, ModelId, NodeId
@@ -38,7 +38,7 @@ from shared.messages.serving import Cancel, Submit
 
 
 class AnyWorker(Protocol):
-    """Runs blocks. `services.node.worker.Worker` says what each call does."""
+    """Runs blocks. `services.node.execution.worker.Worker` says what each call does."""
 
     @property
     def staging(self) -> str: ...
@@ -58,7 +58,7 @@ class AnyWorker(Protocol):
 
 
 class AnyDataPlane(Protocol):
-    """Moves blocks and stage messages. `services.node.data_plane.DataPlane` says how."""
+    """Moves blocks and stage messages. `services.node.moving.data_plane.DataPlane` says how."""
 
     address: str
 
@@ -89,7 +89,7 @@ class AnyDataPlane(Protocol):
 
 
 class AnyStore(Protocol):
-    """Packed models on a disk. `services.node.model.store.Store` says what each call does."""
+    """Packed models on a disk. `services.node.checkpoints.store.Store` says what each call does."""
 
     def manifests(self) -> dict[ModelId, Manifest]: ...
     def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]: ...

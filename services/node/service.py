@@ -9,14 +9,14 @@ from contextlib import suppress
 from typing import ClassVar, TypeVarTuple
 
 from services.node.core.profile import Profiler
-from services.node.hosting import Hosting
+from services.node.hosting.hosting import Hosting
+from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
+from services.node.hosting.reports import Reports
 from services.node.lease import Lease
-from services.node.library import REGISTRY_TIMEOUT_S, Library
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.parts import Parts, RealParts
-from services.node.reports import Reports
 from services.node.transport.base import Buffer
 from shared import subjects
 from shared.bus.base import Bus

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus

@@ -11,13 +11,13 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["services.node", "shared"]):
-    from services.node import activations
     from services.node.core.microbatches import Failed, Free, Sampled, StageMessage
+    from services.node.execution import activations
     from services.node.transport import wire
     from services.node.transport.direct import Place
     from shared.errors import ProtocolViolation
 
-from tests.unit.node.test_activations import FORWARD, HIDDEN
+from tests.unit.node.execution.test_activations import FORWARD, HIDDEN
 
 MAX_PAYLOAD = 1 << 20
 

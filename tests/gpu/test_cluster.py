@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from tests.gpu import NEEDS_GPU
 from tests.support.cluster import Oracle
 from tests.support.models import TINY

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from services.node.engine.base import Draw, Row
 from services.node.engine.engine import TorchEngine
 from services.node.engine.sampling import sample

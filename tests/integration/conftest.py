@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from tests.support.cluster import Oracle
 from tests.support.models import TINY
 

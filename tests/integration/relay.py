@@ -10,7 +10,7 @@ import sys
 
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
-from tests.unit.node.test_mover import EVENT, MODEL, Node
+from tests.unit.node.moving.test_mover import EVENT, MODEL, Node
 
 CHUNK = 512 * 1024
 CONTENT = [random.Random(index).randbytes(4 * CHUNK) for index in range(2)]

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import ViTForImageClassification, pipeline
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from services.cli.demo_model import make_classifier
+from services.local.demo_model import make_classifier
 from shared import subjects
 from shared.ids import InstanceId, NodeId
 from shared.messages.scaling import EventState, ScaleAccepted, SetInstances

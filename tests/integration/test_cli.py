@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.cli import processes
-from services.cli.demo_model import make_checkpoint
+from services.local import processes
+from services.local.demo_model import make_checkpoint
 from tests.support import commands
 from tests.support.commands import Ran
 from tests.support.models import TINY

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.cli.cluster import node_id
+from services.local.cluster import node_id
 from services.planner.core.events import TERMINAL
 from shared import subjects
 from shared.ids import InstanceId, NodeId

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.cli import processes
 from services.cli.demo.scenario import NODES, REQUESTS
+from services.local import processes
 from tests.support import commands
 
 PNG = b"\x89PNG\r\n\x1a\n"

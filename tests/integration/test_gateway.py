@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, path, replica, running

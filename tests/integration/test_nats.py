@@ -9,7 +9,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from shared import subjects
 from shared.bus.base import Bus, KvEntry, KvOp
 from shared.bus.nats import NatsBus

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import NoResponders

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import nats_server
-from services.cli.nats_server import NatsServer
+from services.local import nats_server
+from services.local.nats_server import NatsServer
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import BusError, ConfigError
@@ -20,7 +20,7 @@ WAIT_S = 20.0
 STARTER = """
 import asyncio, sys
 from pathlib import Path
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 
 async def main():
     server = NatsServer(Path(sys.argv[1]), detached=sys.argv[2] == "detached")

@@ -19,7 +19,7 @@ from openai.types.completion_choice import Logprobs
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from shared import subjects
 from shared.messages import Message
 from shared.messages.pool import NodeStatus

@@ -6,7 +6,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.cli.nats_server import NatsServer
+from services.local.nats_server import NatsServer
 from services.registry.service import RegistryService
 from shared import clock, subjects
 from shared.bus.nats import NatsBus

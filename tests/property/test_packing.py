@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.model.packing import (
+from services.node.checkpoints.packing import (
     ITEMSIZE,
     MAX_CHUNK,
     MIN_CHUNK,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.model.safetensors_header import read_header
+from services.node.checkpoints.safetensors_header import read_header
 from shared.errors import CorruptCheckpoint
 
 HEADER = {

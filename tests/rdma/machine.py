@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.cli.processes import die_with_parent
+from services.local.processes import die_with_parent
 from tests.rdma.image import Image
 
 REPOSITORY = Path(__file__).parents[2]

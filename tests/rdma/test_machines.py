@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
 from tests.rdma.guest.peer import NBYTES
 from tests.rdma.guest.scale_out import NODES, node_settings
 from tests.rdma.image import Image

@@ -14,9 +14,9 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.cli.cluster import Cluster, ClusterSpec, bus_config
-from services.cli.demo.watch import Watch
 from services.cli.models import import_model
+from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.watch import Watch
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId

@@ -1,11 +1,11 @@
 """Tiny real checkpoints; vary them with `dataclasses.replace(TINY, ...)`."""
 
-from services.cli.demo_model import CheckpointSpec, ClassifierSpec
+from services.local.demo_model import CheckpointSpec, ClassifierSpec
 
 TINY = CheckpointSpec(
     layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=320, context_length=512
 )
-"""6 units, 0.6 MB in fp32; made by `services.cli.demo_model.make_checkpoint(path, TINY)`."""
+"""6 units, 0.6 MB in fp32; made by `services.local.demo_model.make_checkpoint(path, TINY)`."""
 
 WIDE = CheckpointSpec(
     layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from services.cli.processes import log_of
+from services.local.processes import log_of
 from shared.messages.scaling import EventState
 from tests.support.cluster import Oracle, Running, prompts, running
 from tests.support.models import TINY

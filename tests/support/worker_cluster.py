@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from services.node.engine.base import Engine, StagePart
+from services.node.execution.worker import Worker
 from services.node.transport.base import Buffer
-from services.node.worker import Worker
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.layout import Manifest
 from shared.messages.instances import Stage

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORES = sorted(ROOT.glob("services/*/core/**/*.py"))
-SERVICES = sorted(p for p in ROOT.glob("services/*/**/*.py") if "cli" not in p.parts)
+SERVICES = sorted(
+    path for path in ROOT.glob("services/*/**/*.py") if not {"cli", "local"} & set(path.parts)
+)
 PURE_STDLIB = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools",
     "heapq", "itertools", "math", "operator", "statistics", "typing",

@@ -15,17 +15,17 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from services.cli import processes
 from services.cli.client import ended_by_signals
-from services.cli.cluster import Cluster, ClusterSpec, bus_config, node_id
 from services.cli.demo import scenario
 from services.cli.demo.burst import Ask, Outcome, asks, reference, run_burst
 from services.cli.demo.figure import draw
 from services.cli.demo.report import headline, make_report
 from services.cli.demo.view import render
-from services.cli.demo.watch import Watch
-from services.cli.demo_model import make_demo_model
 from services.cli.models import import_model
+from services.local import processes
+from services.local.cluster import Cluster, ClusterSpec, bus_config, node_id
+from services.local.demo_model import make_demo_model
+from services.local.watch import Watch
 from shared.bus.nats import NatsBus
 from shared.errors import LambdaScaleError
 

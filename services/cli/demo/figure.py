@@ -9,7 +9,7 @@ import matplotlib
 
 from services.cli.demo.burst import Outcome
 from services.cli.demo.report import throughput
-from services.cli.demo.watch import Role, Watch
+from services.local.watch import Role, Watch
 from shared.ids import NodeId
 from shared.messages.scaling import BlockArrived, EventRecord
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.cli.demo.burst import Ask, Outcome
-from services.cli.demo.watch import Watch
+from services.local.watch import Watch
 from shared.messages.scaling import EventRecord
 
 BUCKET_S = 0.5

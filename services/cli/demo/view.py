@@ -10,7 +10,7 @@ from rich.text import Text
 
 from services.cli.demo.burst import Outcome
 from services.cli.demo.report import BUCKET_S, percentiles, throughput
-from services.cli.demo.watch import Role, Watch
+from services.local.watch import Role, Watch
 from shared.ids import NodeId
 from shared.messages.instances import InstanceState
 

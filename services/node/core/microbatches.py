@@ -1,9 +1,9 @@
 """Micro-batches: what stages of a path tell each other, and what the scheduler asks of its shell.
 
 `Forward`, `Sampled`, `Free` and `Failed` cross between nodes (their wire form is in
-`services.node.activations`). `Send`, `Release`, `Prepare` and `Emit` are commands: what the
-scheduler wants done. Hidden states are opaque here: the scheduler passes them on and never looks
-inside.
+`services.node.execution.activations`). `Send`, `Release`, `Prepare` and `Emit` are commands: what
+the scheduler wants done. Hidden states are opaque here: the scheduler passes them on and never
+looks inside.
 """
 
 import enum

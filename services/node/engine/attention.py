@@ -40,10 +40,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, whole_pages
 from services.node.engine.kv import Run, Sequence
 from services.node.engine.rope import rotations
-from services.node.model.config import ModelConfig
 
 ROWS = 4
 VALUE_TILE = 128

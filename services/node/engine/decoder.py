@@ -1,12 +1,13 @@
 """The decoder, unit by unit: embedding, layers, and final norm with the head.
 
-What a family of models has in other places than Llama: see services.node.model.families.
+What a family of models has in other places than Llama: see services.node.checkpoints.families.
 """
 
 from collections.abc import Sequence as Rows
 
 import torch
 
+from services.node.checkpoints.config import ModelConfig
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
@@ -24,7 +25,6 @@ from services.node.engine.weights import (
     LayerUnit,
     Unit,
 )
-from services.node.model.config import ModelConfig
 from shared.errors import BadInput
 from shared.layout import BlockSpec
 

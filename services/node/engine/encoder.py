@@ -16,12 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from services.node.engine.attention import Span
-from services.node.engine.base import Row, RowsRefused, Weights
-from services.node.engine.copies import to_device
-from services.node.engine.linear import Form, Linear
-from services.node.engine.weights import BlockTensors
-from services.node.model.vit_config import (
+from services.node.checkpoints.vit_config import (
     CLASS_TOKEN,
     CLASSIFIER,
     FINAL_NORM,
@@ -29,6 +24,11 @@ from services.node.model.vit_config import (
     PROJECTION,
     VitConfig,
 )
+from services.node.engine.attention import Span
+from services.node.engine.base import Row, RowsRefused, Weights
+from services.node.engine.copies import to_device
+from services.node.engine.linear import Form, Linear
+from services.node.engine.weights import BlockTensors
 from shared.errors import BadInput
 from shared.layout import BlockSpec
 from shared.vision import CHANNELS

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.node.checkpoints.architecture import read_config
+from services.node.checkpoints.config import ModelConfig
+from services.node.checkpoints.vit_config import VitConfig
 from services.node.engine import kernels
 from services.node.engine.base import Context, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
@@ -17,9 +20,6 @@ from services.node.engine.processors import Processor, Processors
 from services.node.engine.sweep import Model, Network, TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
-from services.node.model.architecture import read_config
-from services.node.model.config import ModelConfig
-from services.node.model.vit_config import VitConfig
 from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from services.node.checkpoints.config import ExpertsConfig
 from services.node.engine.weights import ExpertMlp
-from services.node.model.config import ExpertsConfig
 
 AddExperts = Callable[[torch.Tensor, torch.Tensor, ExpertMlp, ExpertsConfig], None]
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from services.node.model.rope_config import RopeConfig
+from services.node.checkpoints.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from services.node.checkpoints.architecture import AnyConfig
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import (
@@ -27,7 +28,6 @@ from services.node.engine.kv import KvCache, Sequence
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample, score
-from services.node.model.architecture import AnyConfig
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest

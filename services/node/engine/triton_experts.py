@@ -7,11 +7,11 @@ A row's bits may depend on how many others are in the step.
 import torch
 from torch import Tensor
 
+from services.node.checkpoints.config import ExpertsConfig
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.experts import route
 from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
-from services.node.model.config import ExpertsConfig
 
 LEAST_ROWS, MOST_ROWS = 16, 64
 """Of an expert, that are multiplied at a time."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import Draw, Row, SequenceKey
@@ -21,7 +22,6 @@ from services.node.engine.kv import Sequence
 from services.node.engine.sampling import sample
 from services.node.engine.sweep import Network
 from services.node.engine.weights import HeadUnit, LayerUnit
-from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.messages.serving import Sampling
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from services.node.engine.base import Weights
-from services.node.engine.linear import Form, Gate, Linear, gate, linear
-from services.node.model.architecture import AnyConfig
-from services.node.model.config import (
+from services.node.checkpoints.architecture import AnyConfig
+from services.node.checkpoints.config import (
     DTYPES,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     ModelConfig,
 )
-from services.node.model.families.family import DOWN, GATE_UP, ROUTER
+from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER
+from services.node.engine.base import Weights
+from services.node.engine.linear import Form, Gate, Linear, gate, linear
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
 

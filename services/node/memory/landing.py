@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from services.node.memory.cuda import EXPORTED_BYTES, CudaError, DmaBuf, Driver, Opened
 from services.node.memory.ranges import Ranges
 from services.node.memory.views import Memory, address, find
-from services.node.threads import to_its_end
 from shared import telemetry
 from shared.errors import BadInput, TransportError
+from shared.threads import to_its_end
 
 
 class Landing:

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.node.memory.views import Memory, find
-from services.node.threads import to_its_end
 from services.node.transport.connection import readable
 from services.node.transport.direct import Place
 from shared import telemetry
 from shared.errors import PeerLost, ProtocolViolation, TransportError
+from shared.threads import to_its_end
 
 PIECE = 4 << 20
 """Bytes copied at a time: how long an end of a copy may take to be obeyed (about 0.5 ms)."""

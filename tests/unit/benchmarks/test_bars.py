@@ -3,7 +3,7 @@
 from benchmarks.multicast.bars import bars
 from benchmarks.multicast.bench import Results, Row, Settings
 from benchmarks.multicast.model import checkpoint_spec
-from services.cli.demo_model import CheckpointSpec
+from services.local.demo_model import CheckpointSpec
 
 SETTINGS = Settings(
     nodes=(4, 8, 16),

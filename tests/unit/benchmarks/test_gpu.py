@@ -12,7 +12,7 @@ from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu.apart import measured
 from benchmarks.gpu.cases import Case, Sizes, of_device, of_model
 from benchmarks.gpu.scale import raw_config
-from services.node.model.config import ModelConfig
+from services.node.checkpoints.config import ModelConfig
 
 SHAPE = "llama-3-8b"
 KEYS = ["case", "device", "ours", "peer", "unit", "ratio", "limit", "of_limit"]

@@ -2,7 +2,7 @@
 
 import time
 
-from services.cli.demo.watch import Watch
+from services.local.watch import Watch
 from shared.ids import EventId, GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages import Message
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Stage

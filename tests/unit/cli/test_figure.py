@@ -12,7 +12,7 @@ from rich.console import Console
 from services.cli.demo.burst import Ask, Outcome
 from services.cli.demo.figure import draw, lanes
 from services.cli.demo.view import render
-from services.cli.demo.watch import Watch
+from services.local.watch import Watch
 from shared.ids import NodeId
 from tests.unit.cli.records import BLOCKS, DECIDED_NS, SOURCE, STORY, TARGET, watched
 

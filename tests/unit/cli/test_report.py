@@ -17,7 +17,7 @@ from services.cli.demo.report import (
     throughput,
 )
 from services.cli.demo.scenario import FIRST_WAVE
-from services.cli.demo.watch import Watch
+from services.local.watch import Watch
 from tests.unit.cli.records import watched
 
 ASK = Ask("p", 3, 0.0, seed=0)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from services.cli import status
-from services.cli.processes import ClusterState
+from services.local.processes import ClusterState
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeInfo, NodeView, PoolState
 from shared.messages.scaling import PlannerState

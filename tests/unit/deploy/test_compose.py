@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from services.cli.nats_server import find_server
+from services.local.nats_server import find_server
 from shared.config import Config, load
 from tests.unit.deploy.support import DEPLOY, ROLES, ROOT, role_of, settings, tool, variables_in
 

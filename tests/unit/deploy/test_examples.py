@@ -4,7 +4,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from services.cli.nats_server import find_server
+from services.local.nats_server import find_server
 from shared.config import Config, load
 from tests.unit.deploy.support import DEPLOY, settings, variables_in
 

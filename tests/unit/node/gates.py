@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.node.model.reading import Reading, Wanted
+from services.node.checkpoints.reading import Reading, Wanted
 
 WAIT_S = 20
 

@@ -14,11 +14,11 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
-from services.node.data_plane import DataPlane
-from services.node.model.packing import chunk_bytes
+from services.node.checkpoints.packing import chunk_bytes
+from services.node.execution.steps import Steps
+from services.node.execution.worker import Worker
+from services.node.moving.data_plane import DataPlane
 from services.node.service import NodeService
-from services.node.steps import Steps
-from services.node.worker import Worker
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryObjectStore
 from shared.errors import (

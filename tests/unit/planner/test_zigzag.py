@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from services.planner.core.zigzag import best_effort, zigzag
 from shared.errors import BadInput
+from tests.support.zigzag import best_effort, zigzag
 
 SMALL = [(n, layers, load) for n in (1, 2, 3, 4) for layers in (1, 2, 3, 4) for load in (1, 2, 3)]
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from services.node.checkpoints.packing import digest
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.model.packing import digest
-from services.node.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, Failure
 from shared.errors import TransportError
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node import activations
 from services.node.core.microbatches import Forward, Path
 from services.node.engine.base import StagePart
+from services.node.execution import activations
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId, NodeId
 from shared.messages.instances import Stage

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.node.model.packing import digest
+from services.node.checkpoints.packing import digest
 from shared.errors import BadInput, ConfigError
 from shared.layout import model_id
 from simulation.models import DATA, Model, block_content, model, model_record, modelled_manifest

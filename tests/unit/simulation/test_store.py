@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.node.model.packing import digest
-from services.node.model.reading import Outcome, Unreadable, Verified, Wanted
+from services.node.checkpoints.packing import digest
+from services.node.checkpoints.reading import Outcome, Unreadable, Verified, Wanted
 from shared.errors import BadInput, NotFound
 from shared.layout import Manifest, model_id
 from simulation.hardware import Channel

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from services.planner.core.multicast.baselines import broadcast_moves, chain_moves, tree_moves
-from services.planner.core.multicast.core import Core, check_task, complete, core_of
 from services.planner.core.multicast.fabric import Task
 from services.planner.core.multicast.groups import binomial_moves, head_moves, split
+from services.planner.core.multicast.reduction import Core, check_task, complete, core_of
 from services.planner.core.multicast.schedule import Move, Schedule
 from services.planner.core.multicast.taps import taps_moves
 from shared.errors import BadInput

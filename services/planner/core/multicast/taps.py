@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.planner.core.multicast.binomial import pipeline
-from services.planner.core.multicast.core import Core
 from services.planner.core.multicast.fabric import Fabric
 from services.planner.core.multicast.groups import balanced, orders
 from services.planner.core.multicast.racks import rack_moves
+from services.planner.core.multicast.reduction import Core
 from services.planner.core.multicast.schedule import Move, by_step
 
 _ALIKE = 0.8

@@ -1,8 +1,8 @@
 """Live scaling (BlitzScale, section 5.2): a target runs the layers it has, a source the rest.
 
-`services.planner.core.zigzag` has the rule for a batch; with requests that are routed one by one
-its effect is a path of two stages for each target, over a complete node. Made for chains, where a
-target loads from the first block on.
+BlitzScale splits batch by batch. Requests are routed one by one here, so the rule becomes a path of
+two stages for each target, over a complete node. Made for chains, where a target loads from the
+first block on.
 """
 
 from collections.abc import Mapping

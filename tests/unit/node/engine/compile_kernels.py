@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from services.node.checkpoints.config import ExpertsConfig
 from services.node.engine import triton_experts
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention
@@ -26,7 +27,6 @@ from services.node.engine.linear import linear
 from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
-from services.node.model.config import ExpertsConfig
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
 SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (

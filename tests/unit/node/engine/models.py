@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.node.checkpoints.architecture import read_config
+from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.engine.base import Draw, PartResult, Row, StagePart
 from services.node.engine.engine import TorchEngine
 from services.node.engine.linear import Form
-from services.node.model.architecture import read_config
-from services.node.model.packing import UnitTensor, lay_out
 from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.serving import Sampling

@@ -2,11 +2,11 @@
 
 import random
 
+from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import SequenceKey
 from services.node.engine.kv import Sequence
-from services.node.model.config import ModelConfig
 from shared.ids import ModelId
 
 CAPACITY = 64 * PAGE

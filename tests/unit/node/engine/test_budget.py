@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE
 from services.node.engine import budget
 from services.node.engine.budget import KvBudget, kv_budget
 from services.node.engine.engine import TorchEngine
 from services.node.memory.available import HostMemory
-from services.node.model.config import ModelConfig
 from shared.config import NodeConfig
 from shared.errors import CapacityExceeded
 from shared.ids import ModelId

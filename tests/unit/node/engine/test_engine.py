@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from services.cli.demo_model import make_checkpoint
+from services.local.demo_model import make_checkpoint
+from services.node.checkpoints.store import Store
 from services.node.engine.base import Draw, Row
 from services.node.engine.engine import TorchEngine
-from services.node.model.store import Store
 from shared.errors import (
     BadInput,
     CapacityExceeded,

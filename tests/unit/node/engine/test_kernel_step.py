@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.node.checkpoints.architecture import read_config
+from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.core.rows import SequenceKey
 from services.node.engine import kernels
@@ -18,8 +20,6 @@ from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.kv import Sequence
 from services.node.engine.linear import Form
-from services.node.model.architecture import read_config
-from services.node.model.config import ModelConfig
 from shared.ids import ModelId
 from tests.unit.node.engine.models import Model, make_model
 

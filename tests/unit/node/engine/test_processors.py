@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from services.cli.demo_tokenizer import EOS as END
-from services.cli.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer
+from services.local.demo_tokenizer import EOS as END
+from services.local.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer
 from services.node.engine.base import Context, Draw, Row, RowsRefused
 from services.node.engine.processors import Logits, Processor, Processors
 from services.node.engine.sampling import sample

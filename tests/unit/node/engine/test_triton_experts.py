@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels are not tested")
 
+from services.node.checkpoints.config import ExpertsConfig
 from services.node.engine import triton_experts
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import gate, linear
 from services.node.engine.ops import TorchOps
 from services.node.engine.weights import ExpertMlp
-from services.node.model.config import ExpertsConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")

@@ -1,0 +1,249 @@
+"""A whole cluster on this machine: nats-server, registry, planner, gateway and nodes."""
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from services.local import processes
+from services.local.nats_server import NatsServer
+from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
+from shared import subjects
+from shared.bus.base import Bus
+from shared.bus.nats import NatsBus
+from shared.clock import wall_ns
+from shared.config import BusConfig, load
+from shared.errors import BusError
+from shared.ids import NodeId
+from shared.messages import Message
+from shared.messages.load import GatewayLoad
+from shared.messages.pool import PoolQuery, PoolState
+from shared.messages.scaling import PlannerQuery, PlannerState
+
+READY_S = 60.0
+READY_PER_NODE_S = 3.0
+"""Each of them imports torch, and they share the machine's cores."""
+POLL_S = 0.05
+PREFIX = "lambdascale: "
+"""What a service's last words begin with when it fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    directory: Path
+    nodes: int
+    config: Path | None = None
+    gateway_port: int | None = None
+    """0: any free one; None: the configured one."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
+    apart: bool = False
+    """Each node says to be a machine of its own, so that nothing goes through shared memory."""
+    detached: bool = False
+    """The cluster outlives this process; else it dies with it, whatever kills it."""
+    launcher: bool = False
+    """This process ends the cluster when it gets a SIGTERM: `down` may send it one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    process: "subprocess.Popen[bytes]"
+    log_from: int
+    """Size of its log when it was started."""
+
+
+def bus_config(state: ClusterState, config: Path | None = None) -> BusConfig:
+    """How to reach the cluster's bus: its own URL, the user of the configuration."""
+    if config is None and state.config:
+        config = Path(state.config)
+    return msgspec.structs.replace(load(config).bus, url=state.nats_url)
+
+
+def node_id(number: int) -> NodeId:
+    return NodeId(f"node-{number}")
+
+
+class Cluster:
+    """Starts a cluster in `start`; `stop` ends it. What runs is written down at every step."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.state = ClusterState()
+        self._lock: int | None = None
+        self._nats: NatsServer | None = None
+        self._children: dict[str, Child] = {}
+
+    async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Returns when every service answers. StartFailed names the one that does not, and why."""
+        self.spec.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = processes.claim(self.spec.directory)
+        try:
+            await self._start_all(say)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start_all(self, say: Callable[[str], None]) -> None:
+        began_ns = wall_ns()
+        launcher = processes.record("up", "launcher", os.getpid()) if self.spec.launcher else None
+        config = str(self.spec.config.absolute()) if self.spec.config else ""
+        self._write(ClusterState(config=config, launcher=launcher))
+        say("starting nats-server")
+        await self._start_nats()
+        nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
+        say(f"starting registry, planner, gateway and {nodes}")
+        for role in ("registry", "planner", "gateway"):
+            self.start_service(role)
+        for number in range(self.spec.nodes):
+            self.start_node(number)
+        url = await self._wait_until_ready(began_ns)
+        self._write(
+            msgspec.structs.replace(
+                self.state, gateway_url=url, launcher=None if self.spec.detached else launcher
+            )
+        )
+
+    async def _start_nats(self) -> None:
+        bus = bus_config(self.state)
+        self._nats = NatsServer(
+            self.spec.directory / NATS,
+            user=bus.user,
+            password=bus.password,
+            detached=self.spec.detached,
+            environment=processes.environment(self.spec.directory, {}),
+        )
+        url = await self._nats.start()
+        self.state = msgspec.structs.replace(self.state, nats_url=url)
+        self._note(processes.record(NATS, NATS, self._nats.pid))
+
+    def start_service(self, role: str) -> None:
+        """Starts (again) the registry, the planner or the gateway."""
+        settings: dict[str, str] = {}
+        if role == "gateway" and self.spec.gateway_port is not None:
+            settings["LAMBDASCALE_GATEWAY_PORT"] = str(self.spec.gateway_port)
+        self._spawn(role, role, settings)
+
+    def start_node(self, number: int) -> None:
+        """Starts (again) a node; what its disk holds is there again."""
+        name = node_id(number)
+        settings = {
+            "LAMBDASCALE_NODE_ID": name,
+            "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / name),
+            "LAMBDASCALE_NODE_KV_SHARE": str(
+                load(self.spec.config).node.kv_share / self.spec.nodes
+            ),
+        }
+        if self.spec.apart:
+            settings["LAMBDASCALE_NODE_MACHINE"] = name
+        self._spawn(name, "node", settings)
+
+    def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
+        if name in self._children:
+            self._children[name].process.wait(processes.STOP_S)  # the one before must be gone
+        directory = self.spec.directory
+        log = processes.log_of(directory, name)
+        log_from = log.stat().st_size if log.exists() else 0
+        merged = {
+            **self.spec.settings,
+            "LAMBDASCALE_BUS_URL": self.state.nats_url,
+            "LAMBDASCALE_TELEMETRY_TRACE_DIR": str(directory / "traces"),
+            **settings,
+        }
+        arguments = ["--config", self.state.config] if self.state.config else []
+        process = processes.spawn(
+            directory, name, role, arguments, merged, detached=self.spec.detached
+        )
+        self._children[name] = Child(process, log_from)
+        self._note(processes.record(name, role, process.pid))
+
+    def _note(self, entry: ProcessRecord) -> None:
+        kept = tuple(p for p in self.state.processes if p.name != entry.name)
+        self._write(msgspec.structs.replace(self.state, processes=(*kept, entry)))
+
+    def _write(self, state: ClusterState) -> None:
+        self.state = state
+        processes.write_state(self.spec.directory, state)
+
+    async def _wait_until_ready(self, began_ns: int) -> str:
+        """Returns the gateway's URL."""
+        limit_s = READY_S + READY_PER_NODE_S * self.spec.nodes
+        deadline = time.monotonic() + limit_s
+        async with NatsBus(bus_config(self.state), "up") as bus:
+            url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+            async def hear(message: Message) -> None:
+                if isinstance(message, GatewayLoad) and message.url and not url.done():
+                    url.set_result(message.url)
+
+            await bus.subscribe(subjects.LOAD_GATEWAY, hear)
+            missing = "the registry"
+            while time.monotonic() < deadline:
+                self._check_children()
+                missing = await self._missing(bus, began_ns) or (
+                    "" if url.done() else "the gateway"
+                )
+                if not missing:
+                    return url.result()
+                await asyncio.sleep(POLL_S)
+        raise StartFailed(
+            f"{missing} did not get ready within {limit_s:.0f} s; "
+            f"logs are in {self.spec.directory / 'logs'}"
+        )
+
+    async def _missing(self, bus: Bus, began_ns: int) -> str:
+        """What does not answer yet."""
+        try:
+            pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
+        except BusError:
+            return "the registry"
+        # An older generation is a lease that a crashed cluster left.
+        there = {view.info.node for view in pool.nodes if view.info.generation >= began_ns}
+        missing = [node_id(n) for n in range(self.spec.nodes) if node_id(n) not in there]
+        if missing:
+            return ", ".join(missing)
+        try:
+            query = PlannerQuery(events=0)
+            await bus.request(subjects.PLANNER_STATE, query, PlannerState, timeout=1.0)
+        except BusError:
+            return "the planner"
+        return ""
+
+    def _check_children(self) -> None:
+        for name, child in self._children.items():
+            code = child.process.poll()
+            if code is not None:
+                raise StartFailed(self._last_words(name, child, code))
+
+    def _last_words(self, name: str, child: Child, code: int) -> str:
+        """Why it ended, from what it logged since it was started."""
+        log = processes.log_of(self.spec.directory, name)
+        lines = log.read_bytes()[child.log_from :].decode(errors="replace").splitlines()
+        if lines and lines[-1].startswith(PREFIX):
+            return f"{name}: {lines[-1].removeprefix(PREFIX)}"
+        return "\n".join([f"{name} ended with {code} while starting; see {log}", *lines[-5:]])
+
+    def ended(self) -> dict[str, int]:
+        """Processes that are no more, with their exit codes; each service is told once."""
+        codes = {name: child.process.poll() for name, child in self._children.items()}
+        if self._nats is not None:
+            codes[NATS] = self._nats.exit_code
+        over = {name: code for name, code in codes.items() if code is not None}
+        self._children = {n: child for n, child in self._children.items() if n not in over}
+        return over
+
+    async def stop(self) -> None:
+        """Ends what `start` began; nothing if it began nothing."""
+        if self._lock is None:
+            return
+        await asyncio.to_thread(processes.end_all, self.spec.directory)
+        for child in self._children.values():
+            await asyncio.to_thread(child.process.wait)
+        if self._nats is not None:
+            await self._nats.stop()
+        os.close(self._lock)
+        self._lock = None

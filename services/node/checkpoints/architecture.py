@@ -1,0 +1,13 @@
+"""Whichever model a config.json, or a manifest, is of."""
+
+from services.node.checkpoints.config import ModelConfig
+from services.node.checkpoints.raw_config import RawConfig
+from services.node.checkpoints.vit_config import VitConfig
+from shared.vision import is_classifier
+
+AnyConfig = ModelConfig | VitConfig
+
+
+def read_config(config: RawConfig) -> AnyConfig:
+    """UnsupportedModel names what is not supported, CorruptCheckpoint the key at fault."""
+    return VitConfig.from_hf(config) if is_classifier(config) else ModelConfig.from_hf(config)

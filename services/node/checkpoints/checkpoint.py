@@ -1,0 +1,258 @@
+"""A Hugging Face checkpoint on disk, opened without reading its weights and without unpickling.
+
+Everything that can be known to be wrong is refused here, by name, before a byte is copied.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.node.checkpoints.architecture import AnyConfig, read_config
+from services.node.checkpoints.config import HEAD, Shapes
+from services.node.checkpoints.packing import ITEMSIZE, UnitTensor
+from services.node.checkpoints.safetensors_header import StoredTensor, read_header
+from shared.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    MissingTensor,
+    NotFound,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
+from shared.vision import IN_CONFIG, PREPROCESSOR, is_classifier
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+MAX_FILE = 64 << 20
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Buffers that older exports wrote beside the weights; they follow from the config.
+DERIVED = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    config: AnyConfig
+    raw_config: dict[str, Any]
+    """config.json as it is, and in an image classifier's preprocessor_config.json, as a key."""
+    units: tuple[tuple[UnitTensor, ...], ...]
+    """What each unit is packed from, in order."""
+    stored: dict[str, tuple[StoredTensor, ...]]
+    """By name in `units`: where the unit tensor's bytes lie, one part after the other."""
+    files: dict[str, bytes]
+    """Tokenizer and template files (those of FILES that are there); an image classifier has none.
+    """
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads configs, tokenizer files and safetensors headers of the checkpoint directory `path`.
+
+    Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint,
+    MissingTensor, CorruptCheckpoint; each names the file or tensor at fault.
+    """
+    if not path.is_dir():
+        if path.exists():
+            raise BadInput(f"{path} is a file; give the checkpoint's directory")
+        raise NotFound(f"there is no checkpoint directory {path}")
+    raw_config = _read_json(path / "config.json")
+    classifies = is_classifier(raw_config)
+    if classifies:
+        raw_config[IN_CONFIG] = _read_json(path / PREPROCESSOR)
+    _check_encodable(path / "config.json", raw_config)
+    config = read_config(raw_config)
+    stored = _stored(path, config, _weights(path))
+    units = tuple(
+        tuple(
+            UnitTensor(name, stored[name][0].dtype, shape)
+            for name, shape in config.unit_tensors(unit).items()
+        )
+        for unit in range(config.n_units)
+    )
+    return Checkpoint(config, raw_config, units, stored, {} if classifies else _text_files(path))
+
+
+class TensorReader:
+    """Reads ranges of stored tensors; keeps the files open. Made by `open_tensors`."""
+
+    def __init__(self, descriptors: Mapping[Path, int]) -> None:
+        self._descriptors = descriptors
+
+    def read(self, tensor: StoredTensor, offset: int, into: memoryview) -> None:
+        """Fills `into` from byte `offset` of the tensor on. CorruptCheckpoint."""
+        position, done = tensor.offset + offset, 0
+        while done < len(into):
+            with _readable(tensor.path):
+                got = os.preadv(self._descriptors[tensor.path], [into[done:]], position + done)
+            if got == 0:
+                raise CorruptCheckpoint(f"{tensor.path}: became shorter while it was being read")
+            done += got
+
+
+@contextmanager
+def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[TensorReader]:
+    with ExitStack() as stack:
+        descriptors: dict[Path, int] = {}
+        for path in {tensor.path for tensor in tensors}:
+            with _readable(path):
+                file = stack.enter_context(path.open("rb", buffering=0))
+            descriptors[path] = file.fileno()
+        yield TensorReader(descriptors)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _weights(path: Path) -> dict[str, StoredTensor]:
+    if (path / SINGLE).exists():
+        return read_header(path / SINGLE)
+    if (path / INDEX).exists():
+        return _sharded(path)
+    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise UnsafeCheckpoint(
+            f"{path}: the weights are pickled only ({', '.join(pickles[:3])}), and opening them "
+            f"would run code; save the model with safetensors"
+        )
+    raise CorruptCheckpoint(f"{path}: there is neither {SINGLE} nor {INDEX}")
+
+
+def _sharded(path: Path) -> dict[str, StoredTensor]:
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and shard == Path(shard).name for shard in weight_map.values()
+    ):
+        raise CorruptCheckpoint(
+            f"{path / INDEX}: weight_map must map tensor names to file names in the directory"
+        )
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise CorruptCheckpoint(f"{path}: shard {shard}, named in {INDEX}, is missing")
+        shards[shard] = read_header(path / shard)
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise MissingTensor(f"{path / shard}: tensor {name}, said to be in it, is missing")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _stored(
+    path: Path, config: AnyConfig, found: Mapping[str, StoredTensor]
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """What the config implies must be there, of one supported dtype, and nothing else."""
+    sources = {
+        name: _source(config.sources(name, shape), found)
+        for unit in range(config.n_units)
+        for name, shape in config.unit_tensors(unit).items()
+    }
+    expected = {part: shape for parts in sources.values() for part, shape in parts.items()}
+    _check_shapes(path, expected, found)
+    _check_dtypes(path, expected, found)
+    _check_unknown(path, {*expected, HEAD}, found)
+    return {name: tuple(found[part] for part in parts) for name, parts in sources.items()}
+
+
+def _source(sources: Sequence[Shapes], found: Mapping[str, StoredTensor]) -> Shapes:
+    """The way of storing a tensor of which most is there; the last, most usual, if they tie."""
+    return max(
+        reversed(sources), key=lambda parts: sum(part in found for part in parts) / len(parts)
+    )
+
+
+def _check_shapes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise MissingTensor(
+            f"{path}: {len(missing)} tensors that config.json implies are missing: {_some(missing)}"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            raise CorruptCheckpoint(
+                f"{path}: tensor {name} has shape {list(found[name].shape)}; config.json implies "
+                f"{list(shape)}"
+            )
+
+
+def _check_dtypes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
+    dtypes = {found[name].dtype: name for name in expected}
+    for dtype, name in dtypes.items():
+        if dtype not in ITEMSIZE:
+            raise UnsupportedModel(
+                f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(ITEMSIZE)}"
+            )
+    if len(dtypes) > 1:
+        mix = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(dtypes.items()))
+        raise UnsupportedModel(f"{path}: tensors of several dtypes: {mix}; save them in one")
+
+
+def _check_unknown(path: Path, used: Set[str], found: Mapping[str, StoredTensor]) -> None:
+    """A tensor that would not be used means another architecture: its output would be wrong."""
+    unknown = [name for name in found if name not in used and not name.endswith(DERIVED)]
+    if unknown:
+        raise UnsupportedModel(
+            f"{path}: {len(unknown)} tensors have no place in the architecture that config.json "
+            f"names: {_some(unknown)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _text_files(path: Path) -> dict[str, bytes]:
+    files = {name: _read_file(path / name) for name in FILES if (path / name).is_file()}
+    if TOKENIZER not in files:
+        raise UnsupportedModel(
+            f"{path}: there is no {TOKENIZER}; save the model's fast tokenizer beside its weights"
+        )
+    for name in files:
+        if name.endswith(".json"):
+            _read_json(path / name)
+    return files
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{path.parent}: there is no {path.name}") from error
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE:
+        raise CorruptCheckpoint(f"{path}: longer than {MAX_FILE} bytes")
+    return data
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(_read_file(path))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{path}: must be a JSON object")
+    return value
+
+
+def _check_encodable(path: Path, config: dict[str, Any]) -> None:
+    try:
+        msgspec.msgpack.encode(config)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise CorruptCheckpoint(
+            f"{path}: has a value that no manifest can carry: {error}"
+        ) from error

@@ -1,0 +1,10 @@
+"""Llama 2, 3 and 3.x, and what shares their architecture."""
+
+from services.node.checkpoints.families.family import Family
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)

@@ -1,0 +1,224 @@
+"""Blocks from a disk, at its speed: straight into their place, past the page cache, with several
+requests under way at all times, over the ends of blocks too. Each thread checks what it has read
+while the others' requests run.
+"""
+
+import asyncio
+import errno
+import mmap
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.node.checkpoints.packer import block_file
+from services.node.checkpoints.packing import digest
+from services.node.memory.arena import PAGE
+from services.node.memory.views import address
+from shared.clock import wall_ns
+from shared.errors import DigestMismatch, LambdaScaleError, ModelError, NotFound
+from shared.layout import Manifest
+from shared.threads import to_its_end
+
+REQUEST = 4 << 20
+"""Bytes asked of the disk at a time, in whole chunks."""
+DEPTH = 8
+"""Requests under way. With fewer, checking one leaves the disk idle (`benchmarks/disk.py`)."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block to read. `into` has its length; read directly where it begins at a page."""
+
+    block: int
+    into: memoryview
+    skip: frozenset[int] = frozenset()
+    """Chunks that are there already: not touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Chunks of a block are in place, and right."""
+
+    block: int
+    chunks: Sequence[int]
+    began_ns: int
+    """When the disk was asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A block cannot be had from this disk; once a block. Its verified chunks are good."""
+
+    block: int
+    error: LambdaScaleError
+
+
+Outcome = Verified | Unreadable
+
+
+class Files:
+    """Reads ranges of the files of one file system: directly, unless that refuses."""
+
+    def __init__(self) -> None:
+        self._direct = True
+
+    def read(self, path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
+        """Fills `into` as far as the file goes. `spare`: a page to use."""
+        if self._direct and offset % PAGE == 0 and address(into) % PAGE == 0:
+            try:
+                _read_direct(path, offset, into, spare)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False
+                _log.debug("no direct reads here; the page cache is used", path=str(path))
+        _read_buffered(path, offset, into)
+
+
+class Reading:
+    """The reading of some blocks of one model, in order, by every thread that calls `work`."""
+
+    def __init__(
+        self, files: Files, directory: Path, manifest: Manifest, wanted: Sequence[Wanted]
+    ) -> None:
+        """`directory`: of the model's block files."""
+        self._files = files
+        self._directory = directory
+        self._manifest = manifest
+        self._requests = ((each, run) for each in wanted for run in _runs(manifest, each))
+        self._taking = threading.Lock()
+        self._stopped = False
+        self._unreadable: set[int] = set()
+
+    def work(self, tell: Callable[[Outcome], None]) -> None:
+        """Reads until nothing is left to begin."""
+        spare = memoryview(mmap.mmap(-1, PAGE))
+        while request := self._take():
+            wanted, chunks = request
+            began = wall_ns()
+            try:
+                self._read(wanted, chunks, spare)
+            except LambdaScaleError as error:
+                if self._give_up(wanted.block):
+                    tell(Unreadable(wanted.block, error))
+            else:
+                tell(Verified(wanted.block, chunks, began))
+
+    def stop(self) -> None:
+        """What is under way ends; nothing else begins."""
+        with self._taking:
+            self._stopped = True
+
+    def _take(self) -> tuple[Wanted, range] | None:
+        with self._taking:
+            if self._stopped:
+                return None
+            left = (each for each in self._requests if each[0].block not in self._unreadable)
+            return next(left, None)
+
+    def _give_up(self, block: int) -> bool:
+        """Whether nobody has before."""
+        with self._taking:
+            first = block not in self._unreadable
+            self._unreadable.add(block)
+        return first
+
+    def _read(self, wanted: Wanted, chunks: range, spare: memoryview) -> None:
+        spec = self._manifest.blocks[wanted.block]
+        path = self._directory / block_file(wanted.block)
+        ranges = [self._manifest.chunk_range(wanted.block, chunk) for chunk in chunks]
+        first, end = ranges[0][0], sum(ranges[-1])
+        with _disk_errors(path):
+            self._files.read(path, first, wanted.into[first:end], spare)
+        for chunk, (offset, length) in zip(chunks, ranges, strict=True):
+            if digest(wanted.into[offset : offset + length]) != spec.digests[chunk]:
+                raise DigestMismatch(
+                    f"block {wanted.block} of model {self._directory.name}: chunk {chunk} in "
+                    f"{path} is damaged; import the model again"
+                )
+
+
+async def read_together(reading: Reading) -> AsyncGenerator[Outcome, None]:
+    """What DEPTH threads read, as it comes. Once it is closed nothing is written any more."""
+    loop = asyncio.get_running_loop()
+    outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()
+
+    def tell(outcome: Outcome) -> None:
+        loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
+
+    threads = ThreadPoolExecutor(DEPTH, thread_name_prefix="disk")
+    try:
+        works = [loop.run_in_executor(threads, reading.work, tell) for _ in range(DEPTH)]
+        ended = asyncio.gather(*works)
+        ended.add_done_callback(lambda _: outcomes.put_nowait(None))
+        while outcome := await outcomes.get():
+            yield outcome
+        await ended
+    finally:
+        reading.stop()
+        await to_its_end(threads.shutdown)
+
+
+def _runs(manifest: Manifest, wanted: Wanted) -> Iterator[range]:
+    """Runs of chunks that are not there, of about REQUEST bytes."""
+    most = max(1, REQUEST // manifest.chunk_bytes)
+    end = manifest.n_chunks(wanted.block)
+    begin = 0
+    for chunk in (*sorted(wanted.skip), end):
+        for start in range(begin, chunk, most):
+            yield range(start, min(start + most, chunk))
+        begin = chunk + 1
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} is missing; import the model again") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_direct(path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
+    """Whole pages only: the last one, of which `into` takes a part, goes by way of `spare`."""
+    whole = len(into) // PAGE * PAGE
+    last = spare if whole < len(into) else spare[:0]
+    done = 0
+    with _opened(path, os.O_DIRECT) as descriptor:
+        while done < len(into):
+            buffers = [part for part in (into[done:whole], last) if len(part)]
+            got = os.preadv(descriptor, buffers, offset + done)
+            if got == 0:
+                return
+            done += got
+    into[whole:] = spare[: len(into) - whole]
+
+
+def _read_buffered(path: Path, offset: int, into: memoryview) -> None:
+    """Leaves nothing of it in the page cache."""
+    done = 0
+    with _opened(path) as descriptor:
+        while done < len(into):
+            got = os.preadv(descriptor, [into[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        os.posix_fadvise(descriptor, offset, done, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,247 @@
+"""Packed models on a node's disk, named by the digest of their manifest.
+
+    <root>/<model_id>/manifest.msgpack
+                      block-000.bin ...
+                      files/tokenizer.json ...
+
+A model is written to a hidden directory and renamed into place, so a crash leaves a whole model
+or none; the next import clears what it left. All but `read` is synchronous: call it in a thread.
+"""
+
+import asyncio
+import fcntl
+import re
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from services.node.checkpoints.checkpoint import open_checkpoint
+from services.node.checkpoints.disk import (
+    check_room,
+    disk_errors,
+    fsync_directory,
+    write_file,
+)
+from services.node.checkpoints.packer import Progress, block_file, empty_manifest, pack
+from services.node.checkpoints.reading import (
+    Files,
+    Outcome,
+    Reading,
+    Unreadable,
+    Wanted,
+    read_together,
+)
+from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, ModelError, NotFound
+from shared.ids import ModelId
+from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
+
+_MODEL_ID = re.compile(r"[0-9a-f]{32}")
+_MANIFEST, _FILES = "manifest.msgpack", "files"
+_UNFINISHED = ".unfinished-"
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    model_id: ModelId
+    manifest: Manifest
+    files: dict[str, bytes]
+    """Tokenizer and template files."""
+    context_length: int
+    nbytes: int
+
+
+class Store:
+    """Imports are serialised, across processes too; reads run beside anything, in any thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._block_files = Files()
+        self._verified: dict[ModelId, Manifest] = {}
+
+    def import_checkpoint(
+        self, path: Path, *, blocks: int = 0, progress: Progress | None = None
+    ) -> Imported:
+        """Packs the checkpoint directory `path` into `blocks` blocks (0: a sensible number).
+
+        Reads the weights a chunk at a time. Importing again repairs damaged blocks and takes over
+        changed tokenizer files. Errors: those of `open_checkpoint`; BadInput for more blocks than
+        units; CapacityExceeded when the disk is full; ModelError when it fails otherwise. Nothing
+        is left behind after an error.
+        """
+        checkpoint = open_checkpoint(path)
+        layout = empty_manifest(checkpoint, blocks)
+        with disk_errors(self._root, layout.nbytes), self._staging() as staging:
+            check_room(self._root, layout.nbytes)
+            manifest = pack(checkpoint, layout, staging, progress)
+            write_file(staging / _MANIFEST, encode_manifest(manifest))
+            (staging / _FILES).mkdir()
+            for name, data in checkpoint.files.items():
+                write_file(staging / _FILES / name, data)
+            name = model_id(manifest)
+            self._publish(staging, self._root / name)
+        return Imported(
+            name, manifest, checkpoint.files, checkpoint.config.context_length, manifest.nbytes
+        )
+
+    def manifests(self) -> dict[ModelId, Manifest]:
+        """Every whole model. A damaged one is logged and left out; importing it again repairs it.
+
+        Whole: the manifest is the one that the directory is named after, and every block file has
+        its length. The blocks' content is checked when they are read.
+        """
+        found: dict[ModelId, Manifest] = {}
+        if not self._root.is_dir():
+            return found
+        for directory in sorted(self._root.iterdir()):
+            if not _MODEL_ID.fullmatch(directory.name):
+                continue
+            name = ModelId(directory.name)
+            try:
+                manifest = self._manifest(name)
+                self._check_lengths(name, manifest)
+            except (CorruptCheckpoint, NotFound) as error:
+                _log.warning("stored_model_damaged", model_id=name, reason=str(error))
+            else:
+                found[name] = manifest
+        return found
+
+    async def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """Reads blocks in this order, several requests at a time, and tells of each at once.
+
+        Close it (`aclosing`): it writes to the buffers until then. Raises nothing; what a block
+        is `Unreadable` for: NotFound, CorruptCheckpoint (the manifest), BadInput (the buffer),
+        DigestMismatch (names the chunk), ModelError (the disk fails).
+        """
+        try:
+            reading = await asyncio.to_thread(self._reading, name, wanted)
+        except LambdaScaleError as error:
+            for each in wanted:
+                yield Unreadable(each.block, error)
+            return
+        async with aclosing(read_together(reading)) as outcomes:
+            async for outcome in outcomes:
+                yield outcome
+
+    def fill(self, name: ModelId, index: int, into: memoryview) -> None:
+        """Reads one block in this thread. Errors: those that `read` tells of."""
+        outcomes: list[Outcome] = []
+        self._reading(name, [Wanted(index, into)]).work(outcomes.append)
+        for outcome in outcomes:
+            if isinstance(outcome, Unreadable):
+                raise outcome.error
+
+    def _reading(self, name: ModelId, wanted: Sequence[Wanted]) -> Reading:
+        manifest = self._manifest(name)
+        for each in wanted:
+            if not 0 <= each.block < manifest.n_blocks:
+                raise NotFound(
+                    f"model {name} has {manifest.n_blocks} blocks; there is no {each.block}"
+                )
+            nbytes = manifest.blocks[each.block].nbytes
+            if each.into.nbytes != nbytes:
+                raise BadInput(
+                    f"block {each.block} is {nbytes} bytes long, the buffer {each.into.nbytes}"
+                )
+        return Reading(self._block_files, self._directory(name), manifest, wanted)
+
+    def files(self, name: ModelId) -> dict[str, bytes]:
+        """Tokenizer and template files by name. NotFound if the model is not here."""
+        directory = self._directory(name) / _FILES
+        if not directory.is_dir():
+            raise self._not_here(name)
+        return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+    def remove(self, name: ModelId) -> None:
+        """Forgets the model and frees its space. NotFound if it is not here; ModelError if the
+        disk does not let it go."""
+        directory = self._directory(name)
+        self._verified.pop(name, None)
+        grave = self._root / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        try:
+            directory.rename(grave)
+        except FileNotFoundError as error:
+            raise self._not_here(name) from error
+        except OSError as error:
+            raise ModelError(f"{directory} cannot be removed: {error.strerror}") from error
+        fsync_directory(self._root)
+        shutil.rmtree(grave, ignore_errors=True)
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        """A fresh directory for the one import that runs in this root; gone afterwards."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for stale in self._root.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            staging = self._root / f"{_UNFINISHED}{secrets.token_hex(8)}"
+            staging.mkdir()
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _publish(self, staging: Path, target: Path) -> None:
+        """Moves a finished model into place, or over the copy that is there.
+
+        Blocks and manifest of a copy have the same bytes (or are damaged), so putting them in
+        their place one by one leaves a whole model at every point.
+        """
+        fsync_directory(staging / _FILES)
+        fsync_directory(staging)
+        if target.is_dir():
+            self._replace_files(staging, target)
+        else:
+            staging.rename(target)
+        fsync_directory(self._root)
+
+    def _replace_files(self, staging: Path, target: Path) -> None:
+        (target / _FILES).mkdir(exist_ok=True)
+        fresh = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+        for path in fresh:
+            (staging / path).replace(target / path)
+        for old in (target / _FILES).iterdir():
+            if old.relative_to(target) not in fresh:
+                old.unlink()
+        fsync_directory(target / _FILES)
+        fsync_directory(target)
+
+    def _directory(self, name: ModelId) -> Path:
+        if not _MODEL_ID.fullmatch(name):
+            raise NotFound(f"{name!r} is no model id")
+        return self._root / name
+
+    def _not_here(self, name: ModelId) -> NotFound:
+        return NotFound(f"model {name} is not stored in {self._root}")
+
+    def _manifest(self, name: ModelId) -> Manifest:
+        """Read and checked once. NotFound; CorruptCheckpoint if it is not the one named."""
+        if name in self._verified:
+            return self._verified[name]
+        path = self._directory(name) / _MANIFEST
+        try:
+            manifest = decode_manifest(path.read_bytes())
+        except FileNotFoundError as error:
+            raise self._not_here(name) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+            raise CorruptCheckpoint(
+                f"{path} is damaged: {error}; import the model again"
+            ) from error
+        if model_id(manifest) != name:
+            raise CorruptCheckpoint(f"{path} is not the manifest of {name}; import the model again")
+        self._verified[name] = manifest
+        return manifest
+
+    def _check_lengths(self, name: ModelId, manifest: Manifest) -> None:
+        for spec in manifest.blocks:
+            path = self._root / name / block_file(spec.index)
+            length = path.stat().st_size if path.is_file() else 0
+            if length != spec.nbytes:
+                raise CorruptCheckpoint(f"{path}: {length} bytes instead of {spec.nbytes}")

@@ -1,0 +1,401 @@
+"""What the engine thread does: the scheduler's commands, and sweeps over blocks, step by step.
+
+Not thread-safe; `services.node.execution.worker` calls everything here on its one thread, and does
+the waiting.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from services.node.core.batching import Batcher
+from services.node.core.microbatches import (
+    Command,
+    Emit,
+    Failure,
+    Forward,
+    Part,
+    Prepare,
+    Release,
+)
+from services.node.engine.base import (
+    Engine,
+    PartResult,
+    RowsRefused,
+    Rules,
+    StagePart,
+    Sweep,
+    Weights,
+)
+from services.node.execution import activations
+from services.node.transport.base import Buffer
+from shared import telemetry
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    LambdaScaleError,
+    NotFound,
+    PeerLost,
+    ProtocolViolation,
+    TransportError,
+)
+from shared.ids import GatewayId, ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.serving import AttemptFailed, Cancel, Scores, Submit, Token, Tokens
+from shared.vision import is_classifier
+
+SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
+"""(peer's address, header, payload)."""
+EmitTo = Callable[[GatewayId, Tokens], None]
+Ran = Callable[[ModelId, float, float, float], None]
+"""A sweep is over: (model, share of its blocks that were run, mean of the tokens in them, s)."""
+
+Aside = Callable[[Callable[[], Callable[[], None]]], None]
+"""Has something called on another thread, and then what that returns on this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    running: int = 0
+    """Sequences that this node leads or is a stage of."""
+    waiting: int = 0
+    kv_used: int = 0
+    kv_capacity: int = 0
+    tokens_out: int = 0
+    """Tokens drawn here since the start."""
+    prompt_tokens: int = 0
+    """Tokens that sequences led here have begun with since then."""
+    cached_tokens: int = 0
+    """Those of them whose KV was found in the prefix cache."""
+    preemptions: int = 0
+    """Times since then that a sequence gave its KV back, so that others had room."""
+    tokens_proposed: int = 0
+    """By speculation, for sequences led here, since the start; and those of them that were drawn.
+    """
+    tokens_accepted: int = 0
+    violations: int = 0
+    """Messages of peers that were malformed or out of place."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    tokens: list[Token] = field(default_factory=list)
+    failed: list[AttemptFailed] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The sweep that is under way."""
+
+    model_id: ModelId
+    sweep: Sweep
+    began: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Those that wait for their first block or are aboard, by their number in the sweep."""
+    left: dict[int, PartResult] = field(default_factory=dict)
+    """Got off, and not handed on yet."""
+    blocks: int = 0
+    """That were run so far."""
+    work: int = 0
+    """Positions times blocks that were run, of the rows that got off where they should."""
+
+    @property
+    def due(self) -> float:
+        return self.began + self.sweep.due_s
+
+
+class Steps:
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        engine: Engine,
+        slots: int,
+        step_tokens: int,
+        speculation: int = 0,
+        send: SendTo,
+        emit: EmitTo,
+        ran: Ran,
+        aside: Aside = lambda work: work()(),
+    ) -> None:
+        """`aside`: at once, if there is no other thread."""
+        self._node = node
+        self._engine = engine
+        self._batcher = Batcher(
+            node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
+        )
+        self._send = send
+        self._emit = emit
+        self._ran = ran
+        self._aside = aside
+        self._models: dict[ModelId, Manifest] = {}
+        self._out: dict[GatewayId, _Outbox] = {}
+        self._run: _Run | None = None
+        self._violations = 0
+        self._log = telemetry.logger("engine", node=node)
+
+    # --- calls --------------------------------------------------------------
+
+    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+        self._engine.open_model(model_id, manifest)
+        self._models[model_id] = manifest
+
+    def warm_up(self, model_id: ModelId) -> Iterator[None]:
+        return self._engine.warm_up(model_id)
+
+    def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
+        self._engine.attach(model_id, block, weights)
+
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Ignored if the model was closed meanwhile."""
+        if model_id in self._models:
+            self._engine.use_tokenizer(model_id, tokenizer_json)
+
+    def close_model(self, model_id: ModelId) -> None:
+        why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
+        self._do(self._batcher.model_closed(model_id, why))
+        self._models.pop(model_id, None)
+        self._engine.close_model(model_id)
+
+    def submit(self, submit: Submit) -> None:
+        manifest = self._models.get(submit.model_id)
+        if manifest is None:
+            raise NotFound(
+                f"node {self._node} does not have model {submit.model_id}: "
+                f"submit to an instance of the newest revision"
+            )
+        check_prompt(submit, manifest)
+        held = self._engine.held(submit.model_id)
+        self._do(self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held))
+
+    def cancel(self, cancel: Cancel) -> None:
+        self._do(self._batcher.cancel(cancel))
+
+    def received(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        try:
+            message, hidden = activations.decode(header, payload)
+            if isinstance(message, Forward) and hidden is not None:
+                self._check_width(message, hidden)
+            self._do(self._batcher.received(message, hidden))
+        except ProtocolViolation as error:
+            self._violations += 1
+            self._log.warning("bad stage message", sender=sender, error=str(error))
+
+    def peer_lost(self, address: str, error: TransportError) -> None:
+        why = Failure(PeerLost.code, f"node {self._node} lost {address}: {error}")
+        self._do(self._batcher.peer_lost(address, why))
+
+    def close(self) -> None:
+        """Ends everything: gateways resume their requests elsewhere, peers free what they keep."""
+        self._do(self._batcher.close(Failure(PeerLost.code, f"node {self._node} stopped")))
+        self.flush()
+
+    # --- steps --------------------------------------------------------------
+
+    def begin(self, now: float) -> float | None:
+        """Has the engine run its next block, for all that waits for it. None: nothing can run.
+
+        Returns the time, on the clock that `now` is of, until which what was run may not be over:
+        the caller waits, and takes in what comes, then calls `finish`. What comes between two
+        steps may join the sweep at a block ahead.
+        """
+        run = self._run
+        if run is None:
+            parts = self._batcher.take()
+            if not parts:
+                return None
+            model_id = parts[0].model_id
+            run = self._run = _Run(model_id, self._engine.begin(model_id), now)
+        else:
+            parts = self._batcher.join(run.model_id, run.sweep.at, run.parts.values())
+        for part in parts:
+            self._join(run, part)
+        if run.parts:
+            self._advance(run)
+        return run.due
+
+    def finish(self, now: float) -> None:
+        """Hands on what got off after the step that `begin` began."""
+        run = self._run
+        if run is None:
+            return
+        left, run.left = run.left, {}
+        for number, result in left.items():
+            part = run.parts.pop(number)
+            part = part.without(set(part.keys) - {row.sequence for row in result.rows})
+            if part.rows:
+                run.work += part.positions * (part.stop - part.start)
+                for key, error in result.failed.items():
+                    self._do(self._batcher.refused(part, [key], _failure(error)))
+                self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
+        if not run.parts:
+            self._run = None
+            self._tell(run, now)
+
+    def flush(self) -> None:
+        """Everything for one gateway goes out in one message."""
+        if not self._out:
+            return
+        out, self._out = self._out, {}
+        for gateway, box in out.items():
+            message = Tokens(
+                node=self._node,
+                tokens=tuple(box.tokens),
+                failed=tuple(box.failed),
+                scores=tuple(box.scores),
+            )
+            self._emit(gateway, message)
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            running=self._batcher.running,
+            waiting=self._batcher.waiting,
+            kv_used=self._engine.kv_used,
+            kv_capacity=self._engine.kv_capacity,
+            tokens_out=self._batcher.tokens_out,
+            prompt_tokens=self._batcher.prompt_tokens,
+            cached_tokens=self._batcher.cached_tokens,
+            preemptions=self._batcher.preemptions,
+            tokens_proposed=self._batcher.tokens_proposed,
+            tokens_accepted=self._batcher.tokens_accepted,
+            violations=self._violations,
+        )
+
+    def _join(self, run: _Run, part: Part) -> None:
+        """Takes the part aboard, less rows of sequences that had to make room. What can't be run
+        has failed."""
+        while (part := self._batcher.live(part)).rows:
+            try:
+                with self._blamed():
+                    run.parts[run.sweep.join(_stage_part(part))] = part
+                return
+            except CapacityExceeded as error:
+                commands = self._batcher.no_room(part, _failure(error))
+            except RowsRefused as error:
+                commands = self._batcher.refused(part, error.sequences, _failure(error.why))
+            except LambdaScaleError as error:
+                commands = self._batcher.failed(part, _failure(error))
+            self._do(commands)
+
+    def _tell(self, run: _Run, now: float) -> None:
+        manifest = self._models.get(run.model_id)
+        if manifest is not None and run.work:
+            share = run.blocks / manifest.n_blocks
+            self._ran(run.model_id, share, run.work / run.blocks, now - run.began)
+
+    def _advance(self, run: _Run) -> None:
+        before = run.sweep.at
+        try:
+            with self._blamed():
+                run.left = run.sweep.advance()
+            dropped = {number for number, result in run.left.items() if not result.rows}
+            starts = [part.start for number, part in run.parts.items() if number not in dropped]
+            run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
+        except LambdaScaleError as error:
+            for part in run.parts.values():
+                self._do(self._batcher.failed(part, _failure(error)))
+            run.parts = {}
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """The engine's boundary: a bad batch must not end the node."""
+        try:
+            yield
+        except LambdaScaleError:
+            raise
+        except Exception as error:
+            self._log.exception("engine failed")
+            raise LambdaScaleError(f"node {self._node}'s engine failed: {error}") from error
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Release):
+                self._engine.free(command.sequences)
+            elif isinstance(command, Prepare):
+                self._prepare(command)
+            elif isinstance(command, Emit):
+                box = self._out.setdefault(command.gateway, _Outbox())
+                match command.what:
+                    case Token():
+                        box.tokens.append(command.what)
+                    case Scores():
+                        box.scores.append(command.what)
+                    case AttemptFailed():
+                        box.failed.append(command.what)
+            else:
+                self._send(command.address, *activations.encode(command.message, command.hidden))
+
+    def _prepare(self, command: Prepare) -> None:
+        try:
+            make = self._engine.make_rules(command.model_id, command.context)
+        except LambdaScaleError as error:
+            self._refuse(command, error)
+        else:
+            self._aside(partial(self._make, command, make))
+
+    def _make(self, command: Prepare, make: Callable[[], Rules]) -> Callable[[], None]:
+        """On the other thread, on which other grammars may have been made first: the sequence may
+        be over. (To look that up is all that other threads may do with the scheduler.)"""
+        if not self._batcher.prepares(command.sequence):
+            return lambda: None
+        try:
+            rules = make()
+        except LambdaScaleError as error:
+            return partial(self._refuse, command, error)
+        except BaseException as error:  # a request's boundary; panics of Rust are no Exceptions
+            self._log.exception("a grammar failed")
+            why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
+            return partial(self._refuse, command, why)
+        return partial(self._made, command, rules)
+
+    def _refuse(self, command: Prepare, error: LambdaScaleError) -> None:
+        if self._batcher.prepares(command.sequence):
+            self._do(self._batcher.prepared(command.sequence, _failure(error)))
+
+    def _made(self, command: Prepare, rules: Rules) -> None:
+        if self._batcher.prepares(command.sequence):
+            self._engine.use_rules(command.model_id, command.sequence, rules)
+            self._do(self._batcher.prepared(command.sequence))
+
+    def _check_width(self, message: Forward, hidden: torch.Tensor) -> None:
+        manifest = self._models.get(message.path.model_id)
+        width = hidden.shape[1]
+        if manifest and manifest.config["hidden_size"] != width:
+            raise ProtocolViolation(
+                f"hidden states {width} wide for model {message.path.model_id}, "
+                f"which has {manifest.config['hidden_size']}"
+            )
+
+
+def check_prompt(submit: Submit, manifest: Manifest) -> None:
+    """BadInput for token ids that the model does not have: they would fail the whole batch. For an
+    image where the model reads text: the tokens then mean nothing."""
+    if is_classifier(manifest.config):
+        return  # the engine refuses single images
+    if submit.image:
+        raise BadInput(f"request {submit.request} has an image, model {submit.model_id} reads text")
+    vocab_size = manifest.config["vocab_size"]
+    biased = [token for token, _ in submit.rules.logit_bias] if submit.rules else []
+    if min(biased, default=0) < 0 or max((*submit.tokens, *biased), default=0) >= vocab_size:
+        raise BadInput(
+            f"request {submit.request} has token id {max((*submit.tokens, *biased))}, "
+            f"model {submit.model_id} has ids from 0 to {vocab_size - 1}"
+        )
+
+
+def _failure(error: LambdaScaleError) -> Failure:
+    return Failure(error.code, str(error))
+
+
+def _stage_part(part: Part) -> StagePart:
+    """With the hidden states of its rows, less those of rows that were taken out."""
+    hidden: torch.Tensor | None = part.hidden
+    if hidden is not None and part.positions < hidden.shape[0]:
+        pairs = zip(part.rows, part.offsets, strict=True)
+        hidden = torch.cat([hidden[start : start + row.count] for row, start in pairs])
+    return StagePart(part.start, part.stop, part.rows, hidden)

@@ -1,0 +1,302 @@
+"""The engine thread: one a node. It runs the scheduler and the engine, and nothing else does, but
+for grammars: they are made one after the other on a thread beside it.
+
+Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
+blocks it takes in all that has come, so that new rows join the sweep at a block ahead, or the next
+one; with nothing to run it sleeps.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+from services.node.engine.base import Engine, Weights
+from services.node.execution.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
+from services.node.memory.device import DeviceArena
+from shared import telemetry
+from shared.clock import wall_ns
+from shared.errors import ConfigError, Conflict, TransportError
+from shared.grammar import FOLLOW_STACK
+from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.serving import Cancel, Submit
+
+__all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
+
+Call = Callable[[Steps], None]
+
+
+class Worker:
+    """Owns the engine thread, on which `send`, `emit` and `ran` are called."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        make_engine: Callable[[], Engine],
+        device: DeviceArena | None = None,
+        slots: int,
+        step_tokens: int,
+        speculation: int = 0,
+        send: SendTo,
+        emit: EmitTo,
+        ran: Ran,
+    ) -> None:
+        """`device`: where the engine computes, if that is not in host memory; others open it before
+        the worker is started, and close it after it has ended."""
+        if slots < 1 or step_tokens < 1:
+            raise ConfigError("node.slots and node.step_tokens must be at least 1")
+        self._node = node
+        self._make_engine = make_engine
+        self._device = device
+        self._slots = slots
+        self._step_tokens = step_tokens
+        self._speculation = speculation
+        self._send = send
+        self._emit = emit
+        self._ran = ran
+        self._log = telemetry.logger("worker", node=node)
+        self._calls: list[Call] = []
+        self._changed = threading.Condition()
+        """Guards `_calls`, `_over` and `_error`."""
+        self._over = False
+        self._stopping = False
+        """The thread's own."""
+        self._load = WorkerLoad()
+        self._traces: dict[ModelId, str] = {}
+        """The span in which each open model was opened."""
+        self._asked: set[asyncio.Future[None]] = set()
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._beside: threading.Thread | None = None
+        self._work: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        """For the thread beside the engine's; None: it ends."""
+
+    # --- on the control loop ------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the threads; the engine is made on its own."""
+        loop = asyncio.get_running_loop()
+        name = f"engine-{self._node}"
+        self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
+        name = f"grammars-{self._node}"
+        self._beside = threading.Thread(target=self._run_beside, name=name, daemon=True)
+        default = threading.stack_size(FOLLOW_STACK)
+        self._thread.start()
+        self._beside.start()
+        threading.stack_size(default)
+
+    async def ready(self) -> None:
+        """Until the engine is made; Conflict if it could not be (`wait` raises why)."""
+        await self._ask(lambda steps: None)
+
+    async def wait(self) -> None:
+        """Until the thread has ended; raises what it failed with."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def stop(self) -> None:
+        """Fails what is running (gateways resume it elsewhere) and ends the threads."""
+        if self._thread is None or self._beside is None:
+            return
+        self._post(self._close)
+        await self._ended.wait()
+        self._thread.join()
+        self._work.put(None)
+        await asyncio.to_thread(self._beside.join)
+
+    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+        """What else can be prepared before blocks come is done after it returns."""
+        with telemetry.span("open_model", parent=telemetry.here()):
+            await self._ask(lambda steps: steps.open_model(model_id, manifest))
+        trace = self._traces[model_id] = telemetry.here()
+        self._post(lambda steps: self._warm_up(steps.warm_up(model_id), trace))
+
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Requests with grammars can be served from now on."""
+        self._post(lambda steps: steps.use_tokenizer(model_id, tokenizer_json))
+
+    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        """Once it returns, the block can be run. One that was brought to a device went there while
+        the engine ran others."""
+        weights: Weights = buffer
+        if self._device is not None:
+            weights = await self._on_device(self._device, model_id, block, buffer)
+        await self._ask(lambda steps: steps.attach(model_id, block, weights))
+
+    async def _on_device(
+        self, device: DeviceArena, model_id: ModelId, block: int, buffer: memoryview
+    ) -> Weights:
+        if (landed := device.landed(buffer)) is not None:
+            return landed
+        parent = telemetry.here() or self._traces.get(model_id, "")
+        attributes: dict[str, telemetry.Attribute] = {"block": block, "nbytes": len(buffer)}
+        with telemetry.span("upload", parent=parent, attributes=attributes):
+            return await device.upload(buffer)
+
+    async def close_model(self, model_id: ModelId) -> None:
+        """Once it returns, nothing touches the model's buffers."""
+        self._traces.pop(model_id, None)
+        if self._device is not None:
+            await self._device.settle()
+        await self._ask(lambda steps: steps.close_model(model_id))
+
+    async def submit(self, submit: Submit) -> None:
+        """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it is not."""
+        await self._ask(lambda steps: steps.submit(submit))
+
+    def cancel(self, cancel: Cancel) -> None:
+        self._post(lambda steps: steps.cancel(cancel))
+
+    # --- on any thread ------------------------------------------------------
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        self._post(lambda steps: steps.received(sender, header, payload))
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        """Its attempts fail. Also for a peer that a message could not be sent to, or that died."""
+        self._post(lambda steps: steps.peer_lost(address, error))
+
+    @property
+    def staging(self) -> str:
+        """How weights reach the engine's device, in words; empty: it computes where they land."""
+        return self._device.staging if self._device else ""
+
+    def load(self) -> WorkerLoad:
+        return self._load
+
+    # --- between the threads ------------------------------------------------
+
+    def _post(self, call: Call) -> bool:
+        """Queues a call; False if the thread is over and nothing will come of it."""
+        with self._changed:
+            if not self._over:
+                self._calls.append(call)
+                self._changed.notify()
+            return not self._over
+
+    async def _ask(self, act: Call) -> None:
+        """Runs `act` on the engine thread; its error is raised here."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+
+        def call(steps: Steps) -> None:
+            try:
+                act(steps)
+            except Exception as error:  # handed on to the caller
+                loop.call_soon_threadsafe(_settle, answer, error)
+            else:
+                loop.call_soon_threadsafe(_settle, answer, None)
+
+        self._asked.add(answer)
+        try:
+            if not self._post(call):
+                raise self._gone()
+            await answer
+        finally:
+            self._asked.discard(answer)
+
+    def _gone(self) -> Conflict:
+        return Conflict(f"the engine thread of node {self._node} has ended: {self._error}")
+
+    def _on_ended(self) -> None:
+        self._ended.set()
+        for answer in self._asked:
+            _settle(answer, self._gone())
+
+    # --- the thread beside the engine's -------------------------------------
+
+    def _run_beside(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._post(_call(work()))
+
+    # --- the engine thread --------------------------------------------------
+
+    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
+        failure: Exception | None = None
+        try:
+            engine = self._make_engine()
+            self._serve(engine)
+        except Exception as error:  # the thread's boundary: `wait` raises it on the control loop
+            self._log.exception("engine thread failed")
+            failure = error
+        with self._changed:
+            self._over, self._error = True, failure
+            self._calls.clear()
+        loop.call_soon_threadsafe(self._on_ended)
+
+    def _serve(self, engine: Engine) -> None:
+        steps = Steps(
+            node=self._node,
+            engine=engine,
+            slots=self._slots,
+            step_tokens=self._step_tokens,
+            speculation=self._speculation,
+            send=self._send,
+            emit=self._emit,
+            ran=self._ran,
+            aside=self._work.put,
+        )
+        self._load = steps.load
+        idle = False
+        while not self._stopping:
+            self._take_in(steps, timeout=None if idle else 0)
+            until = None if self._stopping else steps.begin(time.monotonic())
+            idle = until is None
+            if until is not None:
+                self._hold(steps, until)
+                steps.finish(time.monotonic())
+            steps.flush()
+            self._load = steps.load
+
+    def _take_in(self, steps: Steps, timeout: float | None) -> None:
+        """Runs the calls that have come, having waited for one if there was none."""
+        with self._changed:
+            if not self._calls and timeout != 0:
+                self._changed.wait(timeout)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            if not self._stopping:
+                call(steps)
+        if calls:
+            steps.flush()
+            self._load = steps.load
+
+    def _hold(self, steps: Steps, until: float) -> None:
+        """Returns at that time, taking in what comes until then."""
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            self._take_in(steps, timeout=left)
+
+    def _warm_up(self, pieces: Iterator[None], trace: str) -> None:
+        """A piece of it; what runs has a step between two pieces."""
+        started = wall_ns()
+        try:
+            next(pieces)
+        except StopIteration:
+            return
+        except Exception:  # the first steps will be slower, or say themselves what is wrong
+            self._log.exception("warm-up failed")
+            return
+        telemetry.record("warm_up", start_ns=started, end_ns=wall_ns(), parent=trace)
+        self._post(lambda _: self._warm_up(pieces, trace))
+
+    def _close(self, steps: Steps) -> None:
+        self._stopping = True
+        steps.close()
+
+
+def _call(then: Callable[[], None]) -> Call:
+    return lambda _: then()
+
+
+def _settle(answer: asyncio.Future[None], error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)

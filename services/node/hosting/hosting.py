@@ -1,0 +1,303 @@
+"""The models in a node's arena: their space, their blocks, and the plans that fill them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
+
+from services.node.core.residency import Mode, Residency
+from services.node.hosting.library import Library
+from services.node.hosting.promotion import Promotion, Spawn
+from services.node.hosting.reports import HELD, Reports
+from services.node.memory.arena import Arena, ModelSpace, Span
+from services.node.moving.mover import Arrival, Failure
+from services.node.parts import AnyDataPlane, AnyWorker
+from shared import telemetry
+from shared.clock import wall_ns
+from shared.errors import BadInput, LambdaScaleError
+from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.pool import Holding, Tier
+from shared.messages.scaling import ApplyPlan
+from shared.vision import is_classifier
+
+ENGINE = "engine"
+"""User of a span."""
+TOKENIZER = "tokenizer.json"
+TOKENIZER_RETRY_S = 0.5
+"""After a first failure to fetch it; doubles with each that follows."""
+TOKENIZER_RETRY_MAX_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    """A model with space in the arena. Whatever changes `residency` has `lock`: plans and releases
+    (one at a time, see `Hosting._turn`), promotion, and blocks that land."""
+
+    manifest: Manifest
+    span: Span
+    space: ModelSpace
+    residency: Residency
+    plan: ApplyPlan
+    """The last that was taken up."""
+    promotion: Promotion | None = None
+    bringing: asyncio.Task[None] | None = None
+    """Of the tokenizer, for the engine."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def model(self) -> ModelId:
+        return self.residency.model_id
+
+
+class Hosting:
+    def __init__(
+        self,
+        node: NodeId,
+        arena: Arena,
+        library: Library,
+        data: AnyDataPlane,
+        worker: AnyWorker,
+        reports: Reports,
+        *,
+        changed: Callable[[], None],
+        spawn: Spawn,
+    ) -> None:
+        """`changed`: what is held is not what it was."""
+        self._node = node
+        self._log = telemetry.logger("hosting", node=node)
+        self._arena = arena
+        self._library = library
+        self._data = data
+        self._worker = worker
+        self._reports = reports
+        self._changed = changed
+        self._spawn = spawn
+        self._hosted: dict[ModelId, Hosted] = {}
+        self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
+        self._landed: asyncio.Queue[tuple[Hosted, Arrival | Failure]] = asyncio.Queue()
+
+    def holdings(self) -> list[Holding]:
+        return [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
+
+    @property
+    def arena_free(self) -> int:
+        return self._arena.free_bytes
+
+    def _turn(self, model: ModelId) -> asyncio.Lock:
+        """Plans and releases of a model are taken up one after the other, in the order of their
+        coming."""
+        return self._turns.setdefault(model, asyncio.Lock())
+
+    # --- plans ---
+
+    async def apply(self, plan: ApplyPlan) -> None:
+        """Takes up a plan: space, engine and regions stand and pulls run when this returns.
+
+        StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
+        """
+        attributes: dict[str, telemetry.Attribute] = {"node": plan.node, "pulls": len(plan.pulls)}
+        with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes):
+            async with self._turn(plan.model_id):
+                await self._take_up(plan)
+
+    async def _take_up(self, plan: ApplyPlan) -> None:
+        hosted = self._hosted.get(plan.model_id)
+        if hosted is not None:
+            await self._follow(plan, hosted)
+            return
+        manifest = await self._library.manifest(plan.model_id)
+        span = self._arena.allocate(ModelSpace.size(manifest))
+        residency = Residency(plan.model_id, manifest.n_blocks)
+        hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency, plan)
+        self._hosted[plan.model_id] = hosted
+        try:
+            await self._data.host(plan.model_id, manifest, hosted.space)
+            await self._follow(plan, hosted)
+        except BaseException:  # a model that no plan fills gives its space back
+            await self._stop_promotion(hosted)
+            async with hosted.lock:
+                await self._free(hosted)
+            raise
+
+    async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> None:
+        _check_blocks(plan, hosted.manifest)
+        hosted.residency.follow(plan.event, plan.revision)  # before anything is changed
+        await self._stop_promotion(hosted)
+        async with hosted.lock:
+            hosted.residency = hosted.residency.follow(plan.event, plan.revision)
+            hosted.plan = plan
+            addresses = {peer.node: peer.address for peer in plan.peers}
+            held = hosted.residency.held
+            pulls = [pull for pull in plan.pulls if pull.block not in held]
+            # First: the bytes are on their way while the engine opens the model.
+            await self._data.apply(plan.model_id, plan.event, plan.revision, pulls, addresses)
+            await self._activate(hosted)
+        self._changed()
+        missing = [block for block in plan.promote if block not in held]
+        if missing:
+            self._promote(plan, hosted, missing)
+        asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
+        for block in sorted(asked & held):
+            await self._report_held(plan, hosted, block)
+
+    async def _activate(self, hosted: Hosted) -> None:
+        """Opens the model for the engine, with every block that is held."""
+        if hosted.residency.mode is Mode.STANDBY:
+            hosted.span.hold(ENGINE)
+            try:
+                await self._worker.open_model(hosted.model, hosted.manifest)
+            except BaseException:
+                hosted.span.release(ENGINE)
+                raise
+            hosted.residency = hosted.residency.activate()
+            if not is_classifier(hosted.manifest.config):
+                work = self._bring_tokenizer(hosted.model)
+                hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
+        for block in sorted(hosted.residency.held - hosted.residency.runnable):
+            await self._attach(hosted, block)
+
+    async def _bring_tokenizer(self, model: ModelId) -> None:
+        """For requests with grammars. Tried again and again; a model that has none is told once."""
+        pause_s = TOKENIZER_RETRY_S
+        while True:
+            try:
+                data = await self._library.file(model, TOKENIZER)
+            except LambdaScaleError as error:
+                self._log.warning("no tokenizer yet", model=model, error=str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, TOKENIZER_RETRY_MAX_S)
+            else:
+                break
+        if data is None:
+            self._log.warning("no structured output: the model has no tokenizer", model=model)
+        else:
+            self._worker.use_tokenizer(model, data)
+
+    async def _attach(self, hosted: Hosted, block: int) -> None:
+        hosted.residency = hosted.residency.hold(block)
+        await self._worker.attach(hosted.model, block, hosted.space.block(block))
+        hosted.residency = hosted.residency.run(block)
+        self._changed()
+
+    # --- blocks from this node's disk ---
+
+    def _promote(self, plan: ApplyPlan, hosted: Hosted, blocks: Sequence[int]) -> None:
+        hosted.promotion = Promotion(
+            self._node,
+            plan,
+            blocks,
+            hosted.space,
+            self._library,
+            self._data,
+            land=self.land,
+            spawn=self._spawn,
+        )
+
+    async def _stop_promotion(self, hosted: Hosted) -> None:
+        if hosted.promotion is not None:
+            await hosted.promotion.stop()
+            hosted.promotion = None
+
+    # --- blocks that land ---
+
+    def land(self, item: Arrival | Failure) -> None:
+        """A block came, or cannot come. Called on the control loop, in the order of the events.
+
+        Pulls and promotion of a model that is dropped all end before it is: none is taken for one
+        of the same model when it is hosted again.
+        """
+        hosted = self._hosted.get(item.model_id)
+        if hosted is not None:
+            self._landed.put_nowait((hosted, item))
+
+    async def run(self) -> None:
+        """Attaches blocks as they land, and reports them."""
+        while True:
+            hosted, item = await self._landed.get()
+            if isinstance(item, Arrival):
+                await self._on_arrived(hosted, item)
+            elif self._hosted.get(item.model_id) is hosted:
+                await self._reports.failed(item, hosted.plan.trace)
+
+    async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
+        """Reported under the plan that is followed now, though it came for an older one."""
+        async with hosted.lock:
+            if self._hosted.get(item.model_id) is not hosted:
+                return  # released meanwhile
+            if hosted.residency.mode is Mode.STANDBY:
+                return  # the engine did not open the model: it is about to be freed
+            if item.block in hosted.residency.held:
+                return  # asked for again before it had landed: both landed
+            plan = hosted.plan
+            try:
+                await self._attach(hosted, item.block)
+            except LambdaScaleError as error:
+                await self._report_failure(plan, item.block, error)
+                return
+        item = replace(item, event=plan.event, revision=plan.revision)
+        await self._reports.arrived(item, plan.trace)
+
+    # --- reports ---
+
+    async def _report_held(self, plan: ApplyPlan, hosted: Hosted, block: int) -> None:
+        at = wall_ns()
+        arrival = Arrival(
+            event=plan.event,
+            revision=plan.revision,
+            model_id=plan.model_id,
+            block=block,
+            source=self._node,
+            transport=HELD,
+            nbytes=hosted.manifest.blocks[block].nbytes,
+            started_ns=at,
+            first_byte_ns=at,
+            finished_ns=at,
+        )
+        await self._reports.arrived(arrival, plan.trace)
+
+    async def _report_failure(self, plan: ApplyPlan, block: int, error: LambdaScaleError) -> None:
+        """This node's own, of its engine."""
+        failure = Failure(plan.event, plan.revision, plan.model_id, block, self._node, error)
+        await self._reports.failed(failure, plan.trace)
+
+    # --- giving back ---
+
+    async def release(self, model: ModelId, keep: Tier | None) -> None:
+        """Frees the device's memory; the model's running sequences end (their gateway knows)."""
+        async with self._turn(model):
+            hosted = self._hosted.get(model)
+            if hosted is None:
+                return
+            await self._stop_promotion(hosted)
+            async with hosted.lock:
+                if keep is Tier.HOST and hosted.residency.complete:
+                    await self._close_engine(hosted)
+                else:
+                    await self._free(hosted)
+        self._changed()
+
+    async def _close_engine(self, hosted: Hosted) -> None:
+        """Once it returns, the engine has no view of the model's bytes."""
+        if hosted.bringing is not None:
+            hosted.bringing.cancel()
+        await self._worker.close_model(hosted.model)
+        if hosted.residency.mode is Mode.ACTIVE:
+            hosted.span.release(ENGINE)
+            hosted.residency = hosted.residency.stand_by()
+
+    async def _free(self, hosted: Hosted) -> None:
+        await self._close_engine(hosted)
+        await self._data.drop(hosted.model)
+        del self._hosted[hosted.model]
+        self._arena.free(hosted.span)
+
+    async def close(self) -> None:
+        for hosted in list(self._hosted.values()):
+            await self._stop_promotion(hosted)
+
+
+def _check_blocks(plan: ApplyPlan, manifest: Manifest) -> None:
+    wrong = [block for block in plan.promote if not 0 <= block < manifest.n_blocks]
+    if wrong:
+        raise BadInput(f"model {plan.model_id} has no block {wrong[0]} to promote")

@@ -1,0 +1,186 @@
+"""The models that this node knows: their manifests, and packed copies on its disk."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
+from services.node.checkpoints.store import Imported
+from services.node.parts import AnyStore
+from shared import subjects
+from shared.bus.base import Bus
+from shared.clock import wall_ns
+from shared.errors import CorruptCheckpoint, NotFound
+from shared.ids import ModelId, check_model_name
+from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
+from shared.messages import Ok
+from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Task, Tier
+from shared.messages.scaling import ImportModel
+from shared.threads import to_its_end
+from shared.vision import is_classifier
+
+REGISTRY_TIMEOUT_S = 2.0
+
+
+class Library:
+    def __init__(self, bus: Bus, store: AnyStore, *, changed: Callable[[], None]) -> None:
+        """`changed`: what lies on the disk is not what it was."""
+        self._bus = bus
+        self._store = store
+        self._changed = changed
+        self._known: set[ModelId] = set()
+        """Published or stored, and not removed since."""
+        self._manifests: dict[ModelId, Manifest] = {}
+        self._files: dict[ModelId, Mapping[str, str]] = {}
+        """Names of their checkpoints' small files in the asset store."""
+        self._disk: dict[ModelId, frozenset[int]] = {}
+        """Blocks not known to be damaged."""
+        self._listed: tuple[Holding, ...] | None = None
+        """What the disk holds, as it was last said; None: that changed."""
+        self._writing = asyncio.Lock()
+        """Imports and removals go one at a time."""
+
+    async def read_store(self) -> None:
+        """Finds the packed models on this node's disk."""
+        for model, manifest in (await asyncio.to_thread(self._store.manifests)).items():
+            self._shelve(model, manifest)
+
+    def holdings(self) -> tuple[Holding, ...]:
+        if self._listed is None:
+            self._listed = tuple(
+                Holding(model, Tier.DISK, tuple(sorted(self._disk[model])))
+                for model in sorted(self._disk)
+            )
+        return self._listed
+
+    # --- manifests ---
+
+    async def learn(self, record: ModelRecord) -> None:
+        """Fetches a published model's manifest ahead of any plan. CorruptCheckpoint, BusError."""
+        self._known.add(record.model_id)
+        self._files[record.model_id] = record.files
+        if record.model_id in self._manifests:
+            return
+        objects = await self._bus.objects()
+        manifest = _decoded(record, await objects.get(record.manifest))
+        if record.model_id in self._known:
+            self._manifests[record.model_id] = manifest
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        """Asks the registry if it is not known: the model's announcement may have been missed."""
+        if model not in self._manifests:
+            await self._ask_for(model)
+        if model not in self._manifests:
+            raise NotFound(f"model {model} is not published")
+        return self._manifests[model]
+
+    async def file(self, model: ModelId, name: str) -> bytes | None:
+        """A small file of a published model's checkpoint; None if it has no such file. NotFound if
+        the registry does not know the model, or the file is not in the asset store; BusError."""
+        if model not in self._files:
+            await self._ask_for(model)
+        if model not in self._files:
+            raise NotFound(f"model {model} is not published")
+        if name not in self._files[model]:
+            return None
+        objects = await self._bus.objects()
+        return await objects.get(self._files[model][name])
+
+    async def _ask_for(self, model: ModelId) -> None:
+        models = await self._bus.request(
+            subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
+        )
+        for record in models.records:
+            if record.model_id == model:
+                await self.learn(record)
+
+    # --- the disk ---
+
+    async def read(self, model: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """`Store.read`. A block that could not be read is not offered again, until the model is
+        imported anew."""
+        async with aclosing(self._store.read(model, wanted)) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome, Unreadable):
+                    self._on_damaged(model, outcome.block)
+                yield outcome
+
+    def _on_damaged(self, model: ModelId, block: int) -> None:
+        if model in self._disk:
+            self._disk[model] -= {block}
+            self._listed = None
+            self._changed()
+
+    async def pack(self, message: ImportModel) -> ModelRecord:
+        """Packs a checkpoint onto the disk, and its small files into the asset store."""
+        check_model_name(message.name)
+        async with self._writing:
+            imported = await asyncio.to_thread(
+                self._store.import_checkpoint, Path(message.path), blocks=message.blocks
+            )
+            self._shelve(imported.model_id, imported.manifest)
+        self._changed()
+        return await self._upload(message, imported)
+
+    async def publish(self, record: ModelRecord) -> None:
+        await self._bus.request(
+            subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=REGISTRY_TIMEOUT_S
+        )
+
+    def forget(self, model: ModelId) -> bool:
+        """The model was removed from the pool; whether its files are still to be deleted."""
+        self._known.discard(model)
+        self._manifests.pop(model, None)
+        self._files.pop(model, None)
+        stored = self._disk.pop(model, None) is not None
+        self._listed = None
+        self._changed()
+        return stored
+
+    async def delete(self, model: ModelId) -> None:
+        """Deletes the files of a forgotten model, unless it was imported again meanwhile."""
+        async with self._writing:
+            if model not in self._disk:
+                await to_its_end(partial(self._store.remove, model))
+
+    def _shelve(self, model: ModelId, manifest: Manifest) -> None:
+        self._known.add(model)
+        self._manifests[model] = manifest
+        self._disk[model] = frozenset(range(manifest.n_blocks))
+        self._listed = None
+
+    async def _upload(self, message: ImportModel, imported: Imported) -> ModelRecord:
+        objects = await self._bus.objects()
+        return ModelRecord(
+            name=message.name,
+            model_id=imported.model_id,
+            manifest=await objects.put(encode_manifest(imported.manifest)),
+            files={name: await objects.put(data) for name, data in imported.files.items()},
+            nbytes=imported.nbytes,
+            n_blocks=imported.manifest.n_blocks,
+            block_bytes=tuple(block.nbytes for block in imported.manifest.blocks),
+            context_length=imported.context_length,
+            created_ns=wall_ns(),
+            min_instances=message.min_instances,
+            max_instances=message.max_instances,
+            chunk_bytes=imported.manifest.chunk_bytes,
+            task=Task.CLASSIFY if is_classifier(imported.manifest.config) else Task.TEXT,
+        )
+
+
+def _decoded(record: ModelRecord, data: bytes) -> Manifest:
+    try:
+        manifest = decode_manifest(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(
+            f"the manifest of model {record.name} cannot be read: {error}; import it again"
+        ) from error
+    if model_id(manifest) != record.model_id:
+        raise CorruptCheckpoint(
+            f"the manifest of model {record.name} is not that of {record.model_id}; import it again"
+        )
+    return manifest

@@ -1,0 +1,122 @@
+"""Blocks of a hosted model on their way from this node's disk into its arena."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
+from services.node.hosting.library import Library
+from services.node.hosting.reports import DISK
+from services.node.memory.arena import ModelSpace
+from services.node.moving.mover import Arrival, Failure
+from services.node.parts import AnyDataPlane
+from shared.clock import wall_ns
+from shared.errors import LambdaScaleError
+from shared.ids import NodeId
+from shared.messages.scaling import ApplyPlan
+
+READER = "reader of the disk"
+"""User of a span."""
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+
+
+class Promotion:
+    """Peers read each chunk as soon as it is verified; a block lands once it is whole."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        plan: ApplyPlan,
+        blocks: Sequence[int],
+        space: ModelSpace,
+        library: Library,
+        data: AnyDataPlane,
+        *,
+        land: Callable[[Arrival | Failure], None],
+        spawn: Spawn,
+    ) -> None:
+        """Begins it. `land` is told of each block once."""
+        self._node = node
+        self._plan = plan
+        self._space = space
+        self._library = library
+        self._data = data
+        self._land = land
+        self._missing = dict.fromkeys(blocks, 0)
+        """Chunks, by block that has not landed."""
+        self._first_ns: dict[int, int] = {}
+        """When a block's first chunk was asked of the disk."""
+        self._asked_ns = wall_ns()
+        self._stopping = False
+        self._task = spawn(self._run(), f"promote {plan.model_id}")
+
+    async def stop(self) -> None:
+        """Ends it; once it returns, nothing of it touches the space. What was verified stays."""
+        self._stopping = True
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        self._space.span.hold(READER)
+        try:
+            await self._read(await self._take_over())
+        except LambdaScaleError as error:  # the data plane's: no block can go on
+            for block in list(self._missing):
+                self._fail(block, error)
+        finally:
+            self._space.span.release(READER)
+
+    async def _take_over(self) -> list[Wanted]:
+        wanted: list[Wanted] = []
+        for block in list(self._missing):
+            verified = await self._data.take_over(self._plan.model_id, block)
+            self._missing[block] = self._space.manifest.n_chunks(block)
+            self._count(block, len(verified))
+            if block in self._missing:
+                wanted.append(Wanted(block, self._space.block(block), verified))
+        return wanted
+
+    async def _read(self, wanted: Sequence[Wanted]) -> None:
+        async with aclosing(self._library.read(self._plan.model_id, wanted)) as outcomes:
+            async for outcome in outcomes:
+                if self._stopping:
+                    return
+                await self._on_outcome(outcome)
+
+    async def _on_outcome(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Unreadable):
+            self._fail(outcome.block, outcome.error)
+            return
+        began = self._first_ns.get(outcome.block, outcome.began_ns)
+        self._first_ns[outcome.block] = min(began, outcome.began_ns)
+        await self._data.mark_held(self._plan.model_id, outcome.block, outcome.chunks)
+        self._count(outcome.block, len(outcome.chunks))
+
+    def _count(self, block: int, chunks: int) -> None:
+        """Of a block that failed, other chunks may still come."""
+        if block not in self._missing:
+            return
+        self._missing[block] -= chunks
+        if self._missing[block] == 0:
+            del self._missing[block]
+            self._land(self._arrival(block))
+
+    def _fail(self, block: int, error: LambdaScaleError) -> None:
+        del self._missing[block]
+        plan = self._plan
+        self._land(Failure(plan.event, plan.revision, plan.model_id, block, self._node, error))
+
+    def _arrival(self, block: int) -> Arrival:
+        ended = wall_ns()
+        return Arrival(
+            event=self._plan.event,
+            revision=self._plan.revision,
+            model_id=self._plan.model_id,
+            block=block,
+            source=self._node,
+            transport=DISK,
+            nbytes=len(self._space.block(block)),
+            started_ns=self._asked_ns,
+            first_byte_ns=self._first_ns.get(block, ended),
+            finished_ns=ended,
+        )

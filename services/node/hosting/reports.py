@@ -1,0 +1,105 @@
+"""What a node tells of its blocks: arrivals and failures, on the bus and as spans.
+
+Every arrival also tells the profiler how fast the node's port and disk are.
+"""
+
+from collections.abc import Callable
+
+from structlog.stdlib import BoundLogger
+
+from services.node.core.profile import Profiler
+from services.node.moving.mover import Arrival, Failure
+from shared import subjects, telemetry
+from shared.bus.base import Bus
+from shared.errors import BusError
+from shared.messages import Message
+from shared.messages.pool import NodeInfo
+from shared.messages.scaling import BlockArrived, PullFailed
+
+DISK = "disk"
+"""The transport of a promotion."""
+HELD = "held"
+"""That of a block which was there before it was asked for."""
+
+
+class Reports:
+    def __init__(
+        self, bus: Bus, log: BoundLogger, info: Callable[[], NodeInfo], profiler: Profiler
+    ) -> None:
+        self._bus = bus
+        self._log = log
+        self._info = info
+        self._profiler = profiler
+
+    async def arrived(self, arrival: Arrival, trace: str) -> None:
+        info = self._info()
+        await self._publish(
+            BlockArrived(
+                event=arrival.event,
+                revision=arrival.revision,
+                node=info.node,
+                generation=info.generation,
+                model_id=arrival.model_id,
+                block=arrival.block,
+                source=arrival.source,
+                transport=arrival.transport,
+                nbytes=arrival.nbytes,
+                started_ns=arrival.started_ns,
+                first_byte_ns=arrival.first_byte_ns,
+                finished_ns=arrival.finished_ns,
+                trace=trace,
+            )
+        )
+        if arrival.transport == HELD:
+            return
+        self._measure(arrival)
+        seconds = max(arrival.finished_ns - arrival.first_byte_ns, 1) / 1e9
+        telemetry.record(
+            "block_arrival",
+            start_ns=arrival.first_byte_ns,
+            end_ns=arrival.finished_ns,
+            parent=trace,
+            attributes={
+                "node": info.node,
+                "block": arrival.block,
+                "bytes": arrival.nbytes,
+                "source": arrival.source,
+                "transport": arrival.transport,
+                "mb_per_s": round(arrival.nbytes / seconds / 1e6, 2),
+                "asked_ms_before": round((arrival.first_byte_ns - arrival.started_ns) / 1e6, 1),
+            },
+        )
+
+    def _measure(self, arrival: Arrival) -> None:
+        asked, first_byte, ended = (
+            ns / 1e9 for ns in (arrival.started_ns, arrival.first_byte_ns, arrival.finished_ns)
+        )
+        if arrival.transport == DISK:
+            self._profiler.loaded(asked, ended, arrival.nbytes)
+        else:
+            self._profiler.pulled(asked, first_byte, ended, arrival.nbytes)
+
+    async def failed(self, failure: Failure, trace: str) -> None:
+        info, error = self._info(), failure.error
+        self._log.warning(
+            "block not had", block=failure.block, source=failure.source, error=str(error)
+        )
+        await self._publish(
+            PullFailed(
+                event=failure.event,
+                revision=failure.revision,
+                node=info.node,
+                generation=info.generation,
+                block=failure.block,
+                source=failure.source,
+                code=error.code,
+                message=str(error),
+                trace=trace,
+            )
+        )
+
+    async def _publish(self, message: Message) -> None:
+        try:
+            await self._bus.publish(subjects.ARRIVALS, message)
+        except BusError as error:
+            self._log.warning("report not sent; the next status says it", error=str(error))

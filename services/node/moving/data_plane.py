@@ -1,0 +1,215 @@
+"""The transport's thread: its loop, the transport and mover on it, and the doors in and out.
+
+Everything inside runs on the data loop; every public method is called from the control loop or
+the engine thread and only hands work over.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from services.node.memory.arena import ModelSpace
+from services.node.moving.mover import Arrival, Failure, Mover
+from services.node.moving.outboxes import Outboxes
+from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.direct import Direct
+from services.node.transport.reads import OnSent
+from services.node.transport.tcp import OnConnected, TcpTransport
+from services.node.transport.tls import Tls
+from shared import telemetry
+from shared.errors import Conflict
+from shared.ids import EventId, ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.scaling import Pull
+
+T = TypeVar("T")
+
+
+class DataPlane:
+    """Use as an async context manager on the control loop; Conflict once it is closed."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        link_bytes_per_s: int,
+        ways: Sequence[Direct] = (),
+        tls: Tls | None = None,
+        *,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost,
+        on_connected: OnConnected,
+        on_sent: OnSent,
+        on_arrived: Callable[[Arrival], None],
+        on_failed: Callable[[Failure], None],
+        overwrites: Callable[[memoryview], None] = lambda buffer: None,
+    ) -> None:
+        """`ways` to move bytes by besides TCP, best first. `overwrites` is told of each part of the
+        arena before anything is written there. The callbacks are called on the data loop and must
+        not block."""
+        self._make = partial(
+            TcpTransport,
+            host,
+            port,
+            link_bytes_per_s=link_bytes_per_s,
+            ways=ways,
+            tls=tls,
+            on_message=on_message,
+            on_peer_lost=on_peer_lost,
+            on_connected=on_connected,
+            on_sent=on_sent,
+        )
+        self._on_arrived = on_arrived
+        self._on_failed = on_failed
+        self._overwrites = overwrites
+        self._on_peer_lost = on_peer_lost
+        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+        self._started = _milestone()
+        self._ended = _milestone()
+        self._stop = asyncio.Event()
+        self._closing = False
+        self._sending: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        self._loop = uvloop.new_event_loop()
+        self._over = asyncio.wrap_future(self._ended)
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
+        self._thread.start()
+        try:
+            await asyncio.wrap_future(self._started)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def wait(self) -> None:
+        """Until the thread has ended; raises what it failed with."""
+        await asyncio.shield(self._over)
+
+    async def _close(self) -> None:
+        self._closing = True
+        with suppress(RuntimeError):  # the loop is closed: the thread ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        await asyncio.to_thread(self._thread.join)
+
+    # --- from the control loop ---
+
+    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+        with telemetry.span("register_regions", parent=telemetry.here()):
+            await self._call(lambda: self._mover.host(model, manifest, space, ()))
+
+    async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
+        return await self._await(self._mover.take_over(model, block))
+
+    async def mark_held(
+        self, model: ModelId, block: int, chunks: Sequence[int] | None = None
+    ) -> None:
+        await self._call(lambda: self._mover.mark_held(model, block, chunks))
+
+    async def apply(
+        self,
+        model: ModelId,
+        event: EventId,
+        revision: int,
+        pulls: Sequence[Pull],
+        addresses: Mapping[NodeId, str],
+    ) -> None:
+        await self._call(lambda: self._mover.apply(model, event, revision, pulls, addresses))
+
+    async def drop(self, model: ModelId) -> None:
+        await self._await(self._mover.drop(model))
+
+    async def connect(self, address: str) -> None:
+        await self._await(self._transport.connect(address))
+
+    # --- from the engine thread ---
+
+    def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
+        """Queues a message; messages to one peer keep their order."""
+        with suppress(RuntimeError):  # the loop is closed, and the node with it
+            self._loop.call_soon_threadsafe(self._outboxes.put, address, header, payload)
+
+    # --- between the loops ---
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        async def call() -> T:
+            return function()
+
+        return await self._await(call())
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """What was begun goes on if this is cancelled."""
+        if self._closing:
+            work.close()
+            raise _closed()
+        try:
+            begun = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise _closed() from error
+        done = asyncio.wrap_future(begun)
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        waited: tuple[asyncio.Future[Any], ...] = done, self._over
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done() or done.cancelled():
+            raise _closed()
+        return done.result()
+
+    # --- the data thread ---
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:  # the thread's boundary: `wait` raises it
+            failure = error
+        for milestone in (self._started, self._ended):
+            if failure is not None and not milestone.done():
+                milestone.set_exception(failure)
+            elif not milestone.done():
+                milestone.set_result(None)
+
+    async def _main(self) -> None:
+        async with self._make() as transport, asyncio.TaskGroup() as group:
+            self._transport = transport
+            self._group = group
+            self._outboxes = Outboxes(transport, self._spawn, self._on_peer_lost)
+            self._mover = Mover(
+                transport,
+                on_arrived=self._on_arrived,
+                on_failed=self._on_failed,
+                overwrites=self._overwrites,
+            )
+            self.address = transport.address
+            self._started.set_result(None)
+            await self._stop.wait()
+            await self._mover.close()
+            for task in self._sending:
+                task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+
+def _milestone() -> "concurrent.futures.Future[None]":
+    """One that who waits for it cannot cancel."""
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _closed() -> Conflict:
+    return Conflict("this node's data plane is closed")
