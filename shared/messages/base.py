@@ -1,11 +1,10 @@
 """The envelope of every control message: a kind, a version, the trace it belongs to.
 
 A message is a frozen msgspec struct encoded as a msgpack map with `kind` (the struct's tag), `v`
-(its version) and `trace` (W3C traceparent of the span that caused it, or ""). Fields may be added
-with defaults within a version; anything else is a new version.
+(its version), `trace` (W3C traceparent of the span that caused it, or "") and `cause` (the id of
+the event that made its sender say it, or ""). Fields may be added with defaults within a version;
+anything else is a new version.
 """
-
-from typing import Self
 
 import msgspec
 
@@ -15,10 +14,7 @@ from shared.errors import LambdaScaleError, from_code
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     v: int = 1
     trace: str = ""
-
-    def caused_by(self, trace: str) -> Self:
-        """The same message, in the given trace."""
-        return msgspec.structs.replace(self, trace=trace)
+    cause: str = ""
 
 
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):

@@ -15,7 +15,7 @@ PURE_STDLIB = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools",
     "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
-PURE_SHARED = ("shared.messages", "shared.layout", "shared.ids", "shared.errors")
+PURE_SHARED = ("shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.story")
 
 
 def imported(path: Path) -> Iterator[str]:

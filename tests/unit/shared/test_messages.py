@@ -85,6 +85,7 @@ def test_the_wire_form_is_pinned() -> None:
         "kind": "cancel",
         "v": 1,
         "trace": "",
+        "cause": "",
         "request": "r-1",
         "attempt": 2,
     }
@@ -93,14 +94,6 @@ def test_the_wire_form_is_pinned() -> None:
 def test_tokens_are_arrays_on_the_wire() -> None:
     token = Token(RequestId("r-1"), 2, 3, 4, "stop")
     assert msgpack.unpackb(msgspec.msgpack.encode(token)) == ["r-1", 2, 3, 4, "stop", None]
-
-
-def test_a_message_in_a_trace_is_otherwise_the_same() -> None:
-    message = Cancel(request=RequestId("r"), attempt=1)
-    assert message.caused_by("00-aa-bb-01") == Cancel(
-        request=RequestId("r"), attempt=1, trace="00-aa-bb-01"
-    )
-    assert message.trace == ""
 
 
 @given(message=messages)
