@@ -113,10 +113,13 @@ class Dispatch:
     def on_not_taken(
         self, request_id: RequestId, attempt: int, error: LambdaScaleError, now: float
     ) -> list[Command]:
-        """A Send was answered with an error, or not at all (BusTimeout). If a token of the attempt
-        came after it, that says more."""
+        """A Send was answered with an error, or not at all (BusTimeout).
+
+        It changes nothing if a token of the attempt came after it, which says more, or if the
+        attempt is over: its instance may have gone while the answer was waited for.
+        """
         request = self._ledger.requests.get(request_id)
-        if request is None or request.attempt != attempt:
+        if request is None or request.attempt != attempt or not request.running:
             return []
         if request.state is State.SUBMITTED or request.asked_at is not None:
             model = self._models[request.model_id]

@@ -275,6 +275,17 @@ def test_a_leader_that_does_not_answer_loses_its_requests() -> None:
     assert "failed 4 times" in str(end.error)
 
 
+def test_an_answer_about_an_instance_that_is_gone_changes_nothing() -> None:
+    """Its leader was asked whether the attempt goes on, and its lease ended before it answered."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    assert sent(driver.later(STALL_S)) == [("a", "replica-1", 1)]
+    driver.dispatch.on_node_gone(replica(1).leader, driver.now)
+    late = driver.dispatch.on_not_taken(RequestId("a"), 1, BusTimeout("silence"), driver.now)
+    assert late == []
+    assert sent(driver.publish(replica(2))) == [("a", "replica-2", 2)]
+
+
 @pytest.mark.parametrize("token", [False, True])
 def test_time_on_an_instance_is_no_wait_for_one(token: bool) -> None:
     """Nor what was before a token."""
