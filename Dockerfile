@@ -1,7 +1,13 @@
 # One image for every role: `docker run IMAGE node`, `docker run IMAGE gateway`, ...
 # It runs on CPUs; on GPU servers, see docs/deploy.md.
 
-FROM python:3.11-slim-bookworm AS build
+FROM python:3.11-slim-bookworm AS base
+# Nodes compile their kernels for the processor they run on (services/node/engine/kernels).
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /opt/lambdascale
 COPY lambdascale ./
@@ -9,18 +15,18 @@ COPY requirements/run.lock requirements/
 # The launcher makes the virtual environment, from the lock and its hashes, and then runs
 # services.cli. That is an empty module here, so that a change of the code leaves this layer be.
 RUN mkdir -p services/cli && touch services/cli/__main__.py && ./lambdascale && rm -r services
-COPY services services
 COPY shared shared
+COPY services services
 COPY simulation simulation
-RUN .venv/bin/python -m compileall -q services shared
+COPY benchmarks benchmarks
+# The image's root may be read-only, and then Python could not keep what it compiles.
+RUN .venv/bin/python -m compileall -q shared services simulation benchmarks
 
-FROM python:3.11-slim-bookworm
-RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale --create-home \
-    --shell /usr/sbin/nologin lambdascale
-# Nodes compile their kernels for the processor they run on (services/node/engine/kernels).
-# hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
+FROM base
+# No --create-home: it would put a shell's dotfiles into the nodes' volumes.
+RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale \
+    --shell /usr/sbin/nologin lambdascale \
+    && install -d -o lambdascale -g lambdascale -m 750 /var/lib/lambdascale
 COPY --from=build /opt/lambdascale /opt/lambdascale
 ENV PATH=/opt/lambdascale/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import aiohttp
 
-from services.cli.models import import_model
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import CheckpointSpec, make_checkpoint
+from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.nats import NatsBus

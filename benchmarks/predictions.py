@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from services.cli.client import ask
-from services.cli.models import import_model
+from services.local.asking import ask
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import make_demo_model
+from services.local.publishing import import_model
 from services.local.watch import Watch
 from services.planner.core.costs import arrival_times
 from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform

@@ -1,13 +1,11 @@
 """`lambdascale bench`: measurements on this machine. The code is in `benchmarks/`."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from services.cli.client import absolute, add_json_option, print_json, say
 from services.planner.core.choose import AUTO
-from shared.errors import BadInput, ConfigError
+from shared.errors import BadInput
 
 ALL = "all"
 DTYPES = ("float32", "bfloat16")
@@ -175,12 +173,8 @@ def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_multicast(args: argparse.Namespace) -> int:
-    with _in_a_checkout():
-        from benchmarks.multicast import (  # torch and matplotlib: a second or two
-            bars,
-            bench,
-            figure,
-        )
+    from benchmarks.multicast import bars, bench, figure  # torch and matplotlib: a second or two
+
     if min(args.nodes) < 2:
         raise BadInput("--nodes: a multicast is between 2 nodes or more")
     settings = bench.Settings(
@@ -207,8 +201,8 @@ def run_multicast(args: argparse.Namespace) -> int:
 
 
 def run_serving_source(args: argparse.Namespace) -> int:
-    with _in_a_checkout():
-        from benchmarks.serving_source import bench, results  # torch: a second or two
+    from benchmarks.serving_source import bench, results  # torch: a second or two
+
     settings = results.Settings(
         link_mbit=args.link_mbit,
         nbytes=args.mib << 20,
@@ -228,8 +222,8 @@ def run_serving_source(args: argparse.Namespace) -> int:
 
 
 def run_engine(args: argparse.Namespace) -> int:
-    with _in_a_checkout():
-        from benchmarks.engine import bench, results  # torch: a second or two
+    from benchmarks.engine import bench, results  # torch: a second or two
+
     settings = results.Settings(
         layers=args.layers,
         hidden=args.hidden,
@@ -253,8 +247,8 @@ def run_engine(args: argparse.Namespace) -> int:
 
 
 def run_pipeline(args: argparse.Namespace) -> int:
-    with _in_a_checkout():
-        from benchmarks.pipeline import bench, results  # torch: a second or two
+    from benchmarks.pipeline import bench, results  # torch: a second or two
+
     settings = results.Settings(
         stages=args.stages,
         stage_s=args.stage_ms / 1e3,
@@ -271,19 +265,6 @@ def run_pipeline(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*results.table(found), "", *verdict]))
     return 0
-
-
-@contextmanager
-def _in_a_checkout() -> Iterator[None]:
-    """ConfigError if what is imported meanwhile is not there."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "benchmarks":
-            raise
-        raise ConfigError(
-            "the benchmarks are not in this installation: run ./lambdascale in a checkout"
-        ) from error
 
 
 def _strategies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:

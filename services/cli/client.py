@@ -10,23 +10,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
 
 from services.local.cluster import bus_config
 from services.local.processes import NATS, ClusterState, read_state
-from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import load
-from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, NotFound
-from shared.messages import Message
+from shared.errors import BusError, LambdaScaleError, NotFound
 
 DEFAULT_DATA = Path("lambdascale-data")
 BUS_VARIABLE = "LAMBDASCALE_BUS_URL"
-TIMEOUT_S = 5.0
-M = TypeVar("M", bound=Message)
 
 
 def add_data_option(parser: argparse.ArgumentParser, text: str) -> None:
@@ -83,18 +79,6 @@ def connect(args: argparse.Namespace) -> NatsBus:
             "`lambdascale down`"
         )
     return NatsBus(bus_config(state, args.config), "cli")
-
-
-async def ask(
-    bus: Bus, subject: str, message: Message, reply: type[M], *, timeout: float = TIMEOUT_S
-) -> M:
-    """A request; BusError names the service that does not answer it."""
-    try:
-        return await bus.request(subject, message, reply, timeout=timeout)
-    except (NoResponders, BusTimeout) as error:
-        _, service, name, *_ = subject.split(".")
-        who = f"node {name}" if service == "node" else f"the {service}"
-        raise BusError(f"{who} does not answer: `lambdascale status` shows what runs") from error
 
 
 def absolute(text: str) -> Path:

@@ -14,12 +14,12 @@ import msgspec
 from services.cli.client import (
     add_cluster_options,
     add_json_option,
-    ask,
     connect,
     print_json,
     say,
     state_of,
 )
+from services.local.asking import ask
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound

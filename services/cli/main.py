@@ -2,11 +2,9 @@
 
 import argparse
 import asyncio
-import importlib.metadata
 import os
 import sys
 import tempfile
-import tomllib
 import traceback
 from collections.abc import Sequence
 
@@ -25,6 +23,7 @@ from services.cli import (
 )
 from services.cli.client import say, silence_logs
 from shared.errors import BadInput, ConfigError, LambdaScaleError
+from shared.version import __version__
 
 INTERRUPTED = 130
 
@@ -38,20 +37,12 @@ def make_parser() -> argparse.ArgumentParser:
         f"2 wrong usage, {INTERRUPTED} interrupted. What programs read goes to standard output, "
         "all else to standard error.",
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (demo, up, status, models, events, plan, simulate, bench, keys, self_test):
         module.add_parser(commands)
     run_service.add_parsers(commands)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lambdascale")
-    except importlib.metadata.PackageNotFoundError:  # it runs from its source tree
-        project = tomllib.loads((self_test.ROOT / "pyproject.toml").read_text())["project"]
-        return str(project["version"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

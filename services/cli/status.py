@@ -13,12 +13,12 @@ from rich.table import Table
 from services.cli.client import (
     add_cluster_options,
     add_json_option,
-    ask,
     connect,
     print_json,
     say,
     state_of,
 )
+from services.local.asking import ask
 from services.local.processes import ClusterState
 from shared import subjects
 from shared.errors import BusError

@@ -13,10 +13,10 @@ from services.cli.client import (
     print_json,
     say,
 )
-from services.cli.models import publish
 from services.cli.status import processes_of
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.publishing import publish
 from shared.bus.nats import NatsBus
 from shared.config import load
 from shared.errors import BadInput, LambdaScaleError

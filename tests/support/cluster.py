@@ -14,8 +14,8 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.cli.models import import_model
 from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.nats import NatsBus

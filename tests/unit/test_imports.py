@@ -60,3 +60,14 @@ def test_shared_imports_no_service(path: Path) -> None:
 )
 def test_what_runs_for_real_knows_no_simulation(path: Path) -> None:
     assert not [name for name in imported(path) if name.startswith("simulation")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(ROOT.glob("services/local/**/*.py")), *sorted(ROOT.glob("benchmarks/**/*.py"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_what_the_commands_stand_on_imports_no_command(path: Path) -> None:
+    """Arrows go services.cli -> benchmarks -> services.local."""
+    below = {"services.cli", "benchmarks"} if "services" in path.parts else {"services.cli"}
+    assert not [name for name in imported(path) if name.startswith(tuple(below))]

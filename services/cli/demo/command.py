@@ -21,10 +21,10 @@ from services.cli.demo.burst import Ask, Outcome, asks, reference, run_burst
 from services.cli.demo.figure import draw
 from services.cli.demo.report import headline, make_report
 from services.cli.demo.view import render
-from services.cli.models import import_model
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config, node_id
 from services.local.demo_model import make_demo_model
+from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared.bus.nats import NatsBus
 from shared.errors import LambdaScaleError

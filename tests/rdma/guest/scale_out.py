@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from services.cli.models import import_model
 from services.cli.run_service import MAKERS
 from services.local.nats_server import find_server
+from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.delivery import MAX_PAYLOAD

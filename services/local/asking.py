@@ -1,0 +1,22 @@
+"""How an operator's program asks a service: a request whose failure names who does not answer."""
+
+from typing import TypeVar
+
+from shared.bus.base import Bus
+from shared.errors import BusError, BusTimeout, NoResponders
+from shared.messages import Message
+
+TIMEOUT_S = 5.0
+M = TypeVar("M", bound=Message)
+
+
+async def ask(
+    bus: Bus, subject: str, message: Message, reply: type[M], *, timeout: float = TIMEOUT_S
+) -> M:
+    """A request; BusError names the service that does not answer it."""
+    try:
+        return await bus.request(subject, message, reply, timeout=timeout)
+    except (NoResponders, BusTimeout) as error:
+        _, service, name, *_ = subject.split(".")
+        who = f"node {name}" if service == "node" else f"the {service}"
+        raise BusError(f"{who} does not answer: `lambdascale status` shows what runs") from error
