@@ -233,6 +233,8 @@ class Rest:
             )
         if said.violations:
             wrong.append(f"{node} has refused {said.violations} messages of peers")
+        if said.faults:
+            wrong.append(f"{node} has contained {said.faults} bugs")
         return wrong
 
     def _of_view(self, view: NodeView, service: NodeService) -> list[str]:

@@ -108,6 +108,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     tokens_accepted: int = 0
     violations: int = 0
     """Malformed stage messages that were refused since then."""
+    faults: int = 0
+    """Bugs since then that ended requests, but not the node: see its log."""
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
     """Nodes that it has connections to read from, by what carries the bytes: shm, rdma, tcp."""

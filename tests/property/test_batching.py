@@ -236,7 +236,7 @@ class Network:
         """A grammar is made, or cannot be."""
         node = self.nodes[name]
         key = node.preparing.pop(0).sequence
-        if node.batcher.prepares(key):
+        if key not in node.released:
             if not failure:
                 node.ruled.add(key)
             self.do(name, node.batcher.prepared(key, failure))

@@ -84,12 +84,9 @@ class Batcher:
             case _:
                 raise ProtocolViolation(f"unexpected {type(message).__name__} from a peer")
 
-    def prepares(self, key: SequenceKey) -> bool:
-        """Whether the sequence still waits for its grammar."""
-        return key in self._leader.preparing or key in self._follower.preparing
-
     def prepared(self, key: SequenceKey, failure: Failure | None = None) -> list[Command]:
-        """What a `Prepare` asked for is done, or why it cannot be; for a sequence that waits."""
+        """What a `Prepare` asked for is done, or why it cannot be; for a sequence that still waits:
+        what ended was released."""
         if key in self._leader.preparing:
             return self._leader.prepared(key, failure)
         return self._follower.prepared(key, failure, self._tick())
@@ -100,6 +97,10 @@ class Batcher:
     def model_closed(self, model_id: ModelId, why: Failure) -> list[Command]:
         led = self._leader.model_closed(model_id, why)
         return led + self._follower.model_closed(model_id, why)
+
+    def give_up(self, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
+        """These end, wherever they are; unknown ones are ignored."""
+        return self._leader.give_up(keys, why) + self._follower.give_up(keys, why)
 
     def close(self, why: Failure) -> list[Command]:
         """The node stops: everything that it leads or follows ends."""

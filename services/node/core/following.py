@@ -121,12 +121,14 @@ class Follower:
         return [*self.end(ours), _failed(path, keys, why)]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
+        """A leader has one micro-batch of a sequence under way at a time."""
         followed = self.sequences.get(row.sequence)
         if followed is None:
             return row.position == 0 and row.sequence not in self._over
         fits = row.position + row.count <= followed.limit
         follows = followed.certain <= row.position <= followed.position
-        return followed.path == path and follows and fits
+        waits = row.sequence in self.preparing
+        return followed.path == path and follows and fits and not waits
 
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)
@@ -152,18 +154,21 @@ class Follower:
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         """The leader is told even if it is the one that was lost: it may be there again."""
-        return self._fail_where(lambda path: path.goes_through(address), why)
+        return self._fail_where(lambda _, path: path.goes_through(address), why)
+
+    def give_up(self, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
+        return self._fail_where(lambda key, _: key in keys, why)
 
     def model_closed(self, model_id: ModelId, why: Failure) -> list[Command]:
-        return self._fail_where(lambda path: path.model_id == model_id, why)
+        return self._fail_where(lambda _, path: path.model_id == model_id, why)
 
     def close(self, why: Failure) -> list[Command]:
-        return self._fail_where(lambda path: True, why)
+        return self._fail_where(lambda *_: True, why)
 
-    def _fail_where(self, ends: Callable[[Path], bool], why: Failure) -> list[Command]:
+    def _fail_where(self, ends: Callable[[SequenceKey, Path], bool], why: Failure) -> list[Command]:
         by_path: dict[Path, list[SequenceKey]] = {}
         for key, sequence in self.sequences.items():
-            if ends(sequence.path):
+            if ends(key, sequence.path):
                 by_path.setdefault(sequence.path, []).append(key)
         commands: list[Command] = []
         for path, keys in by_path.items():

@@ -31,6 +31,7 @@ from services.node.core.microbatches import (
 from services.node.core.recent import Recent
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane, Sequence, limit_of, share_of
+from services.node.core.wellformed import END, wrong_rules, wrong_sampling
 from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Token
@@ -219,6 +220,9 @@ class Leader:
     def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
         return self.end([self.running[key] for key in keys if key in self.running], failure)
 
+    def give_up(self, keys: Collection[SequenceKey], failure: Failure) -> list[Command]:
+        return self.end([s for s in self._all() if s.key in keys], failure)
+
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
         return self.end([s for s in self._all() if s.path.goes_through(address)], failure)
 
@@ -313,6 +317,11 @@ def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:
         raise BadInput(f"the path of request {submit.request} comes to a node twice")
     if not 0 < submit.prompt_tokens <= len(submit.tokens) or min(submit.tokens) < 0:
         raise BadInput(f"request {submit.request} has no prompt, or token ids below 0")
+    wrong = wrong_sampling(submit.sampling) or (submit.rules and wrong_rules(submit.rules))
+    if wrong:
+        raise BadInput(f"request {submit.request} asks for {wrong}")
+    if min(submit.stop_ids, default=0) < 0 or max(submit.stop_ids, default=0) >= END:
+        raise BadInput(f"request {submit.request} has stop ids that are no token ids")
     scores = submit.score_from > 0
     if scores and (submit.image or submit.sampling.logprobs is None):
         raise BadInput(f"request {submit.request} has no log probabilities for its prompt to have")

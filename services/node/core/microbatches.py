@@ -44,6 +44,11 @@ class Path(msgspec.Struct, frozen=True):
 class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
     """What one node of a path sends to another."""
 
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        """The sequences that it is about."""
+        return ()
+
 
 class Forward(StageMessage, frozen=True, tag="forward"):
     """Previous stage -> this one: run your blocks over these rows. Hidden states come along."""
@@ -53,6 +58,10 @@ class Forward(StageMessage, frozen=True, tag="forward"):
     batch: int
     """The leader's number of the micro-batch."""
     rows: tuple[Row, ...]
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return tuple(row.sequence for row in self.rows)
 
 
 class Sampled(StageMessage, frozen=True, tag="sampled"):
@@ -65,11 +74,19 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
     logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
     """Of the tokens that were to be scored, and of those whose draws asked for them, one each."""
 
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return tuple(key for key, _ in self.tokens)
+
 
 class Free(StageMessage, frozen=True, tag="free"):
     """Leader -> other stages: these sequences are over."""
 
     sequences: tuple[SequenceKey, ...]
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return self.sequences
 
 
 class Failed(StageMessage, frozen=True, tag="failed"):
@@ -78,6 +95,10 @@ class Failed(StageMessage, frozen=True, tag="failed"):
     sequences: tuple[SequenceKey, ...]
     code: str
     message: str
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return self.sequences
 
 
 @dataclass(frozen=True, slots=True)

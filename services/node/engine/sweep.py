@@ -334,7 +334,7 @@ class TorchSweep:
                     f"expected all {whole} of an image"
                 )
                 raise RowsRefused((row.sequence,), why)
-            _check_score(row, model)
+            _check_ids(row, model)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """`ends`: where sequences with earlier rows in the part will end after those."""
@@ -360,18 +360,25 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
-def _check_score(row: Row, model: Model) -> None:
+def _check_ids(row: Row, model: Model) -> None:
     """Outside of the positions or the vocabulary is outside of memory, on a GPU."""
-    known, vocab_size = row.score, model.manifest.config.get("vocab_size", 0)
+    vocab_size, known = model.manifest.config.get("vocab_size", 0), row.score
+    if not model.network.whole and not _are_ids(row.tokens, vocab_size):
+        why = BadInput(f"sequence {row.sequence}: ids go from 0 to {vocab_size - 1}")
+        raise RowsRefused((row.sequence,), why)
     if known is None:
         return
     placed = known.first >= 0 and known.first + len(known.tokens) <= row.count
-    if not placed or not all(0 <= token < vocab_size for token in known.tokens):
+    if not placed or not _are_ids(known.tokens, vocab_size):
         why = BadInput(
             f"sequence {row.sequence}: {len(known.tokens)} tokens to score from position "
             f"{known.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
         )
         raise RowsRefused((row.sequence,), why)
+
+
+def _are_ids(tokens: Rows[int], vocab_size: int) -> bool:
+    return min(tokens, default=0) >= 0 and max(tokens, default=-1) < vocab_size
 
 
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:

@@ -4,11 +4,10 @@ The payload is the tensor's own bytes, [sum(count), hidden_size] row-major in th
 nothing is copied between a CPU tensor and the transport, in either direction.
 """
 
-from itertools import pairwise
-
 import msgspec
 import torch
 
+from services.node.core import wellformed
 from services.node.core.microbatches import Failed, Forward, Free, Sampled, StageMessage
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
@@ -45,7 +44,7 @@ def encode(message: StageMessage, hidden: torch.Tensor | None) -> tuple[bytes, l
 def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch.Tensor | None]:
     """The message and its hidden states (a view of `payload` where that is writable).
 
-    ProtocolViolation if anything does not fit.
+    ProtocolViolation if anything does not fit (`services.node.core.wellformed`).
     """
     try:
         parsed = _decoder.decode(header)
@@ -57,33 +56,11 @@ def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch
             f"run the same release everywhere"
         )
     message = parsed.message
-    if not isinstance(message, Forward):
-        if payload.nbytes:
-            raise ProtocolViolation(f"{type(message).__name__} came with {payload.nbytes} bytes")
-        return message, None
-    _check_forward(message)
-    return message, _hidden(message, parsed, payload)
-
-
-def _check_forward(message: Forward) -> None:
-    stages = message.path.stages
-    _require(0 < message.stage < len(stages), f"stage {message.stage} of {len(stages)}")
-    bounds = [(stage.start, stage.stop) for stage in stages]
-    _require(all(start < stop for start, stop in bounds), "a stage without blocks")
-    follows = all(before[1] == after[0] for before, after in pairwise(bounds))
-    _require(follows and bounds[0][0] == 0, "stages that do not follow on each other")
-    _require(bool(message.rows), "no rows")
-    keys = {row.sequence for row in message.rows}
-    _require(len(keys) == len(message.rows), "two rows of one sequence")
-    for row in message.rows:
-        fits = row.position >= 0 and row.count > 0 and row.position + row.count <= row.limit
-        _require(fits, f"positions {row.position} + {row.count} of {row.limit}")
-        _require(not row.tokens and not row.image, "a prompt for a later stage")
-        _require(row.proposed < row.count, f"{row.proposed} of {row.count} positions proposed")
-        if row.draw and (context := row.draw.context):
-            generated = len(context.tokens) - context.prompt_tokens
-            fits = context.prompt_tokens > 0 and generated == row.draw.index
-            _require(fits and min(context.tokens) >= 0, "rules without the tokens so far")
+    wellformed.check(message)
+    if isinstance(message, Forward):
+        return message, _hidden(message, parsed, payload)
+    _require(not payload.nbytes, f"{type(message).__name__} came with {payload.nbytes} bytes")
+    return message, None
 
 
 def _hidden(message: Forward, header: _Header, payload: memoryview) -> torch.Tensor:
@@ -99,4 +76,4 @@ def _hidden(message: Forward, header: _Header, payload: memoryview) -> torch.Ten
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise ProtocolViolation(f"malformed micro-batch: {what}")
+        raise ProtocolViolation(f"malformed stage message: {what}")

@@ -2,9 +2,14 @@
 
 Not thread-safe; `services.node.execution.worker` calls everything here on its one thread, and does
 the waiting.
+
+A bug ends no more than what it concerns. What the engine raises for a batch fails that batch; an
+error in a peer's message ends the message and the sequences that it names; one in a step ends what
+runs and waits, whose gateways resume it elsewhere. Each is logged and counted (`faults`). Only a
+step that fails with nothing left to end raises, which ends the node.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +25,9 @@ from services.node.core.microbatches import (
     Part,
     Prepare,
     Release,
+    Send,
 )
+from services.node.core.rows import SequenceKey
 from services.node.engine.base import (
     Engine,
     PartResult,
@@ -78,6 +85,8 @@ class WorkerLoad:
     tokens_accepted: int = 0
     violations: int = 0
     """Messages of peers that were malformed or out of place."""
+    faults: int = 0
+    """Bugs that were contained: see the log."""
 
 
 @dataclass(slots=True)
@@ -85,6 +94,14 @@ class _Outbox:
     tokens: list[Token] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A grammar that is made on the other thread."""
+
+    wanted: bool = True
+    """Cleared on this thread when the sequence ends; the other one reads it."""
 
 
 @dataclass(slots=True)
@@ -135,31 +152,32 @@ class Steps:
         self._models: dict[ModelId, Manifest] = {}
         self._out: dict[GatewayId, _Outbox] = {}
         self._run: _Run | None = None
+        self._making: dict[SequenceKey, _Making] = {}
         self._violations = 0
+        self._faults = 0
         self._log = telemetry.logger("engine", node=node)
 
-    # --- calls --------------------------------------------------------------
+    # --- calls, which raise typed errors only -------------------------------
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        self._engine.open_model(model_id, manifest)
+        with self._blamed():
+            self._engine.open_model(model_id, manifest)
         self._models[model_id] = manifest
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return self._engine.warm_up(model_id)
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
-        self._engine.attach(model_id, block, weights)
-
-    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
-        """Ignored if the model was closed meanwhile."""
-        if model_id in self._models:
-            self._engine.use_tokenizer(model_id, tokenizer_json)
+        """CapacityExceeded: no memory is left for what the engine makes of the block."""
+        with self._blamed():
+            self._engine.attach(model_id, block, weights)
 
     def close_model(self, model_id: ModelId) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
         self._do(self._batcher.model_closed(model_id, why))
         self._models.pop(model_id, None)
-        self._engine.close_model(model_id)
+        with self._blamed():
+            self._engine.close_model(model_id)
 
     def submit(self, submit: Submit) -> None:
         manifest = self._models.get(submit.model_id)
@@ -172,22 +190,38 @@ class Steps:
         held = self._engine.held(submit.model_id)
         self._do(self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held))
 
+    # --- events, which raise nothing ----------------------------------------
+
+    def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
+        """Ignored if the model was closed meanwhile."""
+        with self._contained(f"the tokenizer of model {model_id}"):
+            if model_id in self._models:
+                self._engine.use_tokenizer(model_id, tokenizer_json)
+
     def cancel(self, cancel: Cancel) -> None:
-        self._do(self._batcher.cancel(cancel))
+        with self._contained(f"the cancellation of request {cancel.request}"):
+            self._do(self._batcher.cancel(cancel))
 
     def received(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        """`sender`: where the peer says that it listens."""
+        named: Collection[SequenceKey] = ()
         try:
             message, hidden = activations.decode(header, payload)
+            named = message.keys
             if isinstance(message, Forward) and hidden is not None:
                 self._check_width(message, hidden)
             self._do(self._batcher.received(message, hidden))
         except ProtocolViolation as error:
             self._violations += 1
             self._log.warning("bad stage message", sender=sender, error=str(error))
+        except Exception as error:  # a message's boundary
+            self._log.exception("a stage message failed", sender=sender)
+            self._give_up(named, error)
 
     def peer_lost(self, address: str, error: TransportError) -> None:
         why = Failure(PeerLost.code, f"node {self._node} lost {address}: {error}")
-        self._do(self._batcher.peer_lost(address, why))
+        with self._contained(f"the loss of {address}"):
+            self._do(self._batcher.peer_lost(address, why))
 
     def close(self) -> None:
         """Ends everything: gateways resume their requests elsewhere, peers free what they keep."""
@@ -203,6 +237,21 @@ class Steps:
         the caller waits, and takes in what comes, then calls `finish`. What comes between two
         steps may join the sweep at a block ahead.
         """
+        try:
+            return self._begin(now)
+        except Exception as error:  # a step's boundary
+            self._end_all(error)
+            return now
+
+    def finish(self, now: float) -> None:
+        """Hands on what got off after the step that `begin` began."""
+        try:
+            if self._run is not None:
+                self._finish(self._run, now)
+        except Exception as error:  # a step's boundary
+            self._end_all(error)
+
+    def _begin(self, now: float) -> float | None:
         run = self._run
         if run is None:
             parts = self._batcher.take()
@@ -218,11 +267,7 @@ class Steps:
             self._advance(run)
         return run.due
 
-    def finish(self, now: float) -> None:
-        """Hands on what got off after the step that `begin` began."""
-        run = self._run
-        if run is None:
-            return
+    def _finish(self, run: _Run, now: float) -> None:
         left, run.left = run.left, {}
         for number, result in left.items():
             part = run.parts.pop(number)
@@ -264,6 +309,7 @@ class Steps:
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,
+            faults=self._faults,
         )
 
     def _join(self, run: _Run, part: Part) -> None:
@@ -301,66 +347,127 @@ class Steps:
                 self._do(self._batcher.failed(part, _failure(error)))
             run.parts = {}
 
+    # --- what goes wrong ----------------------------------------------------
+
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """The engine's boundary: a bad batch must not end the node."""
+        """The engine's boundary: what it can't do fails the call or the batch, not the node."""
         try:
             yield
         except LambdaScaleError:
             raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._log.exception("engine out of memory")
+            raise CapacityExceeded(f"node {self._node}'s engine has no memory: {error}") from error
         except Exception as error:
             self._log.exception("engine failed")
             raise LambdaScaleError(f"node {self._node}'s engine failed: {error}") from error
 
+    @contextmanager
+    def _contained(self, what: str) -> Iterator[None]:
+        """The boundary of an event that nobody waits for."""
+        try:
+            yield
+        except Exception:
+            self._faults += 1
+            self._log.exception(f"{what} failed")
+
+    def _give_up(self, keys: Collection[SequenceKey], error: Exception) -> None:
+        """A bug met these sequences, led or followed: they end."""
+        self._faults += 1
+        with self._contained("giving sequences up"):
+            self._do(self._batcher.give_up(keys, self._bug(error)))
+
+    def _end_all(self, error: Exception) -> None:
+        """A step failed, and who is to blame is not known."""
+        if not (self._batcher.running or self._batcher.waiting):
+            raise error
+        self._faults += 1
+        self._log.exception("a step failed")
+        self._run = None
+        self._do(self._batcher.close(self._bug(error)))
+
+    def _bug(self, error: Exception) -> Failure:
+        return _failure(LambdaScaleError(f"node {self._node} failed: {error!r}"))
+
+    # --- commands -----------------------------------------------------------
+
     def _do(self, commands: Iterable[Command]) -> None:
+        """Each by itself: after one that fails, the others must not go undone."""
         for command in commands:
-            if isinstance(command, Release):
+            try:
+                self._obey(command)
+            except Exception as error:  # a command's boundary
+                self._log.exception("a command failed", command=type(command).__name__)
+                self._give_up(_sequences_of(command), error)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Release():
+                for key in command.sequences:
+                    if making := self._making.pop(key, None):
+                        making.wanted = False
                 self._engine.free(command.sequences)
-            elif isinstance(command, Prepare):
+            case Prepare():
                 self._prepare(command)
-            elif isinstance(command, Emit):
-                box = self._out.setdefault(command.gateway, _Outbox())
-                match command.what:
-                    case Token():
-                        box.tokens.append(command.what)
-                    case Scores():
-                        box.scores.append(command.what)
-                    case AttemptFailed():
-                        box.failed.append(command.what)
-            else:
+            case Emit():
+                self._emit_later(command)
+            case Send():
                 self._send(command.address, *activations.encode(command.message, command.hidden))
 
+    def _emit_later(self, command: Emit) -> None:
+        box = self._out.setdefault(command.gateway, _Outbox())
+        match command.what:
+            case Token():
+                box.tokens.append(command.what)
+            case Scores():
+                box.scores.append(command.what)
+            case AttemptFailed():
+                box.failed.append(command.what)
+
+    # --- grammars -----------------------------------------------------------
+
     def _prepare(self, command: Prepare) -> None:
+        making = self._making[command.sequence] = _Making()
         try:
             make = self._engine.make_rules(command.model_id, command.context)
         except LambdaScaleError as error:
-            self._refuse(command, error)
+            self._refuse(command, making, error)
         else:
-            self._aside(partial(self._make, command, make))
+            self._aside(partial(self._make, command, making, make))
 
-    def _make(self, command: Prepare, make: Callable[[], Rules]) -> Callable[[], None]:
-        """On the other thread, on which other grammars may have been made first: the sequence may
-        be over. (To look that up is all that other threads may do with the scheduler.)"""
-        if not self._batcher.prepares(command.sequence):
+    def _make(
+        self, command: Prepare, making: _Making, make: Callable[[], Rules]
+    ) -> Callable[[], None]:
+        """On the other thread, on which other grammars may have been made first."""
+        if not making.wanted:
             return lambda: None
         try:
             rules = make()
         except LambdaScaleError as error:
-            return partial(self._refuse, command, error)
+            return partial(self._refuse, command, making, error)
         except BaseException as error:  # a request's boundary; panics of Rust are no Exceptions
             self._log.exception("a grammar failed")
             why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
-            return partial(self._refuse, command, why)
-        return partial(self._made, command, rules)
+            return partial(self._refuse, command, making, why)
+        return partial(self._made, command, making, rules)
 
-    def _refuse(self, command: Prepare, error: LambdaScaleError) -> None:
-        if self._batcher.prepares(command.sequence):
-            self._do(self._batcher.prepared(command.sequence, _failure(error)))
+    def _refuse(self, command: Prepare, making: _Making, error: LambdaScaleError) -> None:
+        if making.wanted:
+            with self._contained("a refused grammar"):
+                self._do(self._batcher.prepared(command.sequence, _failure(error)))
 
-    def _made(self, command: Prepare, rules: Rules) -> None:
-        if self._batcher.prepares(command.sequence):
+    def _made(self, command: Prepare, making: _Making, rules: Rules) -> None:
+        if not making.wanted:
+            return
+        try:
             self._engine.use_rules(command.model_id, command.sequence, rules)
             self._do(self._batcher.prepared(command.sequence))
+        except Exception as error:  # a request's boundary
+            self._log.exception("a grammar failed")
+            self._give_up([command.sequence], error)
+
+    # --- what fits this node's models ---------------------------------------
 
     def _check_width(self, message: Forward, hidden: torch.Tensor) -> None:
         manifest = self._models.get(message.path.model_id)
@@ -386,6 +493,19 @@ def check_prompt(submit: Submit, manifest: Manifest) -> None:
             f"request {submit.request} has token id {max((*submit.tokens, *biased))}, "
             f"model {submit.model_id} has ids from 0 to {vocab_size - 1}"
         )
+
+
+def _sequences_of(command: Command) -> tuple[SequenceKey, ...]:
+    """Those that can't go on if it fails. What a gateway is told can't fail."""
+    match command:
+        case Release():
+            return command.sequences
+        case Prepare():
+            return (command.sequence,)
+        case Send():
+            return command.message.keys
+        case Emit():
+            return ()
 
 
 def _failure(error: LambdaScaleError) -> Failure:

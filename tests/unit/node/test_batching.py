@@ -210,7 +210,6 @@ def test_an_attempt_may_be_asked_about_and_cancelled_while_its_grammar_is_made()
     queue(core, message)
     assert core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS)) == []
     assert core.cancel(Cancel(request=message.request, attempt=1)) == [Release(("g#1",))]
-    assert not core.prepares("g#1")
     assert (core.running, core.waiting) == (0, 0)
 
 
@@ -700,9 +699,8 @@ def test_a_followed_sequence_that_ends_needs_its_grammar_no_more() -> None:
     core = batcher()
     draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
     core.received(forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw)))
-    assert core.prepares("g#1")
+    assert core.running == 1
     assert core.received(Free(("g#1",))) == [Release(("g#1",))]
-    assert not core.prepares("g#1")
     assert core.running == 0
 
 

@@ -208,6 +208,20 @@ def test_a_row_that_cannot_be_scored_leaves_the_others_theirs(model: Model) -> N
         assert found == pytest.approx(wanted, abs=1e-3)
 
 
+@pytest.mark.parametrize("token", [-1, 96])
+def test_a_token_that_the_model_does_not_have_is_refused_by_its_row(
+    model: Model, token: int
+) -> None:
+    rows = [row("one", 0, PROMPT), row("odd", 0, [7, token])]
+    sweep = model.engine(0, LAST).begin(MODEL)
+    with pytest.raises(RowsRefused, match="ids go from 0 to 95") as refused:
+        sweep.join(part(rows, 0, LAST))
+    assert refused.value.sequences == ("odd",)
+    sweep.join(part(rows[:1], 0, LAST))
+    (result,) = finish(sweep, 1).values()
+    assert [drawn.sequence for drawn in result.rows] == ["one"]
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -1,8 +1,11 @@
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
 from services.node.core.rows import Context, Draw, Row, Score
@@ -10,6 +13,7 @@ from services.node.execution import activations
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId
 from shared.messages.serving import LogitRules, Logprobs, Sampling
+from tests.support.arbitrary import values
 from tests.support.worker_cluster import THREE
 
 ROWS = (
@@ -92,7 +96,10 @@ def changed(**fields: object) -> Forward:
     return msgspec.structs.replace(FORWARD, **fields)
 
 
-def with_context(*, prompt_tokens: int = 2, tokens: tuple[int, ...] = (7, 8, 9, 7)) -> Forward:
+SO_FAR = (7, 8, 9, 7, 4, 4, 4, 4)
+
+
+def with_context(*, prompt_tokens: int = 6, tokens: tuple[int, ...] = SO_FAR) -> Forward:
     """For token 2 of its request."""
     context = Context(tokens, prompt_tokens, (1,), LogitRules(presence_penalty=0.5))
     draw = Draw(2, Sampling(), context)
@@ -107,7 +114,7 @@ def with_row(*, position: int = 0, count: int = 3) -> Forward:
     return changed(rows=(replace(ROWS[0], position=position, count=count), ROWS[1]))
 
 
-PROPOSING = Draw(2, Sampling(), proposed=(7,))
+PROPOSING = Draw(1, Sampling(), proposed=(7,))
 
 
 def test_proposed_tokens_arrive() -> None:
@@ -122,6 +129,29 @@ def test_what_is_to_be_scored_arrives() -> None:
 
 PATH = FORWARD.path
 BACKWARDS = msgspec.structs.replace(PATH, stages=PATH.stages[::-1])
+TWICE = msgspec.structs.replace(
+    PATH,
+    stages=(
+        PATH.stages[0],
+        PATH.stages[1],
+        msgspec.structs.replace(PATH.stages[2], address=PATH.stages[0].address),
+    ),
+)
+
+
+def with_score(score: Score) -> Forward:
+    return changed(rows=(replace(ROWS[0], score=score), ROWS[1]))
+
+
+def with_draw(**changes: Any) -> Forward:
+    assert ROWS[1].draw is not None
+    return changed(rows=(ROWS[0], replace(ROWS[1], draw=replace(ROWS[1].draw, **changes))))
+
+
+def with_rules(rules: LogitRules) -> Forward:
+    return with_draw(context=Context(SO_FAR, 6, (1,), rules))
+
+
 GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
 
 
@@ -142,8 +172,27 @@ GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
         (changed(rows=(ROWS[0], ROWS[0])), torch.cat([HIDDEN, HIDDEN])[:6]),
         (changed(rows=(replace(ROWS[0], tokens=(1, 2, 3)), ROWS[1])), HIDDEN),
         (with_context(prompt_tokens=3), HIDDEN),
-        (with_context(prompt_tokens=0, tokens=(7, 8)), HIDDEN),
-        (with_context(tokens=(7, 8, 9, -1)), HIDDEN),
+        (with_context(prompt_tokens=6, tokens=SO_FAR[1:]), HIDDEN),
+        (with_context(tokens=(*SO_FAR[:-1], -1)), HIDDEN),
+        (changed(path=TWICE), HIDDEN),
+        (changed(batch=-1), HIDDEN),
+        (changed(rows=(replace(ROWS[0], limit=2**31), ROWS[1])), HIDDEN),
+        (changed(rows=(replace(ROWS[0], sequence=""), ROWS[1])), HIDDEN),
+        (with_score(Score(2, (7, 8), 0)), HIDDEN),
+        (with_score(Score(0, (7,), -1)), HIDDEN),
+        (with_score(Score(0, (2**31,), 0)), HIDDEN),
+        (with_score(Score(0, (), 0)), HIDDEN),
+        (with_draw(index=8), HIDDEN),
+        (with_draw(index=-1), HIDDEN),
+        (with_draw(sampling=Sampling(temperature=float("nan"))), HIDDEN),
+        (with_draw(sampling=Sampling(top_p=1.5)), HIDDEN),
+        (with_draw(sampling=Sampling(min_p=-0.5)), HIDDEN),
+        (with_draw(sampling=Sampling(top_k=-1)), HIDDEN),
+        (with_draw(sampling=Sampling(logprobs=-1)), HIDDEN),
+        (with_rules(LogitRules(repetition_penalty=0.0)), HIDDEN),
+        (with_rules(LogitRules(presence_penalty=float("inf"))), HIDDEN),
+        (with_rules(LogitRules(logit_bias=((-1, 1.0),))), HIDDEN),
+        (with_rules(LogitRules(min_tokens=-1)), HIDDEN),
         (changed(rows=(ROWS[0], replace(ROWS[1], draw=PROPOSING))), HIDDEN),
         (with_row(count=0), HIDDEN[:1]),
         (with_row(count=-3), HIDDEN),
@@ -154,6 +203,52 @@ GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
 def test_what_does_not_fit_is_refused(message: Forward, hidden: torch.Tensor | None) -> None:
     with pytest.raises(ProtocolViolation):
         over_the_wire(message, hidden)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Sampled(-1, (("r1#1", ()),)),
+        Sampled(5, (("r1#1", ()), ("r1#1", ()))),
+        Sampled(5, (("r1#1", (-1,)),)),
+        Sampled(5, (("r1#1", (2**31,)),)),
+        Sampled(5, (("r1#1", ()),), {"r2#4": ()}),
+        Sampled(5, (("r1#1", (1,)),), {"r1#1": (Logprobs(float("nan"), ()),)}),
+        Sampled(5, (("r1#1", (1,)),), {"r1#1": (Logprobs(-1.0, ((-1, -1.0),)),)}),
+        Free(("",)),
+        Free(("r1#1", "r1#1")),
+        Failed(("r1#1", "r1#1"), "capacity", "no room"),
+    ],
+)
+def test_an_answer_that_cannot_be_meant_is_refused(message: StageMessage) -> None:
+    with pytest.raises(ProtocolViolation):
+        over_the_wire(message, None)
+
+
+KILLER = with_draw(index=-1, context=Context((), 1, (), LogitRules()))
+"""min() of no tokens was a ValueError, which ended the node."""
+
+
+@given(st.one_of(*map(values, (Forward, Sampled, Free, Failed))), st.integers(0, 3))
+@example(KILLER, 4)
+def test_whatever_is_well_framed_is_decoded_or_refused(message: StageMessage, width: int) -> None:
+    payload = b""
+    if isinstance(message, Forward):
+        positions = sum(row.count for row in message.rows)
+        payload = bytes(4 * width * positions) if 0 <= positions < 1000 else b""
+    header = {
+        "v": activations.VERSION,
+        "message": message,
+        "dtype": "float32",
+        "hidden_size": width,
+    }
+    try:
+        decoded, _ = activations.decode(
+            memoryview(msgspec.msgpack.encode(header)), memoryview(payload)
+        )
+    except ProtocolViolation:
+        return
+    assert decoded == message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Whether what another process said can be meant: each field in its range, and all consistent.
+
+Their types were checked when they were decoded. What depends on this node (does it hold the
+blocks, how large is the vocabulary) is checked where that is known. The checks of a request's own
+settings give the reason as words, empty if there is none: a peer's `Forward` and a gateway's
+`Submit` both carry them, and fail in different ways.
+"""
+
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+from math import isfinite, isnan
+
+from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
+from services.node.core.rows import Context, Draw, Row, Score
+from shared.errors import ProtocolViolation
+from shared.messages.serving import LogitRules, Logprobs, Sampling
+
+END = 1 << 31
+"""Positions, counts and token ids are below it: they fit the engine's integers."""
+
+
+def check(message: StageMessage) -> None:
+    """ProtocolViolation if no node that works could have said this."""
+    match message:
+        case Forward():
+            _check_forward(message)
+        case Sampled():
+            _check_sampled(message)
+        case Free() | Failed():
+            _check_keys(message.sequences)
+        case _:
+            raise ProtocolViolation(f"unexpected {type(message).__name__} from a peer")
+
+
+def wrong_sampling(sampling: Sampling) -> str:
+    """Why nothing can be drawn like this."""
+    if not (isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"a temperature of {sampling.temperature}"
+    if not 0 <= sampling.top_p <= 1:
+        return f"a top_p of {sampling.top_p}"
+    if not 0 <= sampling.min_p <= 1:
+        return f"a min_p of {sampling.min_p}"
+    if not 0 <= sampling.top_k < END:
+        return f"a top_k of {sampling.top_k}"
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs < END:
+        return f"log probabilities of {sampling.logprobs} tokens"
+    return ""
+
+
+def wrong_rules(rules: LogitRules) -> str:
+    """Why these can't be followed, whatever the model."""
+    if not (isfinite(rules.repetition_penalty) and rules.repetition_penalty > 0):
+        return f"a repetition penalty of {rules.repetition_penalty}"
+    if not (isfinite(rules.frequency_penalty) and isfinite(rules.presence_penalty)):
+        return "a frequency or presence penalty that is no finite number"
+    if not all(0 <= token < END and isfinite(bias) for token, bias in rules.logit_bias):
+        return "a logit bias that is no finite number, or on what is no token id"
+    if rules.min_tokens < 0:
+        return f"at least {rules.min_tokens} tokens"
+    return ""
+
+
+# --- messages of peers ------------------------------------------------------
+
+
+def _check_forward(message: Forward) -> None:
+    _require(message.batch >= 0, f"number {message.batch}")
+    _check_path(message.path, message.stage)
+    _require(bool(message.rows), "no rows")
+    _check_keys([row.sequence for row in message.rows])
+    for row in message.rows:
+        _check_row(row)
+
+
+def _check_path(path: Path, stage: int) -> None:
+    """Of several stages, of which that one, not the first, is meant."""
+    _require(0 < stage < len(path.stages), f"stage {stage} of {len(path.stages)}")
+    _require(path.stages[0].start == 0, "a path that does not begin at block 0")
+    _require(all(s.start < s.stop < END for s in path.stages), "a stage without blocks")
+    follows = all(before.stop == after.start for before, after in pairwise(path.stages))
+    _require(follows, "stages that do not follow on each other")
+    addresses = {each.address for each in path.stages}
+    _require(len(addresses) == len(path.stages), "a path that comes to a node twice")
+
+
+def _check_row(row: Row) -> None:
+    fits = row.position >= 0 and row.count > 0 and row.position + row.count <= row.limit < END
+    _require(fits, f"positions {row.position} + {row.count} of {row.limit}")
+    _require(not row.tokens and not row.image, "a prompt for a later stage")
+    _require(row.proposed < row.count, f"{row.proposed} of {row.count} positions proposed")
+    if row.draw:
+        _check_draw(row.draw, row.position + row.count - row.proposed)
+    if row.score:
+        _check_score(row.score, row.count)
+
+
+def _check_draw(draw: Draw, known: int) -> None:
+    """`known`: tokens before it. At least one of them is the prompt's."""
+    _require(0 <= draw.index < known, f"token {draw.index} of a request after {known} tokens")
+    _check_ids(draw.proposed)
+    wrong = wrong_sampling(draw.sampling)
+    _require(not wrong, wrong)
+    if draw.context:
+        _check_context(draw.context, draw.index, known)
+
+
+def _check_context(context: Context, index: int, known: int) -> None:
+    fits = context.prompt_tokens + index == len(context.tokens) == known
+    _require(fits, f"rules with {len(context.tokens)} tokens for a draw after {known}")
+    _check_ids(context.tokens)
+    _check_ids(context.stop_ids)
+    wrong = wrong_rules(context.rules)
+    _require(not wrong, wrong)
+
+
+def _check_score(score: Score, count: int) -> None:
+    fits = score.first >= 0 and 0 < len(score.tokens) <= count - score.first
+    _require(fits, f"{len(score.tokens)} scores from position {score.first} of {count} on")
+    _require(0 <= score.top < END, f"scores of {score.top} tokens each")
+    _check_ids(score.tokens)
+
+
+def _check_sampled(message: Sampled) -> None:
+    _require(message.batch >= 0, f"number {message.batch}")
+    keys = [key for key, _ in message.tokens]
+    _check_keys(keys)
+    _require(message.logprobs.keys() <= set(keys), "log probabilities without a row")
+    for _, drawn in message.tokens:
+        _check_ids(drawn)
+    for found in message.logprobs.values():
+        _check_logprobs(found)
+
+
+def _check_logprobs(found: Iterable[Logprobs]) -> None:
+    for each in found:
+        _check_ids([token for token, _ in each.top])
+        numbers = (each.drawn, *(logprob for _, logprob in each.top))
+        _require(not any(map(isnan, numbers)), "log probabilities that are no numbers")
+
+
+def _check_keys(keys: Collection[str]) -> None:
+    _require(all(keys), "a sequence without a name")
+    _require(len(set(keys)) == len(keys), "a sequence twice")
+
+
+def _check_ids(tokens: Collection[int]) -> None:
+    _require(min(tokens, default=0) >= 0 and max(tokens, default=0) < END, "what is no token id")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolViolation(f"malformed stage message: {what}")
