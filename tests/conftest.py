@@ -1,11 +1,16 @@
-"""Fixtures of several test packages: buses, and a real nats-server to run them on."""
+"""Fixtures of several test packages: virtual time, buses, a real nats-server to run them on.
 
+Nothing here imports torch: the tests of the pure cores do not need it, and it takes seconds.
+"""
+
+import asyncio
+import ctypes
+import importlib.util
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
@@ -13,13 +18,62 @@ from services.local.nats_server import NatsServer
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+from simulation.loop import VirtualLoop, reproducible
 
-if not torch.cuda.is_available():  # Triton's interpreter, chosen before anything imports Triton
+VIRTUAL_LIMIT_S = 86_400.0
+"""Virtual time after which a test in it is taken to wait for what never comes."""
+
+
+def _torch_has_a_gpu() -> bool:
+    """What torch.cuda.is_available() says: a build of torch for CUDA, a driver and a device."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    if not Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists():
+        return False
+    try:
+        return int(ctypes.CDLL("libcuda.so.1").cuInit(0)) == 0
+    except OSError:
+        return False
+
+
+if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+class VirtualTime(VirtualLoop):
+    """The loop of one test. While it is open, ids, chance and the wall clock follow from it."""
+
+    def __init__(self) -> None:
+        super().__init__(limit_s=VIRTUAL_LIMIT_S)
+        self._reproducible = reproducible(self, seed=0)
+        self._reproducible.__enter__()
+
+    def close(self) -> None:
+        if not self.is_closed():
+            self._reproducible.__exit__(None, None, None)
+        super().close()
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A test marked `virtual_time` and its async fixtures run in virtual time.
+
+    `asyncio.sleep`, timeouts and `shared.clock.now()` then cost nothing: the clock jumps to the
+    next timer once nobody has work to do, so a test waits for the real constants of a service
+    instead of shortened ones, and a busy machine cannot make it late. Use it with buses in memory:
+    the loop refuses sockets, and runs what is meant for a thread at once. A test that would wait
+    for ever fails with `Stalled`, which names who waits. Mark a whole module by
+    `pytestmark = pytest.mark.virtual_time`.
+    """
+    if item.get_closest_marker("virtual_time"):
+        return {"virtual time": VirtualTime}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture
