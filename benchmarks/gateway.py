@@ -18,9 +18,10 @@ from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
+from shared.bus.base import On
 from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, ModelName, RequestId
-from shared.messages import Message, Ok
+from shared.messages import Ok
 from shared.messages.pool import ModelRecord
 from shared.messages.serving import Sampling, Submit, Tokens
 
@@ -58,11 +59,10 @@ class Direct:
         self._count = 0
 
     async def start(self) -> None:
-        await self._bus.subscribe(subjects.gateway_tokens(self._gateway), self._receive)
+        await self._bus.subscribe(subjects.gateway_tokens(self._gateway), On(Tokens, self._receive))
 
-    async def _receive(self, message: Message) -> None:
-        if isinstance(message, Tokens):
-            self._token.set()
+    async def _receive(self, message: Tokens) -> None:
+        self._token.set()
 
     async def ask(self) -> float:
         self._count += 1

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from shared import telemetry
+from shared.bus.base import Subscription
 
 
 class Service(ABC):
@@ -40,6 +41,10 @@ class Service(ABC):
 
     async def drain(self) -> None:  # noqa: B027 - draining nothing is a valid default
         """Ends running work in good order; cut off after `drain_s`."""
+
+    def own(self, subscription: Subscription) -> None:
+        """The subscription ends with the service."""
+        self.resources.push_async_callback(subscription.close)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Runs `work` until it ends or the service closes; its failure ends the service."""

@@ -8,9 +8,9 @@ from functools import partial
 
 from services.gateway.frontend import Frontend
 from shared import subjects
+from shared.bus.base import On
 from shared.clock import now
 from shared.ids import EventId, RequestId
-from shared.messages import Message
 from shared.messages.instances import InstanceSet
 from shared.messages.pool import Tier
 from shared.messages.scaling import EventChanged, EventRecord
@@ -144,8 +144,8 @@ class Watch:
         self._sets: dict[str, InstanceSet] = {}
 
     async def begin(self) -> None:
-        await self._cluster.bus.subscribe(subjects.EVENTS, self._on_event)
-        await self._cluster.bus.subscribe(subjects.INSTANCES, self._on_instances)
+        await self._cluster.bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
+        await self._cluster.bus.subscribe(subjects.INSTANCES, On(InstanceSet, self._on_instances))
 
     async def tick(self, progress: Callable[[float], None]) -> None:
         while True:
@@ -158,13 +158,11 @@ class Watch:
     def events(self) -> list[EventResult]:
         return [self._event(record) for record in self._records.values()]
 
-    async def _on_event(self, message: Message) -> None:
-        if isinstance(message, EventChanged):
-            self._records[message.record.id] = message.record
+    async def _on_event(self, message: EventChanged) -> None:
+        self._records[message.record.id] = message.record
 
-    async def _on_instances(self, message: Message) -> None:
-        if isinstance(message, InstanceSet):
-            self._sets[message.name] = message
+    async def _on_instances(self, message: InstanceSet) -> None:
+        self._sets[message.name] = message
 
     def _sample(self) -> Sample:
         unit = self._cluster.spec.unit

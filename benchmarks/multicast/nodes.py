@@ -15,7 +15,7 @@ from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
 from services.local.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
 from shared.clock import wall_ns
 from shared.config import BusConfig
@@ -84,7 +84,7 @@ class Nodes:
             stack.push_async_callback(self._stop)
             self._start("registry", "registry", self._testbed.hub, {})
             self._bus = await stack.enter_async_context(NatsBus(BusConfig(url=nats.url), "bench"))
-            await self._bus.subscribe(subjects.ARRIVALS, self._hear)
+            await self._bus.subscribe(subjects.ARRIVALS, On(Message, self._hear))
             self._stack = stack.pop_all()
         return self
 

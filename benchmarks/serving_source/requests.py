@@ -8,9 +8,9 @@ from typing import Any, Self, TypeVar
 from benchmarks.multicast.model import CONTEXT
 from benchmarks.multicast.nodes import REQUEST_S, BenchFailed
 from shared import subjects
-from shared.bus.base import Bus, Subscription
+from shared.bus.base import Bus, On, Subscription
 from shared.ids import GatewayId, InstanceId, RequestId, new_id
-from shared.messages import Message, Ok
+from shared.messages import Ok
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.serving import Cancel, Sampling, Submit, Tokens
@@ -46,7 +46,7 @@ class Requests:
 
     async def __aenter__(self) -> Self:
         subject = subjects.gateway_tokens(self._gateway)
-        self._subscription = await self._bus.subscribe(subject, self._hear)
+        self._subscription = await self._bus.subscribe(subject, On(Tokens, self._hear))
         users = self._batch + SPARE
         self._users = [
             asyncio.create_task(self._use(ANSWER * (number + 1) // users))
@@ -124,9 +124,7 @@ class Requests:
         finally:
             del self._answers[request]
 
-    async def _hear(self, message: Message) -> None:
-        if not isinstance(message, Tokens):
-            return
+    async def _hear(self, message: Tokens) -> None:
         self.tokens += len(message.tokens)
         if self.tokens >= self._awaited:
             self._steady.set()

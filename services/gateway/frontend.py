@@ -103,13 +103,11 @@ class Frontend:
         self._forget(request)
         self.run(self.dispatch.finish(request, now()))
 
-    async def on_tokens(self, message: Message) -> None:
-        if isinstance(message, Tokens):
-            self.run(self.dispatch.on_tokens(message, now()))
+    async def on_tokens(self, message: Tokens) -> None:
+        self.run(self.dispatch.on_tokens(message, now()))
 
-    async def on_instances(self, message: Message) -> None:
-        if isinstance(message, InstanceSet):
-            self.run(self.dispatch.on_instances(message, now()))
+    async def on_instances(self, message: InstanceSet) -> None:
+        self.run(self.dispatch.on_instances(message, now()))
 
     def run(self, commands: list[Command]) -> None:
         for command in commands:

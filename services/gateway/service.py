@@ -15,13 +15,12 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.http import Api
 from services.gateway.metrics import Metrics
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.clock import now
 from shared.config import GatewayConfig
 from shared.errors import BusError, ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name
-from shared.messages import Message
-from shared.messages.instances import InstanceSets, InstancesQuery
+from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import (
     ModelAdded,
@@ -31,6 +30,7 @@ from shared.messages.pool import (
     ModelsQuery,
     NodeGone,
 )
+from shared.messages.serving import Tokens
 from shared.service import Service
 
 LOAD_S = 0.1
@@ -74,14 +74,14 @@ class GatewayService(Service):
     async def open(self) -> None:
         self._check_keys()
         self._catalog = Catalog(await self._bus.objects())
-        for subject, handler in (
-            (subjects.POOL_MODELS, self._on_models),
-            (subjects.POOL_NODES, self._on_nodes),
-            (subjects.INSTANCES, self.frontend.on_instances),
-            (subjects.gateway_tokens(self.id), self.frontend.on_tokens),
-        ):
-            subscription = await self._bus.subscribe(subject, handler)
-            self.resources.push_async_callback(subscription.close)
+        bus = self._bus
+        models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
+        self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
+        self.own(await bus.subscribe(subjects.POOL_NODES, On(NodeGone, self._on_gone)))
+        instances = On(InstanceSet, self.frontend.on_instances)
+        self.own(await bus.subscribe(subjects.INSTANCES, instances))
+        tokens = On(Tokens, self.frontend.on_tokens)
+        self.own(await bus.subscribe(subjects.gateway_tokens(self.id), tokens))
         # Nodes must not go on for clients whose streams the end of this service cuts off.
         self.resources.push_async_callback(self.frontend.withdrawn)
         if self._listen:
@@ -131,11 +131,11 @@ class GatewayService(Service):
 
     # --- models --------------------------------------------------------------
 
-    async def _on_models(self, message: Message) -> None:
-        if isinstance(message, ModelAdded):
-            self._add(message.record)
-        elif isinstance(message, ModelRemoved):
-            self._remove(message.name, message.model_id)
+    async def _on_added(self, message: ModelAdded) -> None:
+        self._add(message.record)
+
+    async def _on_removed(self, message: ModelRemoved) -> None:
+        self._remove(message.name, message.model_id)
 
     async def _learn_models(self) -> None:
         while True:
@@ -201,9 +201,8 @@ class GatewayService(Service):
                     await self.frontend.on_instances(found)
                 return
 
-    async def _on_nodes(self, message: Message) -> None:
-        if isinstance(message, NodeGone):
-            self.frontend.run(self._dispatch.on_node_gone(message.node, now()))
+    async def _on_gone(self, message: NodeGone) -> None:
+        self.frontend.run(self._dispatch.on_node_gone(message.node, now()))
 
     # --- time and load -------------------------------------------------------
 

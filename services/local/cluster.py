@@ -14,13 +14,12 @@ from services.local import processes
 from services.local.nats_server import NatsServer
 from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
 from shared.clock import wall_ns
 from shared.config import BusConfig, load
 from shared.errors import BusError
 from shared.ids import NodeId
-from shared.messages import Message
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import PoolQuery, PoolState
 from shared.messages.scaling import PlannerQuery, PlannerState
@@ -176,11 +175,11 @@ class Cluster:
         async with NatsBus(bus_config(self.state), "up") as bus:
             url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-            async def hear(message: Message) -> None:
-                if isinstance(message, GatewayLoad) and message.url and not url.done():
+            async def hear(message: GatewayLoad) -> None:
+                if message.url and not url.done():
                     url.set_result(message.url)
 
-            await bus.subscribe(subjects.LOAD_GATEWAY, hear)
+            await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, hear))
             missing = "the registry"
             while time.monotonic() < deadline:
                 self._check_children()

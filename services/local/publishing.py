@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.local.asking import ask
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.errors import NotFound
 from shared.ids import ModelName, NodeId, check_model_name
 from shared.messages import Message
@@ -67,7 +67,7 @@ class _Served:
 
     async def follow(self, bus: Bus) -> None:
         for subject in (subjects.INSTANCES, subjects.LOAD_GATEWAY, subjects.EVENTS):
-            await bus.subscribe(subject, self._on)
+            await bus.subscribe(subject, On(Message, self._on))
 
     async def wait(self) -> None:
         try:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages import Message
 from shared.messages.instances import Instance, InstanceSet, InstanceState
@@ -64,7 +64,7 @@ class Watch:
             subjects.LOAD_GATEWAY,
             subjects.POOL_STATUS,
         ):
-            await bus.subscribe(subject, self.hear)
+            await bus.subscribe(subject, On(Message, self.hear))
 
     async def hear(self, message: Message) -> None:
         match message:

@@ -19,12 +19,12 @@ from services.node.memory.views import Memory
 from services.node.parts import Parts, RealParts
 from services.node.transport.base import Buffer
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import NodeConfig
-from shared.errors import BadInput, BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
+from shared.errors import BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
-from shared.messages import Message, Ok
+from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
     Holding,
     ModelAdded,
@@ -37,6 +37,7 @@ from shared.messages.pool import (
     Nodes,
     NodesQuery,
     NodeStatus,
+    ReportStatus,
 )
 from shared.messages.scaling import (
     ApplyPlan,
@@ -188,23 +189,18 @@ class NodeService(Service):
     async def _connect_to_bus(self) -> None:
         node = self.node
         await self._lease.wait_until_free()
-        for subject, handler in (
-            (subjects.POOL_MODELS, self._on_pool),
-            (subjects.POOL_NODES, self._on_pool),
-            (subjects.POOL_REPORT, self._on_report),
-            (subjects.node_cancel(node), self._on_cancel),
-        ):
-            subscription = await self._bus.subscribe(subject, handler)
-            self.resources.push_async_callback(subscription.close)
-        for subject, server in (
-            (subjects.node_plan(node), self._apply),
-            (subjects.node_release(node), self._release),
-            (subjects.node_import(node), self._import),
-            (subjects.node_submit(node), self._submit),
-            (subjects.node_ping(node), self._pong),
-        ):
-            served = await self._bus.serve(subject, server)
-            self.resources.push_async_callback(served.close)
+        bus = self._bus
+        models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
+        self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
+        nodes = On(NodeJoined, self._on_joined), On(NodeGone, self._on_gone)
+        self.own(await bus.subscribe(subjects.POOL_NODES, *nodes))
+        self.own(await bus.subscribe(subjects.POOL_REPORT, On(ReportStatus, self._on_report)))
+        self.own(await bus.subscribe(subjects.node_cancel(node), On(Cancel, self._on_cancel)))
+        self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
+        self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
+        self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
+        self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
+        self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
         await self._lease.take()  # last: whoever sees the node may call it
         self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
@@ -244,16 +240,15 @@ class NodeService(Service):
         for info in sorted(peers.nodes, key=self._distance):
             self._meet(info)
 
-    async def _on_pool(self, message: Message) -> None:
-        if isinstance(message, ModelAdded):
-            self._try("learning a model", self._library.learn, message.record)
-        elif isinstance(message, ModelRemoved):
-            stored = self._library.forget(message.model_id)
-            self._try("forgetting a model", self._remove, message.model_id, stored)
-        elif isinstance(message, NodeJoined):
-            self._meet(message.info)
-        elif isinstance(message, NodeGone):
-            self._on_gone(message)
+    async def _on_added(self, message: ModelAdded) -> None:
+        self._try("learning a model", self._library.learn, message.record)
+
+    async def _on_removed(self, message: ModelRemoved) -> None:
+        stored = self._library.forget(message.model_id)
+        self._try("forgetting a model", self._remove, message.model_id, stored)
+
+    async def _on_joined(self, message: NodeJoined) -> None:
+        self._meet(message.info)
 
     async def _remove(self, model: ModelId, stored: bool) -> None:
         await self._hosting.release(model, keep=None)
@@ -279,7 +274,7 @@ class NodeService(Service):
         apart = zlib.crc32(self.node.encode()) ^ zlib.crc32(other.node.encode())
         return other.host != self.info.host, other.rack != self.info.rack, apart
 
-    def _on_gone(self, gone: NodeGone) -> None:
+    async def _on_gone(self, gone: NodeGone) -> None:
         """A peer is no more: what the engine keeps for its paths is freed."""
         if gone.node == self.node:
             if gone.generation == self.info.generation and not self._lease.over:
@@ -299,7 +294,7 @@ class NodeService(Service):
                 self._connected.discard(address)
                 self._worker.on_peer_lost(address, error)
 
-    async def _on_report(self, message: Message) -> None:
+    async def _on_report(self, message: ReportStatus) -> None:
         self._status_due.set()
 
     def _on_peer_lost(self, address: str, error: TransportError) -> None:
@@ -324,12 +319,10 @@ class NodeService(Service):
                 f"node {self.info.node} has generation {self.info.generation}, not {generation}"
             )
 
-    async def _pong(self, message: Message) -> Message:
+    async def _pong(self, message: Ping) -> Ok:
         return Ok()
 
-    async def _apply(self, message: Message) -> Message:
-        if not isinstance(message, ApplyPlan):
-            raise BadInput("an ApplyPlan belongs here")
+    async def _apply(self, message: ApplyPlan) -> Ok:
         self._check_generation(message.generation)
         for peer in message.peers:
             if peer.node != self.node:
@@ -337,26 +330,19 @@ class NodeService(Service):
         await self._hosting.apply(message)
         return Ok()
 
-    async def _release(self, message: Message) -> Message:
-        if not isinstance(message, ReleaseModel):
-            raise BadInput("a ReleaseModel belongs here")
+    async def _release(self, message: ReleaseModel) -> Ok:
         self._check_generation(message.generation)
         await self._hosting.release(message.model_id, message.keep)
         return Ok()
 
-    async def _submit(self, message: Message) -> Message:
-        if not isinstance(message, Submit):
-            raise BadInput("a Submit belongs here")
+    async def _submit(self, message: Submit) -> Ok:
         await self._worker.submit(message)
         return Ok()
 
-    async def _on_cancel(self, message: Message) -> None:
-        if isinstance(message, Cancel):
-            self._worker.cancel(message)
+    async def _on_cancel(self, message: Cancel) -> None:
+        self._worker.cancel(message)
 
-    async def _import(self, message: Message) -> Message:
-        if not isinstance(message, ImportModel):
-            raise BadInput("an ImportModel belongs here")
+    async def _import(self, message: ImportModel) -> ModelImported:
         record = await self._library.pack(message)
         await self._bus.publish(subjects.POOL_STATUS, self._status())  # before it is announced
         await self._library.publish(record)

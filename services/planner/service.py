@@ -15,7 +15,7 @@ from services.planner.model import ModelController
 from services.planner.registry import Registry
 from services.planner.store import Store, fitting
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import PlannerConfig
 from shared.errors import BadInput, BusError, ConfigError, LambdaScaleError, NotFound
@@ -97,24 +97,24 @@ class PlannerService(Service):
         await self._store.load()
         self.spawn(self._store.run(), name="store")
         self.spawn(self._send_outbox(), name="outbox")
-        for subject, handler in (
-            (subjects.POOL_NODES, self._on_pool),
-            (subjects.POOL_MODELS, self._on_pool),
-            (subjects.POOL_STATUS, self._on_pool),
-            (subjects.LOAD_GATEWAY, self._on_load),
-            (subjects.ARRIVALS, self._on_arrival),
-            (subjects.PLANNER_SUSPECT, self._on_suspect),
-        ):
-            subscription = await self._bus.subscribe(subject, handler)
-            self.resources.push_async_callback(subscription.close)
+        bus = self._bus
+        nodes = On(NodeJoined, self._on_joined), On(NodeGone, self._on_gone)
+        self.own(await bus.subscribe(subjects.POOL_NODES, *nodes))
+        models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
+        self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
+        self.own(await bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status)))
+        self.own(await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, self._on_load)))
+        arrivals = (
+            On(BlockArrived, self._on_arrival),
+            On(PullFailed, self._on_progress),
+            On(FirstPartialToken, self._on_progress),
+        )
+        self.own(await bus.subscribe(subjects.ARRIVALS, *arrivals))
+        self.own(await bus.subscribe(subjects.PLANNER_SUSPECT, On(PeerSuspect, self._on_suspect)))
         await self._await_registry()
-        for subject, server in (
-            (subjects.PLANNER_STATE, self._state),
-            (subjects.PLANNER_INSTANCES, self._instances),
-            (subjects.PLANNER_SCALE, self._scale),
-        ):
-            served = await self._bus.serve(subject, server)
-            self.resources.push_async_callback(served.close)
+        self.own(await bus.serve(subjects.PLANNER_STATE, PlannerQuery, self._state))
+        self.own(await bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances))
+        self.own(await bus.serve(subjects.PLANNER_SCALE, SetInstances, self._scale))
         self.spawn(self._tick(), name="tick")
         self.spawn(self._keep_fresh(), name="refresh")
 
@@ -217,7 +217,7 @@ class PlannerService(Service):
 
     def _learn_node(self, view: NodeView) -> None:
         self._join(view.info)
-        self._on_status(
+        self._learn_status(
             NodeStatus(
                 node=view.info.node,
                 generation=view.info.generation,
@@ -239,20 +239,23 @@ class PlannerService(Service):
 
     # --- what comes in ---
 
-    async def _on_pool(self, message: Message) -> None:
-        if isinstance(message, NodeStatus):
-            self._on_status(message)
-        elif isinstance(message, NodeJoined):
-            self._join(message.info)
-        elif isinstance(message, NodeGone):
-            if self._cluster.on_gone(message.node, message.generation):
-                self._tell_gone(message)
-        elif isinstance(message, ModelAdded):
-            self._add(message.record)
-        elif isinstance(message, ModelRemoved):
-            self._remove(message.name)
+    async def _on_joined(self, message: NodeJoined) -> None:
+        self._join(message.info)
 
-    def _on_status(self, status: NodeStatus) -> None:
+    async def _on_gone(self, message: NodeGone) -> None:
+        if self._cluster.on_gone(message.node, message.generation):
+            self._tell_gone(message)
+
+    async def _on_added(self, message: ModelAdded) -> None:
+        self._add(message.record)
+
+    async def _on_removed(self, message: ModelRemoved) -> None:
+        self._remove(message.name)
+
+    async def _on_status(self, status: NodeStatus) -> None:
+        self._learn_status(status)
+
+    def _learn_status(self, status: NodeStatus) -> None:
         """Told to the controllers that it concerns: of a hundred models, one or two."""
         node = status.node
         more_room = self._cluster.on_status(status, now())
@@ -304,22 +307,19 @@ class PlannerService(Service):
             del self._by_id[controller.record.model_id]
             controller.remove()
 
-    async def _on_load(self, message: Message) -> None:
-        if isinstance(message, GatewayLoad):
-            self._cluster.on_load(message, now())
+    async def _on_load(self, message: GatewayLoad) -> None:
+        self._cluster.on_load(message, now())
 
-    async def _on_arrival(self, message: Message) -> None:
-        if isinstance(message, BlockArrived):
-            if controller := self._by_id.get(message.model_id):
-                controller.tell_event(message)
-        elif isinstance(message, PullFailed | FirstPartialToken):
-            for controller in self._models.values():
-                controller.tell_event(message)
+    async def _on_arrival(self, message: BlockArrived) -> None:
+        if controller := self._by_id.get(message.model_id):
+            controller.tell_event(message)
 
-    async def _on_suspect(self, message: Message) -> None:
-        if not isinstance(message, PeerSuspect) or message.node not in self._cluster.nodes:
-            return
-        if message.node not in self._examined:
+    async def _on_progress(self, message: PullFailed | FirstPartialToken) -> None:
+        for controller in self._models.values():
+            controller.tell_event(message)
+
+    async def _on_suspect(self, message: PeerSuspect) -> None:
+        if message.node in self._cluster.nodes and message.node not in self._examined:
             self._examined.add(message.node)
             self.spawn(self._examine(message.node), name=f"examine {message.node}")
 
@@ -335,9 +335,7 @@ class PlannerService(Service):
 
     # --- what it answers ---
 
-    async def _state(self, message: Message) -> Message:
-        if not isinstance(message, PlannerQuery):
-            raise BadInput("a PlannerQuery belongs here")
+    async def _state(self, message: PlannerQuery) -> PlannerState:
         records = dict(self._store.events)
         for controller in self._models.values():
             if controller.event is not None:
@@ -345,17 +343,13 @@ class PlannerService(Service):
         newest = sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
         return PlannerState(sets=self._sets(), events=fitting(newest[: message.events]))
 
-    async def _instances(self, message: Message) -> Message:
-        if not isinstance(message, InstancesQuery):
-            raise BadInput("an InstancesQuery belongs here")
+    async def _instances(self, message: InstancesQuery) -> InstanceSets:
         return InstanceSets(sets=self._sets())
 
     def _sets(self) -> tuple[InstanceSet, ...]:
         return tuple(controller.serving.set() for controller in self._models.values())
 
-    async def _scale(self, message: Message) -> Message:
-        if not isinstance(message, SetInstances):
-            raise BadInput("a SetInstances belongs here")
+    async def _scale(self, message: SetInstances) -> ScaleAccepted:
         controller = self._models.get(message.name)
         if controller is None:
             raise NotFound(f"model {message.name!r} is not published; see `lambdascale model ls`")

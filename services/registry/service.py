@@ -5,18 +5,18 @@ a change (announcements, writes) is queued in order and done by tasks that outla
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import msgspec
 
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
 from services.registry.store import Store
 from shared import clock, subjects
-from shared.bus.base import Bus, KeyValue, KvEntry, KvOp
+from shared.bus.base import Bus, KeyValue, KvEntry, KvOp, On
 from shared.config import RegistryConfig
-from shared.errors import BadInput, BadMessage, BusError
+from shared.errors import BadInput, BusError
 from shared.ids import NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
@@ -52,8 +52,6 @@ STORED_WAIT_S = 0.25
 RETRY_S = 0.5
 """Between attempts at the bus."""
 
-K = TypeVar("K", bound=Message)
-
 
 class RegistryService(Service):
     """Models, nodes and their leases, which block lies where, reservations. One a cluster.
@@ -81,24 +79,27 @@ class RegistryService(Service):
     async def open(self) -> None:
         await self._restore()
         leases = await self._bus.kv(subjects.KV_LEASES)
-        status = await self._bus.subscribe(subjects.POOL_STATUS, self._on_status)
-        self.resources.push_async_callback(status.close)
+        status = On(NodeStatus, self._on_status)
+        self.own(await self._bus.subscribe(subjects.POOL_STATUS, status))
         self.spawn(self._store.write(), name="store")
         self.spawn(self._announce(), name="announce")
         self.spawn(self._watch_leases(leases), name="leases")
-        pulse = await self._bus.subscribe(subjects.REGISTRY_PULSE, self._on_pulse)
-        self.resources.push_async_callback(pulse.close)
+        pulse = On(Ping, self._on_pulse)
+        self.own(await self._bus.subscribe(subjects.REGISTRY_PULSE, pulse))
         self.spawn(self._pulse(), name="pulse")
         self.spawn(self._tick(), name="tick")
         self.spawn(self._reconcile(), name="reconcile")
-        await self._serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model)
-        await self._serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model)
-        await self._serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models)
-        await self._serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources)
-        await self._serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve)
-        await self._serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve)
-        await self._serve(subjects.REGISTRY_POOL, PoolQuery, self._view)
-        await self._serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes)
+        bus = self._bus
+        self.own(await bus.serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model))
+        self.own(
+            await self._bus.serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model)
+        )
+        self.own(await bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models))
+        self.own(await bus.serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources))
+        self.own(await bus.serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve))
+        self.own(await bus.serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve))
+        self.own(await bus.serve(subjects.REGISTRY_POOL, PoolQuery, self._view))
+        self.own(await bus.serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes))
 
     async def drain(self) -> None:
         await self._outbox.join()
@@ -115,17 +116,6 @@ class RegistryService(Service):
             nodes=len(saved.nodes),
             reservations=len(saved.reservations),
         )
-
-    async def _serve(
-        self, subject: str, kind: type[K], handler: Callable[[K], Awaitable[Message]]
-    ) -> None:
-        async def server(message: Message) -> Message:
-            if not isinstance(message, kind):
-                raise BadMessage(f"{subject} takes {kind.__name__}, not {type(message).__name__}")
-            return await handler(message)
-
-        subscription = await self._bus.serve(subject, server)
-        self.resources.push_async_callback(subscription.close)
 
     # --- requests ---
 
@@ -183,10 +173,8 @@ class RegistryService(Service):
 
     # --- what nodes say ---
 
-    async def _on_status(self, message: Message) -> None:
-        if not isinstance(message, NodeStatus):
-            raise BadMessage(f"{subjects.POOL_STATUS} takes NodeStatus, not {type(message)}")
-        self._follow(self.pool.status(message, clock.now()))
+    async def _on_status(self, status: NodeStatus) -> None:
+        self._follow(self.pool.status(status, clock.now()))
 
     async def _watch_leases(self, leases: KeyValue) -> None:
         while True:
@@ -228,7 +216,7 @@ class RegistryService(Service):
                 await self._bus.publish(subjects.REGISTRY_PULSE, Ping())
             await asyncio.sleep(PULSE_S)
 
-    async def _on_pulse(self, message: Message) -> None:
+    async def _on_pulse(self, pulse: Ping) -> None:
         self.pool.leases.hear(clock.now())
 
     async def _tick(self) -> None:

@@ -1,22 +1,34 @@
 """The control bus: what services may ask of it. `nats` is the real one, `memory` its twin.
 
-Errors are `shared.errors`: BusTimeout, NoResponders, BadMessage, KeyExists, BusError. A handler
-that raises never breaks a subscription: in `serve` the requester gets the typed error, in
-`subscribe` it is logged and counted. A write that ends in BusTimeout may have happened or not.
+Handlers are typed: each names the kind of message that it takes and is called with that kind only.
+A request of another kind is answered with BadMessage; a broadcast of another kind is counted and
+dropped. A handler that raises never breaks a subscription: in `serve` the requester gets the typed
+error, in `subscribe` the error is logged and counted.
+
+Errors are `shared.errors`: BusTimeout, NoResponders, BadMessage, KeyExists, BusError. A write that
+ends in BusTimeout may have happened or not.
 """
 
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
 from shared.messages import Message
 
 M = TypeVar("M", bound=Message)
-Handler = Callable[[Message], Awaitable[None]]
-Server = Callable[[Message], Awaitable[Message]]
+Server = Callable[[M], Awaitable[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class On(Generic[M]):
+    """`handler` takes the messages of `kind`; the kind `Message` stands for every message."""
+
+    kind: type[M]
+    handler: Callable[[M], Awaitable[None]]
 
 
 class Subscription(Protocol):
@@ -89,13 +101,15 @@ class Bus(Protocol):
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         """One answer of the expected kind, or the error that the server replied with."""
 
-    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
-        """Calls the handler one message after the other, in the order received."""
+    async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:
+        """Calls the first handler that takes the message's kind, one message after the other, in
+        the order received; kinds that no handler takes are counted and dropped."""
 
-    async def serve(self, subject: str, server: Server) -> Subscription:
-        """Answers requests, several at a time; Ping is answered by the bus itself.
+    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> Subscription:
+        """Answers requests of one kind, several at a time; Ping is answered by the bus itself.
 
-        Of several servers of a subject, one gets each request.
+        A request of another kind is answered with BadMessage, which names both. Of several servers
+        of a subject, one gets each request.
         """
 
     async def kv(self, bucket: str) -> KeyValue:

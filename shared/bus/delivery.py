@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from shared import telemetry
-from shared.bus.base import Handler, M, Server
+from shared.bus.base import M, On, Server
 from shared.errors import BadInput, BadMessage, BusError, LambdaScaleError
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
@@ -76,15 +76,19 @@ class Delivery:
         self.dropped = 0
         """Messages lost because their handler was too slow."""
 
-    def inbox(self, subject: str, handler: Handler) -> "Inbox":
+    def inbox(self, subject: str, handlers: tuple[On[Any], ...]) -> "Inbox":
         """An inbox, and the task that works it off."""
         inbox = Inbox(self, subject)
-        self.tasks.spawn(inbox.work_off(handler), name=f"{self.name}/{subject}")
+        self.tasks.spawn(inbox.work_off(handlers), name=f"{self.name}/{subject}")
         return inbox
 
-    async def handle(self, subject: str, handler: Handler, data: bytes) -> None:
+    async def handle(self, subject: str, handlers: tuple[On[Any], ...], data: bytes) -> None:
         try:
             message = self._decode(subject, data)
+            handler = next((on.handler for on in handlers if isinstance(message, on.kind)), None)
+            if handler is None:
+                kinds = " or ".join(on.kind.__name__ for on in handlers)
+                raise self._unexpected(subject, kinds, message)
         except BadMessage as error:
             self.log.warning("message dropped", error=str(error))
             return
@@ -94,10 +98,14 @@ class Delivery:
             self.failed += 1
             self.log.exception("handler failed", subject=subject)
 
-    async def answer(self, subject: str, server: Server, data: bytes) -> bytes:
+    async def answer(self, subject: str, kind: type[M], server: Server[M], data: bytes) -> bytes:
         try:
             message = self._decode(subject, data)
-            reply = Ok() if isinstance(message, Ping) else await server(message)
+            reply: Message = Ok()
+            if not isinstance(message, Ping):
+                if not isinstance(message, kind):
+                    raise self._unexpected(subject, kind.__name__, message)
+                reply = await server(message)
             return check_size(encode(reply), f"reply on {subject}")
         except LambdaScaleError as error:
             self.log.debug("request refused", subject=subject, error=str(error))
@@ -118,6 +126,10 @@ class Delivery:
                 f"{subject} answered with {type(reply).__name__}, expected {kind.__name__}"
             )
         return reply
+
+    def _unexpected(self, subject: str, kinds: str, message: Message) -> BadMessage:
+        self.rejected += 1
+        return BadMessage(f"{subject} takes {kinds}, not {type(message).__name__}")
 
     def _decode(self, subject: str, data: bytes) -> Message:
         try:
@@ -154,10 +166,10 @@ class Inbox:
         if self._asleep is not None and not self._asleep.done():
             self._asleep.set_result(None)
 
-    async def work_off(self, handler: Handler) -> None:
+    async def work_off(self, handlers: tuple[On[Any], ...]) -> None:
         while not self._closed:
             if self._waiting:
-                await self._delivery.handle(self._subject, handler, self._waiting.popleft())
+                await self._delivery.handle(self._subject, handlers, self._waiting.popleft())
             else:
                 self._asleep = asyncio.get_running_loop().create_future()
                 await self._asleep

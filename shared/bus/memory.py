@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
-from shared.bus.base import Handler, KvEntry, M, Server
+from shared.bus.base import KvEntry, M, On, Server
 from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
 from shared.bus.memory_buckets import Bucket, Watch
 from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
@@ -195,9 +195,9 @@ class MemoryBus(Delivery):
             del self._requests[place]
         return self.expect(subject, data, reply)
 
-    async def subscribe(self, subject: str, handler: Handler) -> MemorySubscription:
+    async def subscribe(self, subject: str, *handlers: On[Any]) -> MemorySubscription:
         self.check_open()
-        inbox = self.inbox(subject, handler)
+        inbox = self.inbox(subject, handlers)
         subscription = MemorySubscription(
             self._broker, subject, lambda data, _: inbox.put(data), self, inbox.close
         )
@@ -207,9 +207,9 @@ class MemoryBus(Delivery):
             inbox.close()
             raise
 
-    async def serve(self, subject: str, server: Server) -> MemorySubscription:
+    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> MemorySubscription:
         def receive(data: bytes, reply: Reply | None) -> None:
-            work = self._serve(subject, server, data, reply)
+            work = self._serve(subject, kind, server, data, reply)
             self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
 
         subscription = MemorySubscription(self._broker, subject, receive, self)
@@ -262,8 +262,10 @@ class MemoryBus(Delivery):
         self.subscriptions.append(subscription)
         return subscription
 
-    async def _serve(self, subject: str, server: Server, data: bytes, reply: Reply | None) -> None:
-        answer = await self.answer(subject, server, data)
+    async def _serve(
+        self, subject: str, kind: type[M], server: Server[M], data: bytes, reply: Reply | None
+    ) -> None:
+        answer = await self.answer(subject, kind, server, data)
         if reply is not None:
             self._broker.answer(self, reply, answer)
 

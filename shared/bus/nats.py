@@ -1,13 +1,13 @@
 """The bus over NATS: core NATS for messages, JetStream for buckets and objects."""
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import nats.errors
 from nats.aio.msg import Msg
 
 from shared import subjects
-from shared.bus.base import Handler, M, Server, Subscription
+from shared.bus.base import M, On, Server, Subscription
 from shared.bus.delivery import Delivery, Inbox, check_size
 from shared.bus.nats_connection import Connection, NatsSubscription
 from shared.bus.nats_kv import NatsKeyValue
@@ -63,8 +63,8 @@ class NatsBus(Delivery):
             answer: Msg = await self._connection.client.request(subject, data, timeout=timeout)
         return self.expect(subject, answer.data, reply)
 
-    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
-        inbox = self.inbox(subject, handler)
+    async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:
+        inbox = self.inbox(subject, handlers)
 
         async def receive(message: Msg) -> None:
             inbox.put(message.data)
@@ -75,9 +75,9 @@ class NatsBus(Delivery):
             inbox.close()
             raise
 
-    async def serve(self, subject: str, server: Server) -> Subscription:
+    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> Subscription:
         async def receive(message: Msg) -> None:
-            work = self._reply(subject, server, message)
+            work = self._reply(subject, kind, server, message)
             self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
 
         return await self._connection.subscribe(subject, receive, queue=_SERVERS)
@@ -90,8 +90,8 @@ class NatsBus(Delivery):
             self._connection, subjects.OBJECTS, replicas=self._replicas
         )
 
-    async def _reply(self, subject: str, server: Server, request: Msg) -> None:
-        answer = await self.answer(subject, server, request.data)
+    async def _reply(self, subject: str, kind: type[M], server: Server[M], request: Msg) -> None:
+        answer = await self.answer(subject, kind, server, request.data)
         if request.reply:
             try:
                 await self._connection.client.publish(request.reply, answer)

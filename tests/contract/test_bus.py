@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.errors import (
     BadMessage,
@@ -47,8 +47,8 @@ async def echo(message: Message) -> Message:
 
 async def test_every_subscriber_gets_messages_in_the_order_published(bus: Bus, other: Bus) -> None:
     near, far = Collector(), Collector()
-    await bus.subscribe("orders", near)
-    await other.subscribe("orders", far)
+    await bus.subscribe("orders", On(Message, near))
+    await other.subscribe("orders", On(Message, far))
     sent = [numbered(i) for i in range(100)]
     for message in sent:
         await bus.publish("orders", message)
@@ -58,8 +58,8 @@ async def test_every_subscriber_gets_messages_in_the_order_published(bus: Bus, o
 
 async def test_a_subscription_gets_only_its_subject(bus: Bus, other: Bus) -> None:
     wanted, unwanted = Collector(), Collector()
-    await other.subscribe("wanted", wanted)
-    await other.subscribe("unwanted", unwanted)
+    await other.subscribe("wanted", On(Message, wanted))
+    await other.subscribe("unwanted", On(Message, unwanted))
     await bus.publish("wanted", numbered(1))
     assert await wanted.take(1) == [numbered(1)]
     assert unwanted.messages.empty()
@@ -78,7 +78,7 @@ async def test_a_handler_runs_one_message_after_the_other(bus: Bus) -> None:
         running -= 1
         await done(message)
 
-    await bus.subscribe("subject", handler)
+    await bus.subscribe("subject", On(Message, handler))
     for i in range(10):
         await bus.publish("subject", numbered(i))
     assert await done.take(10) == [numbered(i) for i in range(10)]
@@ -97,7 +97,7 @@ async def test_a_handler_that_raises_keeps_its_subscription(bus: Bus) -> None:
             raise RuntimeError("a bug")
         await done(message)
 
-    await bus.subscribe("subject", handler)
+    await bus.subscribe("subject", On(Message, handler))
     await bus.publish("subject", numbered(0))
     await bus.publish("subject", numbered(1))
     assert await done.take(1) == [numbered(1)]
@@ -106,8 +106,8 @@ async def test_a_handler_that_raises_keeps_its_subscription(bus: Bus) -> None:
 
 async def test_nothing_arrives_after_a_subscription_is_closed(bus: Bus, other: Bus) -> None:
     closed, fence = Collector(), Collector()
-    subscription = await bus.subscribe("subject", closed)
-    await bus.subscribe("fence", fence)
+    subscription = await bus.subscribe("subject", On(Message, closed))
+    await bus.subscribe("fence", On(Message, fence))
     await other.publish("subject", numbered(0))
     await closed.take(1)
     await other.publish("subject", numbered(1))
@@ -128,9 +128,9 @@ async def test_a_handler_may_close_its_own_subscription(bus: Bus) -> None:
         await subscription.close()
         ended.set()
 
-    subscription = await bus.subscribe("subject", handler)
+    subscription = await bus.subscribe("subject", On(Message, handler))
     fence = Collector()
-    await bus.subscribe("fence", fence)
+    await bus.subscribe("fence", On(Message, fence))
     await bus.publish("subject", numbered(0))
     await bus.publish("subject", numbered(1))
     async with asyncio.timeout(WAIT_S):
@@ -141,15 +141,35 @@ async def test_a_handler_may_close_its_own_subscription(bus: Bus) -> None:
 
 
 async def test_a_request_gets_the_answer(bus: Bus, other: Bus) -> None:
-    await other.serve("service", echo)
+    await other.serve("service", Cancel, echo)
     assert await bus.request("service", numbered(7), Cancel, timeout=WAIT_S) == numbered(7)
+
+
+async def test_a_request_of_another_kind_is_a_bad_message_that_names_both(
+    bus: Bus, other: Bus
+) -> None:
+    await other.serve("service", Cancel, echo)
+    with pytest.raises(BadMessage, match="service takes Cancel, not ModelRemove"):
+        await bus.request("service", ModelRemove(name=ModelName("m")), Ok, timeout=WAIT_S)
+    assert await bus.request("service", numbered(1), Cancel, timeout=WAIT_S) == numbered(1)
+
+
+async def test_each_kind_goes_to_its_handler_and_others_are_counted(bus: Bus) -> None:
+    cancels, removals = Collector(), Collector()
+    await bus.subscribe("subject", On(Cancel, cancels), On(ModelRemove, removals))
+    removal = ModelRemove(name=ModelName("m"))
+    for message in (numbered(0), Ping(), removal, numbered(1)):
+        await bus.publish("subject", message)
+    assert await cancels.take(2) == [numbered(0), numbered(1)]
+    assert await removals.take(1) == [removal]
+    assert getattr(bus, "rejected") == 1  # noqa: B009 - both buses count, the protocol does not say
 
 
 async def test_the_bus_itself_answers_pings(bus: Bus, other: Bus) -> None:
     async def server(message: Message) -> Message:
         raise AssertionError("a ping is not the server's business")
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     assert await bus.request("service", Ping(), Ok, timeout=WAIT_S) == Ok()
 
 
@@ -160,7 +180,7 @@ async def test_requests_are_served_concurrently(bus: Bus, other: Bus) -> None:
         await together.wait()
         return message
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     answers = await asyncio.gather(
         *(bus.request("service", numbered(i), Cancel, timeout=WAIT_S) for i in range(8))
     )
@@ -175,8 +195,8 @@ async def test_one_of_several_servers_answers(bus: Bus, other: Bus) -> None:
         served += 1
         return message
 
-    await bus.serve("service", server)
-    await other.serve("service", server)
+    await bus.serve("service", Cancel, server)
+    await other.serve("service", Cancel, server)
     for i in range(10):
         await bus.request("service", numbered(i), Cancel, timeout=WAIT_S)
     assert served == 10
@@ -189,7 +209,7 @@ async def test_a_server_answers_a_message_that_wants_no_answer_to_nobody(bus: Bu
         await done(message)
         return Ok()
 
-    await bus.serve("service", server)
+    await bus.serve("service", Cancel, server)
     await bus.publish("service", numbered(0))
     assert await done.take(1) == [numbered(0)]
 
@@ -198,7 +218,7 @@ async def test_a_typed_error_reaches_the_requester(bus: Bus, other: Bus) -> None
     async def server(message: Message) -> Message:
         raise CapacityExceeded("arena full: 3 of 3 blocks")
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     with pytest.raises(CapacityExceeded, match="arena full: 3 of 3 blocks"):
         await bus.request("service", numbered(0), Ok, timeout=WAIT_S)
 
@@ -209,7 +229,7 @@ async def test_a_bug_in_a_server_is_an_untyped_error_and_it_serves_on(bus: Bus, 
             raise ZeroDivisionError("a bug")
         return message
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     with pytest.raises(LambdaScaleError, match="ZeroDivisionError") as caught:
         await bus.request("service", numbered(0), Cancel, timeout=WAIT_S)
     assert caught.type is LambdaScaleError
@@ -217,7 +237,7 @@ async def test_a_bug_in_a_server_is_an_untyped_error_and_it_serves_on(bus: Bus, 
 
 
 async def test_an_answer_of_another_kind_is_a_bad_message(bus: Bus, other: Bus) -> None:
-    await other.serve("service", echo)
+    await other.serve("service", Cancel, echo)
     with pytest.raises(BadMessage, match="Cancel"):
         await bus.request("service", numbered(0), Ok, timeout=WAIT_S)
 
@@ -228,7 +248,7 @@ async def test_a_request_to_nobody_says_so(bus: Bus) -> None:
 
 
 async def test_a_request_to_a_server_that_left_says_so(bus: Bus, other: Bus) -> None:
-    subscription = await other.serve("service", echo)
+    subscription = await other.serve("service", Cancel, echo)
     await subscription.close()
     with pytest.raises(NoResponders):
         await other.request("service", numbered(0), Cancel, timeout=WAIT_S)
@@ -242,7 +262,7 @@ async def test_a_request_that_is_not_answered_times_out(bus: Bus, other: Bus) ->
         await asyncio.Event().wait()
         return message
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     with pytest.raises(BusTimeout, match="service"):
         await bus.request("service", numbered(0), Cancel, timeout=0.05)
     assert entered.is_set()
@@ -250,7 +270,7 @@ async def test_a_request_that_is_not_answered_times_out(bus: Bus, other: Bus) ->
 
 async def test_a_request_times_out_where_only_listeners_are(bus: Bus, other: Bus) -> None:
     heard = Collector()
-    await other.subscribe("service", heard)
+    await other.subscribe("service", On(Message, heard))
     with pytest.raises(BusTimeout):
         await bus.request("service", numbered(0), Cancel, timeout=0.05)
     assert await heard.take(1) == [numbered(0)]
@@ -268,7 +288,7 @@ async def test_an_answer_over_the_limit_is_an_error_at_the_requester(bus: Bus, o
     async def server(message: Message) -> Message:
         return ModelRemove(name=ModelName("x" * MAX_PAYLOAD))
 
-    await other.serve("service", server)
+    await other.serve("service", Cancel, server)
     with pytest.raises(BusError, match="limit"):
         await bus.request("service", numbered(0), ModelRemove, timeout=WAIT_S)
 
@@ -292,8 +312,8 @@ async def test_closing_ends_handlers_servers_and_requests(open_bus: OpenBus, bus
         await hang(handler_entered, "handler")
 
     closing = await open_bus("closing")
-    await closing.serve("service", server)
-    await closing.subscribe("subject", handler)
+    await closing.serve("service", Cancel, server)
+    await closing.subscribe("subject", On(Message, handler))
     await bus.publish("subject", numbered(0))
     request = asyncio.ensure_future(closing.request("service", numbered(0), Ok, timeout=WAIT_S))
     async with asyncio.timeout(WAIT_S):
@@ -315,9 +335,9 @@ async def test_a_closed_bus_refuses_everything(open_bus: OpenBus) -> None:
     with pytest.raises(BusError, match="not open"):
         await closed.request("subject", numbered(0), Ok, timeout=WAIT_S)
     with pytest.raises(BusError, match="not open"):
-        await closed.subscribe("subject", Collector())
+        await closed.subscribe("subject", On(Message, Collector()))
     with pytest.raises(BusError, match="not open"):
-        await closed.serve("subject", echo)
+        await closed.serve("subject", Cancel, echo)
     with pytest.raises(BusError, match="not open"):
         await bucket.get("key")
     with pytest.raises(BusError, match="not open"):
@@ -328,7 +348,7 @@ async def test_a_closed_bus_refuses_everything(open_bus: OpenBus) -> None:
 
 async def test_messages_published_before_closing_arrive(open_bus: OpenBus, bus: Bus) -> None:
     heard = Collector()
-    await bus.subscribe("subject", heard)
+    await bus.subscribe("subject", On(Message, heard))
     leaving = await open_bus("leaving")
     for i in range(100):
         await leaving.publish("subject", numbered(i))

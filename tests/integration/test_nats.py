@@ -11,7 +11,7 @@ import pytest
 
 from services.local.nats_server import NatsServer
 from shared import subjects
-from shared.bus.base import Bus, KvEntry, KvOp
+from shared.bus.base import Bus, KvEntry, KvOp, On
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import BusError, BusTimeout
@@ -68,8 +68,8 @@ async def test_everything_goes_on_after_the_server_crashed(restartable: NatsServ
 
     config = BusConfig(url=restartable.url)
     async with NatsBus(config, "one") as one, NatsBus(config, "two") as two:
-        await two.serve("service", echo)
-        await two.subscribe("subject", handler)
+        await two.serve("service", Cancel, echo)
+        await two.subscribe("subject", On(Message, handler))
         bucket = await one.kv("bucket")
         kept = await bucket.create("kept", b"1")
         changed = await bucket.create("changed", b"1")
@@ -156,7 +156,7 @@ async def test_calls_while_the_server_is_away_end_with_an_error(restartable: Nat
             bucket.entries(),
             bus.kv("another"),
             bus.objects(),
-            bus.subscribe("subject", lambda _: asyncio.sleep(0)),
+            bus.subscribe("subject", On(Message, lambda _: asyncio.sleep(0))),
             return_exceptions=True,
         )
         assert [type(outcome) for outcome in outcomes] == [BusTimeout] * 9
@@ -169,7 +169,7 @@ async def test_messages_are_buffered_while_the_server_is_away(restartable: NatsS
         heard.put_nowait(message)
 
     async with NatsBus(BusConfig(url=restartable.url), "one") as bus:
-        await bus.subscribe("subject", handler)
+        await bus.subscribe("subject", On(Message, handler))
         await restartable.kill()
         with pytest.raises(BusTimeout):
             await bus.request("service", Ping(), Ok, timeout=0.1)
@@ -193,7 +193,7 @@ async def test_a_silent_connection_is_noticed(nats_server: NatsServer) -> None:
     async with FaultProxy(port_of(nats_server.url)) as proxy:
         config = BusConfig(url=f"nats://127.0.0.1:{proxy.port}")
         async with NatsBus(config, "far") as far, NatsBus(BusConfig(url=nats_server.url), "near"):
-            await far.serve("service", echo)
+            await far.serve("service", Cancel, echo)
             proxy.silence()
             with pytest.raises(BusTimeout):
                 await far.request("service", Ping(), Ok, timeout=0.1)
@@ -207,7 +207,7 @@ async def test_an_error_unknown_to_the_client_does_not_end_the_bus(nats_server: 
             NatsBus(config, "far") as far,
             NatsBus(BusConfig(url=nats_server.url), "near") as near,
         ):
-            await far.serve("service", echo)
+            await far.serve("service", Cancel, echo)
             bucket = await far.kv("bucket")
             async with aclosing(bucket.watch()) as watch, asyncio.timeout(WAIT_S):
                 assert await anext(watch) is None
@@ -225,8 +225,8 @@ async def test_malformed_messages_are_counted_and_nothing_else(nats_server: Nats
         heard.put_nowait(message)
 
     async with NatsBus(BusConfig(url=nats_server.url), "one") as bus:
-        await bus.subscribe("subject", handler)
-        await bus.serve("service", echo)
+        await bus.subscribe("subject", On(Message, handler))
+        await bus.serve("service", Cancel, echo)
         raw = await nats.connect(nats_server.url)
         for junk in (b"", b"\xc1", b"\x80", encode(Ok())[:-1], b"\x81\xa4kind\xa4what"):
             await raw.publish("subject", junk)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from services.local.nats_server import NatsServer
+from shared.bus.base import On
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import NoResponders
@@ -26,7 +27,7 @@ async def subscribe(bus: NatsBus) -> None:
     async def ignore(message: Message) -> None:
         pass
 
-    await bus.subscribe("subject", ignore)
+    await bus.subscribe("subject", On(Message, ignore))
     await asyncio.Event().wait()
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from services.local.demo_model import make_checkpoint
 from shared import subjects
+from shared.bus.base import On
 from shared.messages import Message
 from shared.messages.pool import NodeStatus
 from tests.support.cluster import MODEL, Running, running
@@ -240,7 +241,7 @@ async def test_a_client_that_leaves_cancels_its_request(
         model=MODEL, prompt=PROMPT, max_tokens=LONG, stream=True, extra_body=NO_END
     )
     await anext(aiter(stream))
-    subscription = await up.bus.subscribe(subjects.POOL_STATUS, hear)
+    subscription = await up.bus.subscribe(subjects.POOL_STATUS, On(Message, hear))
     await stream.close()
     async with asyncio.timeout(30):
         before = await sampled.get()

@@ -18,9 +18,10 @@ from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
+from shared.bus.base import On
 from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
-from shared.messages import Message, Ok
+from shared.messages import Ok
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
 from shared.messages.serving import Sampling, Submit, Tokens
@@ -50,11 +51,10 @@ class Running:
         self._gateways = itertools.count()
 
     async def follow(self) -> None:
-        await self.bus.subscribe(subjects.POOL_STATUS, self._on_status)
+        await self.bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status))
 
-    async def _on_status(self, message: Message) -> None:
-        if isinstance(message, NodeStatus):
-            self.statuses[message.node] = message
+    async def _on_status(self, message: NodeStatus) -> None:
+        self.statuses[message.node] = message
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         try:
@@ -128,8 +128,7 @@ class Running:
         got: list[int] = []
         over = asyncio.Event()
 
-        async def receive(message: Message) -> None:
-            assert isinstance(message, Tokens)
+        async def receive(message: Tokens) -> None:
             assert not message.failed, message.failed
             for token in message.tokens:
                 assert token.index == len(got)
@@ -137,7 +136,8 @@ class Running:
                 if token.finish:
                     over.set()
 
-        subscription = await self.bus.subscribe(subjects.gateway_tokens(gateway), receive)
+        subject = subjects.gateway_tokens(gateway)
+        subscription = await self.bus.subscribe(subject, On(Tokens, receive))
         submit = Submit(
             request=RequestId(gateway),
             attempt=0,

@@ -20,11 +20,12 @@ from services.local.nats_server import find_server
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
+from shared.bus.base import On
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig, Config, GatewayConfig
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
-from shared.messages import Message, Ok
+from shared.messages import Ok
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeView, PoolQuery, PoolState
 from shared.messages.scaling import ScaleAccepted, SetInstances
@@ -131,14 +132,13 @@ async def by_node(
     got: list[int] = []
     over = asyncio.Event()
 
-    async def receive(message: Message) -> None:
-        assert isinstance(message, Tokens)
+    async def receive(message: Tokens) -> None:
         for token in message.tokens:
             got.append(token.token)
             if token.finish:
                 over.set()
 
-    await bus.subscribe(subjects.gateway_tokens(gateway), receive)
+    await bus.subscribe(subjects.gateway_tokens(gateway), On(Tokens, receive))
     submit = Submit(
         request=RequestId("by-hand"),
         attempt=0,

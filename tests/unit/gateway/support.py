@@ -12,16 +12,23 @@ from tokenizers.models import BPE
 
 from services.gateway.service import GatewayService
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.layout import Manifest, encode_manifest
 from shared.messages import Message, Ok
-from shared.messages.instances import Instance, InstanceSet, InstanceSets, InstanceState, Stage
+from shared.messages.instances import (
+    Instance,
+    InstanceSet,
+    InstanceSets,
+    InstancesQuery,
+    InstanceState,
+    Stage,
+)
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import ModelAdded, ModelRecord, Models, NodeGone, Task
+from shared.messages.pool import ModelAdded, ModelRecord, Models, ModelsQuery, NodeGone, Task
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import (
     AttemptFailed,
@@ -163,8 +170,8 @@ class ScriptedNode(Recorder):
 
     async def __aenter__(self) -> "ScriptedNode":
         await self._group.__aenter__()
-        await self._bus.serve(subjects.node_submit(self.id), self._submit)
-        await self._bus.subscribe(subjects.node_cancel(self.id), self._cancel)
+        await self._bus.serve(subjects.node_submit(self.id), Submit, self._submit)
+        await self._bus.subscribe(subjects.node_cancel(self.id), On(Cancel, self._cancel))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -175,8 +182,7 @@ class ScriptedNode(Recorder):
     async def submitted(self, times: int) -> None:
         await self.until(lambda: len(self.submits) >= times)
 
-    async def _submit(self, message: Message) -> Message:
-        assert isinstance(message, Submit)
+    async def _submit(self, message: Submit) -> Message:
         self.submits.append(message)
         await self.changed()
         if self.refusal:
@@ -185,8 +191,7 @@ class ScriptedNode(Recorder):
         self._tasks[message.request, message.attempt] = work
         return Ok()
 
-    async def _cancel(self, message: Message) -> None:
-        assert isinstance(message, Cancel)
+    async def _cancel(self, message: Cancel) -> None:
         self.cancels.append(message)
         if task := self._tasks.get((message.request, message.attempt)):
             task.cancel()
@@ -251,24 +256,22 @@ class Cluster(Recorder):
 
     async def answer(self) -> None:
         """As registry and planner."""
-        await self.bus.serve(subjects.REGISTRY_MODELS, self._models)
-        await self.bus.serve(subjects.PLANNER_INSTANCES, self._instances)
-        await self.bus.subscribe(subjects.LOAD_GATEWAY, self._load)
-        await self.bus.subscribe(subjects.ARRIVALS, self._arrival)
+        await self.bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models)
+        await self.bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances)
+        await self.bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, self._load))
+        await self.bus.subscribe(subjects.ARRIVALS, On(FirstPartialToken, self._arrival))
 
-    async def _models(self, _: Message) -> Message:
+    async def _models(self, _: ModelsQuery) -> Models:
         return Models(records=self.records)
 
-    async def _instances(self, _: Message) -> Message:
+    async def _instances(self, _: InstancesQuery) -> InstanceSets:
         return InstanceSets(sets=self.sets)
 
-    async def _load(self, message: Message) -> None:
-        assert isinstance(message, GatewayLoad)
+    async def _load(self, message: GatewayLoad) -> None:
         self.loads.append(message)
         await self.changed()
 
-    async def _arrival(self, message: Message) -> None:
-        assert isinstance(message, FirstPartialToken)
+    async def _arrival(self, message: FirstPartialToken) -> None:
         self.arrivals.append(message)
         await self.changed()
 

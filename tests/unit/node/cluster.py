@@ -10,6 +10,7 @@ from typing import Any
 from services.node.service import NodeService
 from services.registry.service import RegistryService
 from shared import subjects
+from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import NodeConfig, RegistryConfig
 from shared.ids import EventId, GatewayId, Generation, InstanceId, ModelName, NodeId, RequestId
@@ -84,7 +85,7 @@ class Nodes:
             (subjects.PLANNER_SUSPECT, self.suspects),
             (subjects.gateway_tokens(GATEWAY), self.tokens),
         ):
-            await self.bus.subscribe(subject, heard.hear)
+            await self.bus.subscribe(subject, On(Message, heard.hear))
         bus = await self._stack.enter_async_context(MemoryBus(self.broker, "registry"))
         await self._stack.enter_async_context(RegistryService(bus, RegistryConfig(report_s=0.0)))
 

@@ -20,9 +20,11 @@ from services.node.execution.worker import Worker
 from services.node.moving.data_plane import DataPlane
 from services.node.service import NodeService
 from shared import subjects
+from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryObjectStore
 from shared.errors import (
     BadInput,
+    BadMessage,
     BusError,
     BusTimeout,
     CapacityExceeded,
@@ -205,7 +207,7 @@ async def test_a_node_that_stops_fails_its_sequences_before_it_goes(
     async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
         await up.promoted("a")
         gone = Heard()
-        await up.bus.subscribe(subjects.POOL_NODES, gone.hear)
+        await up.bus.subscribe(subjects.POOL_NODES, On(Message, gone.hear))
         await up.submit("a", max_tokens=400)
         await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
         generation = up.info("a").generation
@@ -240,11 +242,11 @@ async def test_a_node_tells_where_it_is_and_how_fast(tmp_path: Path, checkpoint:
         assert pulled.profile.overhead_s > 0 == promoted.profile.overhead_s
 
 
-async def test_requests_of_another_kind_are_bad_input(tmp_path: Path, checkpoint: Path) -> None:
+async def test_requests_of_another_kind_are_refused(tmp_path: Path, checkpoint: Path) -> None:
     async with nodes(tmp_path, checkpoint, "a") as up:
         node = NodeId("a")
         for subject in (subjects.node_plan, subjects.node_release, subjects.node_import):
-            with pytest.raises(BadInput, match="belongs here"):
+            with pytest.raises(BadMessage, match="not ModelsQuery"):
                 await up.request(subject(node), ModelsQuery())
 
 
@@ -262,7 +264,7 @@ async def test_a_node_that_was_declared_gone_goes_on_as_a_new_one(
         old = up.info("b")
         plan = up.plan("b", FROM_A, revision=1)
         joined = Heard()
-        await up.bus.subscribe(subjects.POOL_NODES, joined.hear)
+        await up.bus.subscribe(subjects.POOL_NODES, On(Message, joined.hear))
         gone = NodeGone(node=old.node, generation=old.generation, reason="test")
         await up.bus.publish(subjects.POOL_NODES, gone)
         await up.statuses.until(
@@ -431,7 +433,7 @@ async def test_connections_ahead_of_need_are_few_and_to_the_nearest(
         await up.start("b", rack="r1")
         await up.start("c", machine="elsewhere")
         monkeypatch.setattr(DataPlane, "connect", connect)
-        await up.bus.subscribe(subjects.POOL_NODES, heard.hear)
+        await up.bus.subscribe(subjects.POOL_NODES, On(Message, heard.hear))
         x = await up.start("x", machine="elsewhere", rack="r1", mesh_peers=2)
         near = [(x.info.address, up.info(name).address) for name in "cb"]
         await heard.until(lambda: set(near) <= set(made))

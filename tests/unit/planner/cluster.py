@@ -11,7 +11,7 @@ import msgspec
 from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
-from shared.bus.base import KvEntry
+from shared.bus.base import KvEntry, On
 from shared.bus.memory import MemoryBus
 from shared.config import PlannerConfig, RegistryConfig
 from shared.ids import EventId, ModelName, NodeId
@@ -57,8 +57,8 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         self.bus = await self.bus_of("test")
-        await self.bus.subscribe(subjects.INSTANCES, self._on_set)
-        await self.bus.subscribe(subjects.EVENTS, self._on_event)
+        await self.bus.subscribe(subjects.INSTANCES, On(InstanceSet, self._on_set))
+        await self.bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
         registry = RegistryService(await self.bus_of("registry"), RegistryConfig(report_s=0.0))
         await self.world.stack.enter_async_context(registry)
         return self
@@ -147,13 +147,11 @@ class Cluster:
 
     # --- what is seen ---
 
-    async def _on_set(self, message: Message) -> None:
-        assert isinstance(message, InstanceSet)
+    async def _on_set(self, message: InstanceSet) -> None:
         self.sets.append(message)
         self.world.stir()
 
-    async def _on_event(self, message: Message) -> None:
-        assert isinstance(message, EventChanged)
+    async def _on_event(self, message: EventChanged) -> None:
         self.changes.append(message.record)
         self.world.stir()
 

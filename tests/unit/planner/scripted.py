@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from shared import subjects
-from shared.bus.base import Subscription
+from shared.bus.base import On, Subscription
 from shared.bus.memory import MemoryBroker, MemoryBus, MemorySubscription
 from shared.clock import wall_ns
 from shared.errors import LambdaScaleError, StaleEpoch
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
-from shared.messages import Message, Ok
+from shared.messages import Message, Ok, Ping
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Profile, Tier
@@ -153,18 +153,18 @@ class ScriptedNode:
             MemoryBus(self._world.broker, self.id)
         )
         await self._serve()
-        await self._bus.subscribe(subjects.POOL_REPORT, self._on_report)
+        await self._bus.subscribe(subjects.POOL_REPORT, On(Message, self._on_report))
         leases = await self._bus.kv(subjects.KV_LEASES)
         await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=60)
         self._world.spawn(self._keep_reporting())
 
     async def _serve(self) -> None:
-        for subject, server in (
-            (subjects.node_plan(self.id), self._apply),
-            (subjects.node_release(self.id), self._release),
-            (subjects.node_ping(self.id), self._pong),
-        ):
-            self._served.append(await self._bus.serve(subject, server))
+        bus = self._bus
+        self._served += [
+            await bus.serve(subjects.node_plan(self.id), ApplyPlan, self._apply),
+            await bus.serve(subjects.node_release(self.id), ReleaseModel, self._release),
+            await bus.serve(subjects.node_ping(self.id), Ping, self._pong),
+        ]
 
     async def die(self) -> None:
         """As a killed process: its subscriptions end, its lease is deleted."""
@@ -229,11 +229,10 @@ class ScriptedNode:
 
     # --- what it is asked ---
 
-    async def _pong(self, message: Message) -> Message:
+    async def _pong(self, message: Ping) -> Ok:
         return Ok()
 
-    async def _apply(self, message: Message) -> Message:
-        assert isinstance(message, ApplyPlan)
+    async def _apply(self, message: ApplyPlan) -> Message:
         if message.generation != self.generation:
             raise StaleEpoch("another generation")
         if self.refuse is not None:
@@ -310,8 +309,7 @@ class ScriptedNode:
         )
         await self._bus.publish(subjects.ARRIVALS, failed)
 
-    async def _release(self, message: Message) -> Message:
-        assert isinstance(message, ReleaseModel)
+    async def _release(self, message: ReleaseModel) -> Message:
         if message.generation != self.generation:
             raise StaleEpoch("another generation")
         self.releases.append(message)
@@ -350,7 +348,7 @@ class ScriptedGateway:
         self._bus = await self._world.stack.enter_async_context(
             MemoryBus(self._world.broker, self.id)
         )
-        await self._bus.subscribe(subjects.INSTANCES, self._on_set)
+        await self._bus.subscribe(subjects.INSTANCES, On(InstanceSet, self._on_set))
         self._world.spawn(self._report())
 
     async def offer(self, requests: int) -> None:
@@ -369,8 +367,7 @@ class ScriptedGateway:
     def end_on(self, instance: InstanceId) -> None:
         self.on.pop(instance, None)
 
-    async def _on_set(self, message: Message) -> None:
-        assert isinstance(message, InstanceSet)
+    async def _on_set(self, message: InstanceSet) -> None:
         if message.name != self._model:
             return
         self.table = {i.id: i for i in message.instances}

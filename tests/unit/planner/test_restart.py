@@ -1,6 +1,7 @@
 """A planner that starts again, on what the last one left; and one whose bus fails it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from services.planner import service, store
 from services.planner.core.events import TERMINAL
 from shared import subjects
-from shared.bus.base import Handler
+from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemorySubscription
 from shared.messages import Message
 from shared.messages.pool import NodeGone, NodeJoined, Tier
@@ -125,12 +126,11 @@ class DeafBus(MemoryBus):
         super().__init__(broker, "planner")
         self.missed: tuple[type[Message], ...] = ()
 
-    async def subscribe(self, subject: str, handler: Handler) -> MemorySubscription:
-        async def hear(message: Message) -> None:
-            if not isinstance(message, self.missed):
-                await handler(message)
+    async def subscribe(self, subject: str, *handlers: On[Any]) -> MemorySubscription:
+        async def miss(message: Message) -> None: ...
 
-        return await super().subscribe(subject, hear)
+        missed = (On(kind, miss) for kind in self.missed)
+        return await super().subscribe(subject, *missed, *handlers)
 
 
 async def test_what_was_missed_is_learned_from_the_registry(

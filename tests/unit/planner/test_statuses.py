@@ -36,7 +36,7 @@ class Told:
         self._seq += 1
         self.names.clear()
         said = status("a", *holdings, generation=generation, seq=self._seq)
-        self.planner._on_status(said)
+        self.planner._learn_status(said)
         return sorted(self.names)
 
     def members(self, name: str = "llama") -> list[str]:
@@ -94,7 +94,7 @@ async def test_a_member_that_was_there_before_its_model_is_heard_of_too(
 async def test_a_node_that_is_gone_concerns_nobody(told: Told) -> None:
     told.report(WHOLE)
     gone = NodeGone(node=info("a").node, generation=info("a").generation, reason="")
-    await told.planner._on_pool(gone)
+    await told.planner._on_gone(gone)
     assert told.report(WHOLE) == []
     told.planner._join(info("a", generation=2))
     assert told.report(WHOLE, generation=2) == ["llama"]

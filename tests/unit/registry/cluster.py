@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.errors import BusTimeout
 from shared.messages import Message
@@ -27,7 +27,7 @@ class Node:
         self._revision = 0
 
     async def join(self) -> None:
-        await self._bus.subscribe(subjects.POOL_REPORT, self._report)
+        await self._bus.subscribe(subjects.POOL_REPORT, On(ReportStatus, self._report))
         self._leases = await self._bus.kv(subjects.KV_LEASES)
         value = msgspec.msgpack.encode(self.info)
         self._revision = await self._leases.create(self.info.node, value, ttl=self._ttl)
@@ -49,8 +49,7 @@ class Node:
         generation = self.info.generation
         return status(self.info.node, *self._holdings, generation=generation, seq=self._seq)
 
-    async def _report(self, message: Message) -> None:
-        assert isinstance(message, ReportStatus)
+    async def _report(self, message: ReportStatus) -> None:
         await self.report()
 
 
@@ -63,7 +62,7 @@ class Observer:
     @classmethod
     async def of(cls, bus: Bus, subject: str) -> "Observer":
         observer = cls()
-        await bus.subscribe(subject, observer._hear)
+        await bus.subscribe(subject, On(Message, observer._hear))
         return observer
 
     async def _hear(self, message: Message) -> None:

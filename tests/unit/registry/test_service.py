@@ -10,7 +10,7 @@ from services.registry import store as store_module
 from services.registry.core import leases as leases_module
 from services.registry.service import RegistryService
 from shared import subjects
-from shared.bus.base import KvOp
+from shared.bus.base import KvOp, On
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import RegistryConfig
 from shared.errors import BadMessage, BusTimeout, Conflict, NotFound
@@ -194,7 +194,7 @@ async def test_questions_about_nodes_wait_until_they_have_reported(
         await release.wait()
         await node.report()
 
-    await bus.subscribe(subjects.POOL_REPORT, report_late)
+    await bus.subscribe(subjects.POOL_REPORT, On(Message, report_late))
     async with RegistryService(own, RegistryConfig(report_s=0.5)), asyncio.TaskGroup() as group:
         await publish_model(bus)
         async with asyncio.timeout(WAIT_S):

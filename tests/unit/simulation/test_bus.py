@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from shared.bus.base import KvEntry, KvOp
+from shared.bus.base import KvEntry, KvOp, On
 from shared.bus.memory import MemoryBus
 from shared.clock import now
 from shared.errors import BusError, BusTimeout, NoResponders
@@ -29,8 +29,7 @@ class Heard:
         self.numbers: list[int] = []
         self.times: list[float] = []
 
-    async def __call__(self, message: Message) -> None:
-        assert isinstance(message, Cancel)
+    async def __call__(self, message: Cancel) -> None:
         self.numbers.append(message.attempt)
         self.times.append(now())
 
@@ -59,8 +58,8 @@ class World:
 async def worlds(broker: SimBroker | None = None) -> AsyncIterator[World]:
     world = World(broker or SimBroker(latency_s=LATENCY_S))
     async with world.near, world.far:
-        await world.far.subscribe("news", world.heard)
-        await world.far.serve("service", echo)
+        await world.far.subscribe("news", On(Message, world.heard))
+        await world.far.serve("service", Cancel, echo)
         yield world
 
 
@@ -108,7 +107,7 @@ async def test_a_long_cut_loses_what_was_on_its_way_and_keeps_what_is_said_later
     world: World,
 ) -> None:
     other = Heard()
-    await world.near.subscribe("shouts", other)
+    await world.near.subscribe("shouts", On(Message, other))
     world.broker.cut("far")
     await world.say(1)
     await world.far.publish("shouts", numbered(2))
@@ -143,7 +142,7 @@ async def test_one_that_timed_out_is_never_sent(world: World) -> None:
         served.append(message)
         return message
 
-    await world.far.serve("other", server)
+    await world.far.serve("other", Cancel, server)
     world.broker.fail()
     with pytest.raises(BusTimeout):
         await world.near.request("other", numbered(0), Cancel, timeout=1)
@@ -239,7 +238,7 @@ async def test_a_dead_process_is_gone_and_cannot_be_heard(world: World) -> None:
     leases = await world.far.kv("leases")
     await leases.put("far", b"here")
     ear = Heard()
-    await world.near.subscribe("shouts", ear)
+    await world.near.subscribe("shouts", On(Message, ear))
     world.broker.crash("far")
     with pytest.raises(NoResponders):
         await world.ask()
@@ -318,7 +317,7 @@ def test_subjects_overtake_each_other_but_not_themselves() -> None:
                     assert isinstance(message, Cancel)
                     log.append((subject, message.attempt))
 
-                await world.far.subscribe(subject, hear)
+                await world.far.subscribe(subject, On(Message, hear))
             for number in range(50):
                 await world.near.publish("a", numbered(number))
                 await world.near.publish("b", numbered(number))

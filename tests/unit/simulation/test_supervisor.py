@@ -28,7 +28,7 @@ class Echo(Service):
         self._said = log
 
     async def open(self) -> None:
-        served = await self._bus.serve(HERE, self._answer)
+        served = await self._bus.serve(HERE, Ping, self._answer)
         self.resources.push_async_callback(served.close)
         self._said.append("open")
 
