@@ -146,8 +146,8 @@ class Answers:
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         parts: list[bytes] = []
-        tail = self._tail()
-        for choice, text, token, logprobs in deltas:
+        for choice, text, token, logprobs, finish, generated in deltas:
+            tail = self._tail(generated)
             if (self._chat or self._echoes) and choice.index not in self._begun:
                 self._begun.add(choice.index)
                 parts += (self._opening(choice), tail)
@@ -155,9 +155,9 @@ class Answers:
                 parts += (self._event_of_token(choice, text, token, logprobs), tail)
             elif text:
                 parts += (self._before[choice.index], _encode(text), self._after, tail)
-            if choice.finish:
+            if finish:
                 body: dict[str, object] = {"delta": {}} if self._chat else {"text": ""}
-                parts += (self._event(choice, body, finish=choice.finish), tail)
+                parts += (self._event(choice, body, finish=finish), tail)
         return b"".join(parts)
 
     def _opening(self, choice: Choice) -> bytes:
@@ -185,9 +185,9 @@ class Answers:
         event = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
         return self._head + _encode(event)
 
-    def _tail(self) -> bytes:
+    def _tail(self, generated: int) -> bytes:
         if self._body.usage_in_chunks:
-            return b'],"usage":' + _encode(self._generation.usage()) + b"}\n\n"
+            return b'],"usage":' + _encode(self._generation.usage(generated)) + b"}\n\n"
         return b'],"usage":null}\n\n' if self._body.usage_at_end else b"]}\n\n"
 
     def last(self) -> bytes:

@@ -46,14 +46,16 @@ class Choice:
         decode: TextStream,
         stops: StopStrings,
         *,
+        prompt: int = 0,
         echo: str = "",
         min_tokens: int = 0,
         silent: bool = False,
     ) -> None:
-        """`echo` goes before what is generated. Stop strings are not looked for in the text of the
+        """`prompt`: its number in the call. `echo` goes before what is generated. Stop strings are not looked for in the text of the
         first `min_tokens` tokens. `silent`: nothing is to be generated; that the prompt was run
         shows in the one token that comes, which nobody is told."""
         self.index = index
+        self.prompt = prompt
         self.request = request
         self.echo = echo
         self.finish: str | None = None
@@ -62,6 +64,8 @@ class Choice:
         """Of the prompt's tokens but the first, if they were asked for."""
         self.logprobs: list[Logprobs] = []
         """One a token, if they were asked for."""
+        self.cached: int | None = None
+        """Prompt tokens that were cached where it began; None: not known before its first token."""
         self.first_at = 0.0
         self._decode = decode
         self._stops = stops
@@ -98,6 +102,10 @@ class Delta(NamedTuple):
     token: int | None
     """None: the choice is silent, and has ended."""
     logprobs: Logprobs | None
+    finish: str | None
+    """Why the choice ends with this token; None: it goes on."""
+    generated: int
+    """Tokens of all choices, up to this one."""
 
 
 class Generation:
@@ -123,6 +131,8 @@ class Generation:
         self._by_id: dict[RequestId, Choice] = {choice.request.id: choice for choice in choices}
         self._call = Call([choice.request for choice in choices])
         self._open = len(choices)
+        self.generated = 0
+        """Tokens of all choices."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -156,7 +166,7 @@ class Generation:
                 "model": self.record.name,
                 "requests": " ".join(request.id for request in requests),
                 "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": self.completion_tokens,
+                "completion_tokens": self.generated,
                 "attempts": sum(request.attempt for request in requests),
                 "ended": not self._open,
             },
@@ -189,7 +199,10 @@ class Generation:
                 elif choice.finish is None:
                     text = self._push(choice, piece)
                     token = piece.token if choice.tokens else None
-                    deltas.append(Delta(choice, text, token, piece.logprobs))
+                    delta = Delta(
+                        choice, text, token, piece.logprobs, choice.finish, self.generated
+                    )
+                    deltas.append(delta)
             yield deltas
 
     @property
@@ -197,21 +210,31 @@ class Generation:
         """Prompts have log probabilities."""
         return self.choices[0].request.score_from > 0
 
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(choice.tokens) for choice in self.choices)
-
-    def usage(self) -> dict[str, object]:
-        completion = self.completion_tokens
+    def usage(self, generated: int | None = None) -> dict[str, object]:
+        """`generated`: when so many tokens had been; without it, now."""
+        completion = self.generated if generated is None else generated
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
 
+    def _cached_tokens(self) -> int:
+        """Prompt tokens that no choice had to compute. The choices of a prompt begin together, so
+        all but the first may find what the first computed: the least of them counts."""
+        least: dict[int, int] = {}
+        for choice in self.choices:
+            if choice.cached is not None:
+                least[choice.prompt] = min(choice.cached, least.get(choice.prompt, choice.cached))
+        return sum(least.values())
+
     def _push(self, choice: Choice, piece: Emit) -> str:
+        if choice.cached is None:
+            choice.cached = piece.cached
+        before = len(choice.tokens)
         text = choice.push(piece.token, piece.finish, piece.logprobs)
+        self.generated += len(choice.tokens) - before
         name, count = self.record.name, len(choice.tokens)
         if count == 1:
             choice.first_at = now()
@@ -305,6 +328,7 @@ def choices_of(
                     request,
                     DecodeStream(lingo.codec, context),
                     StopStrings(stops),
+                    prompt=number,
                     echo=_echo(body, number, lingo),
                     min_tokens=body.min_tokens or 0,
                     silent=limit == 0,

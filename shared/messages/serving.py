@@ -107,6 +107,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     finish: str = ""
     """`stop` or `length` on the last token."""
     logprobs: Logprobs | None = None
+    cached: int = 0
+    """On the first token of an attempt: how many of the tokens that it began with were found in
+    the prefix cache."""
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True):

@@ -129,6 +129,25 @@ async def test_a_completion_and_its_usage(client: openai.AsyncOpenAI) -> None:
     assert answer.usage.prompt_tokens > 1
 
 
+async def test_usage_names_the_cached_part_of_a_prompt(client: openai.AsyncOpenAI) -> None:
+    prompt = "Another prompt, long enough to fill some pages of the cache. " * 3
+    usages = []
+    for _ in range(2):
+        answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
+        usages.append(answer.usage)
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usages += [chunk.usage async for chunk in stream if chunk.usage]
+    found = [u.prompt_tokens_details.cached_tokens for u in usages if u and u.prompt_tokens_details]
+    assert usages[0]
+    assert found == [0, *[usages[0].prompt_tokens // 16 * 16] * 2]
+
+
 async def test_a_stream_says_the_same_and_ends_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(
         model=MODEL,

@@ -31,6 +31,8 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
     first: bool
     """The first token of its attempt."""
     logprobs: Logprobs | None = None
+    cached: int = 0
+    """See `Token.cached`."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):

@@ -130,7 +130,7 @@ class Model:
         route.tokens += request.remaining - request.charge
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
-        self._out.append(Emit(request.id, token.token, finish, first, token.logprobs))
+        self._out.append(Emit(request.id, token.token, finish, first, token.logprobs, token.cached))
         if finish:
             if not token.finish:
                 self._withdraw(route, request)

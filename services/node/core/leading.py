@@ -160,7 +160,8 @@ class Leader:
                 )
             if not sequence.preempted:
                 self.prompt_tokens += len(sequence.tokens)
-                self.cached_tokens += sequence.position
+                sequence.cached = sequence.position
+                self.cached_tokens += sequence.cached
             self.running[sequence.key] = sequence
             lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
             lane.sequences[sequence.key] = sequence
@@ -285,8 +286,9 @@ def _taken(
     commands: list[Command] = []
     finish = Finish.NOT_YET
     for token, its in zip_longest(drawn, logprobs[: len(drawn)]):
+        cached = sequence.cached if len(sequence.tokens) == len(submit.tokens) else 0
         index, finish = sequence.append(token)
-        out = Token(submit.request, submit.attempt, index, token, finish.value, its)
+        out = Token(submit.request, submit.attempt, index, token, finish.value, its, cached)
         commands.append(Emit(submit.gateway, out))
         if finish is not Finish.NOT_YET:
             break

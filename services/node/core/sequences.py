@@ -61,6 +61,8 @@ class Sequence:
     ready: int = 0
     """When it last became ready."""
     position: int = 0
+    cached: int = 0
+    """Tokens whose KV was cached when it first began to run."""
     flight: int | None = None
     """The micro-batch that it is in."""
     row: Row | None = None

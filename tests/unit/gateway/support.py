@@ -159,6 +159,8 @@ class ScriptedNode(Recorder):
         """Tokens of a prompt in a message."""
         self.at_once = 1
         """Tokens in a message, as of a step with accepted ones."""
+        self.cached: Callable[[Submit], int] = lambda submit: 0
+        """Tokens that it finds in its prefix cache."""
         self.resume = asyncio.Event()
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
@@ -201,6 +203,7 @@ class ScriptedNode(Recorder):
         await self._score(submit)
         script = [*self.script(submit), EOS_ID]
         tokens: list[Token] = []
+        cached = self.cached(submit)
         for index in range(len(submit.tokens) - submit.prompt_tokens, submit.max_tokens):
             if index == self.pause_at:
                 await self.resume.wait()
@@ -209,7 +212,9 @@ class ScriptedNode(Recorder):
             if not finish and index + 1 == submit.max_tokens:
                 finish = "length"
             logprobs = logprobs_of(submit, index, value)
-            tokens.append(Token(submit.request, submit.attempt, index, value, finish, logprobs))
+            token = Token(submit.request, submit.attempt, index, value, finish, logprobs, cached)
+            tokens.append(token)
+            cached = 0
             if finish or len(tokens) == self.at_once:
                 await self.send(submit, *tokens)
                 tokens.clear()

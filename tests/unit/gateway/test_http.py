@@ -439,6 +439,48 @@ async def test_several_tokens_at_once_are_taken_in_order_up_to_a_stop_string(
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] == 7
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_only_the_last_event_of_a_choice_says_that_it_ends(
+    cluster: Cluster, http: aiohttp.ClientSession, route: str, logprobs: bool
+) -> None:
+    """Also where all tokens come at once."""
+    cluster.nodes[1].at_once = 50
+    body = {**(ASK if route == "completions" else CHAT), "n": 2, "return_token_ids": logprobs}
+    parts = await events(http, body, route)
+    for index in (0, 1):
+        own = [c for part in parts for c in part["choices"] if c["index"] == index]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+        texts = [c["text"] if "text" in c else c["delta"].get("content", "") for c in own]
+        assert "".join(texts) == "hello world"
+        assert texts[-1] == ""
+
+
+async def test_usage_in_a_chunk_counts_up_to_that_chunk(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    cluster.nodes[1].at_once = 50
+    body = {**ASK, "stream_options": {"continuous_usage_stats": True}}
+    parts = await events(http, body, "completions")
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == [*range(1, 12), 12]
+
+
+async def test_usage_says_how_much_of_the_prompt_was_cached(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    """Of each prompt, what no choice had to compute; where it first gave a token."""
+    cached = {ids_of("a")[0]: iter((16, 48)), ids_of("b")[0]: iter((32, 32))}
+    cluster.nodes[1].cached = lambda submit: next(cached[submit.tokens[1]])
+    body = {**ASK, "prompt": ["a" * 50, "b" * 50], "n": 2}
+    _, answer = await post(http, body)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16 + 32}
+    cluster.nodes[1].cached = lambda submit: 16
+    asked = {**ASK, "stream_options": {"include_usage": True}}
+    parts = await events(http, asked, "completions")
+    assert parts[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
 async def test_a_stop_string_ends_its_own_choice_only(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:

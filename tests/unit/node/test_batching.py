@@ -574,6 +574,14 @@ def test_what_was_found_cached_is_counted_once_a_sequence() -> None:
     assert (core.prompt_tokens, core.cached_tokens) == (25, 16)
 
 
+def test_the_first_token_says_what_was_found_cached() -> None:
+    core = batcher(kv=FakeKv(cached={"r#1": 16}))
+    queue(core, one("r", WHOLE, 20))
+    emitted = [run(core, take(core)) for _ in range(2)]
+    tokens = [c.what for commands in emitted for c in commands if isinstance(c, Emit)]
+    assert [token.cached for token in tokens if isinstance(token, Token)] == [16, 0]
+
+
 # --- preemption -------------------------------------------------------------
 
 FULL = Failure("capacity", "full")
