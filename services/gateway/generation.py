@@ -51,9 +51,10 @@ class Choice:
         min_tokens: int = 0,
         silent: bool = False,
     ) -> None:
-        """`prompt`: its number in the call. `echo` goes before what is generated. Stop strings are not looked for in the text of the
-        first `min_tokens` tokens. `silent`: nothing is to be generated; that the prompt was run
-        shows in the one token that comes, which nobody is told."""
+        """`prompt`: its number in the call. `echo` goes before what is generated. Stop strings are
+        not looked for in the text of the first `min_tokens` tokens. `silent`: nothing is to be
+        generated; that the prompt was run shows in the one token that comes, which nobody is
+        told."""
         self.index = index
         self.prompt = prompt
         self.request = request
