@@ -49,6 +49,9 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
     """Directory for `<service>.jsonl` span files; empty: none."""
     otlp_endpoint: str = ""
     """For example http://127.0.0.1:4318; empty: none."""
+    health_socket: str = ""
+    """Path of a Unix socket that says whether the service is well (`python -m services.health` asks
+    it); empty: none."""
 
 
 class GatewayConfig(_Section, frozen=True, kw_only=True):

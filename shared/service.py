@@ -27,6 +27,8 @@ class Service(ABC):
         self.log = telemetry.logger(self.role, name=name)
         self.resources = AsyncExitStack()
         """What `open` acquires; closed in reverse, after the background tasks have ended."""
+        self.ready = False
+        """It is open and not about to end."""
         self._owner: asyncio.Task[Any] | None = None
         self._background: dict[asyncio.Task[None], None] = {}
         """In the order of their begin."""
@@ -60,6 +62,7 @@ class Service(ABC):
         except BaseException:
             await self._end()
             raise
+        self.ready = True
         return self
 
     async def __aexit__(
@@ -68,6 +71,7 @@ class Service(ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.ready = False
         try:
             if exc is None:
                 await self._drain()

@@ -87,7 +87,7 @@ def _trace(args: argparse.Namespace) -> int:
     trace_id = _finished(directory, args.event) or asyncio.run(_unfinished(args))
     spans = [span for span in read_spans(directory, trace_id) if span["trace_id"] == trace_id]
     if not spans:
-        raise NotFound(f"no spans of {args.event} in {directory}")
+        raise NotFound(f"no spans of {args.event} in {directory}{_elsewhere(args)}")
     if args.json:
         print_json(spans)
     else:
@@ -99,6 +99,12 @@ def _trace_directory(args: argparse.Namespace) -> Path:
     """Of the local cluster, or the one that the configuration names."""
     configured = load(args.config).telemetry.trace_dir if args.config else ""
     return Path(configured) if configured else args.data / "traces"
+
+
+def _elsewhere(args: argparse.Namespace) -> str:
+    """Where spans go instead, if the configuration says so."""
+    endpoint = load(args.config).telemetry.otlp_endpoint
+    return f"; they are sent to {endpoint}: look for them there (Jaeger, ...)" if endpoint else ""
 
 
 def _finished(directory: Path, event: str) -> str | None:

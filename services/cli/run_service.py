@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
-from shared import telemetry
+from shared import health, telemetry
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import Config, load
@@ -46,7 +47,26 @@ def _registry(bus: Bus, config: Config) -> Service:
 def _node(bus: Bus, config: Config) -> Service:
     from services.node.service import NodeService  # imports torch: a second
 
+    if elsewhere := buses_elsewhere(config):
+        telemetry.logger("node", name=config.node.id).warning(
+            "nodes of other machines cannot reach this one: set node.host to an address, or a name "
+            "of one, that they know",
+            host=config.node.host,
+            bus=elsewhere,
+        )
     return NodeService(bus, config.node)
+
+
+def buses_elsewhere(config: Config) -> list[str]:
+    """Hosts of the bus that are not this machine, where the node can be reached from here only."""
+    hosts = [urlsplit(url).hostname or "" for url in config.bus.url.split(",")]
+    if not _is_loopback(config.node.host):
+        return []
+    return [host for host in hosts if host and not _is_loopback(host)]
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 MAKERS: dict[str, Callable[[Bus, Config], Service]] = {
@@ -81,6 +101,15 @@ async def _run(role: str, config: Config) -> None:
     telemetry.configure(name, config.telemetry)
     try:
         async with NatsBus(config.bus, name) as bus:
-            await serve_until_signal(MAKERS[role](bus, config))
+            service = MAKERS[role](bus, config)
+            async with health.telling(config.telemetry.health_socket, lambda: _wrong(service, bus)):
+                await serve_until_signal(service)
     finally:
         telemetry.shutdown()
+
+
+def _wrong(service: Service, bus: NatsBus) -> str:
+    """What keeps the service from its work; empty: nothing."""
+    if not bus.is_up:
+        return "not connected to NATS"
+    return "" if service.ready else "starting or ending"

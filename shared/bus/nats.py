@@ -49,6 +49,11 @@ class NatsBus(Delivery):
         await self.tasks.close()
         await self._connection.close()
 
+    @property
+    def is_up(self) -> bool:
+        """It is connected right now."""
+        return self._connection.is_up
+
     async def publish(self, subject: str, message: Message) -> None:
         self._connection.check_open()
         data = check_size(encode(message), subject)

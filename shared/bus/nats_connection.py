@@ -97,7 +97,7 @@ class Connection:
                     client = await self._connect()
         except TimeoutError as error:
             raise BusError(
-                f"no NATS server at {self._config.url} within {timeout} s ({self._last_error}): "
+                f"no NATS server at {self._config.url} within {timeout} s{self._why()}: "
                 "start one, or set bus.url, bus.user and bus.password"
             ) from error
         finally:
@@ -111,6 +111,11 @@ class Connection:
             raise
         self._open = True
 
+    def _why(self) -> str:
+        """The client's last error in brackets, where it had one that says something."""
+        said = str(self._last_error or "")
+        return f" ({said})" if said else ""
+
     async def close(self) -> None:
         """Sends what is buffered and ends every call in progress with BusError."""
         self._open = False
@@ -120,6 +125,10 @@ class Connection:
         self._announce()
         await self._tasks.close()
         await self._close_client(self.client)
+
+    @property
+    def is_up(self) -> bool:
+        return self._open and self._up.is_set()
 
     def check_open(self) -> None:
         if not self._open:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -245,6 +246,14 @@ async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(BusError, match=re.escape(f"no NATS server at {url} within 0.3 s")):
         async with NatsBus(BusConfig(url=url, connect_timeout_s=0.3), "one"):
             pass
+
+
+async def test_a_server_that_says_nothing_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        complaint = f"no NATS server at {url} within 0.3 s: start one, or set"
+        with pytest.raises(BusError, match=re.escape(complaint)):
+            await NatsBus(BusConfig(url=url, connect_timeout_s=0.3), "one").__aenter__()
 
 
 async def test_a_bus_waits_for_a_server_that_starts_late(tmp_path: Path) -> None:

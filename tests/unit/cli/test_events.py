@@ -100,6 +100,17 @@ def test_an_unknown_event_of_no_cluster_is_not_found(data: Path) -> None:
         run("trace", "ev-9", "--data", str(data))
 
 
+async def trace_of_an_event(args: object) -> str:
+    return "t-elsewhere"
+
+
+def test_where_spans_go_instead_is_said(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_unfinished", trace_of_an_event)
+    monkeypatch.setenv("LAMBDASCALE_TELEMETRY_OTLP_ENDPOINT", "http://jaeger:4318")
+    with pytest.raises(NotFound, match="they are sent to http://jaeger:4318"):
+        run("trace", "ev-9", "--data", str(data))
+
+
 def test_the_line_of_an_event_says_when_where_and_why() -> None:
     line = event_line(record())
     assert line.startswith("ev-1  20")
