@@ -1,4 +1,4 @@
-"""Torch runs the blocks here. Imported before torch multiplies anything in this process."""
+"""Runs a model's blocks with torch. Imported before torch multiplies anything in this process."""
 
 import os
 

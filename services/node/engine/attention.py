@@ -48,10 +48,10 @@ from services.node.engine.rope import rotations
 ROWS = 4
 VALUE_TILE = 128
 QUERY_TILE = 128
-"""Longer prefills are attended in parts: bounds the memory of scores and skips what is masked."""
+"""Longer prefills are attended in parts. This bounds the memory of scores and skips masked keys."""
 
 Span = tuple[Sequence, int, int]
-"""(sequence, first position, count): a row of the step with layers to run."""
+"""(sequence, first position, count) of one row of a step that has layers to run."""
 
 
 def pad_rows(n: int) -> int:
@@ -65,25 +65,26 @@ class _Tile:
     first: int
     """Position of the first key that is read."""
     keys: tuple[tuple[Run, torch.Tensor], ...]
-    """Keys read, and the mask that is added to their scores; it broadcasts to [kv heads, rows,
-    keys]."""
+    """The keys to read, and the mask that is added to their scores. The mask broadcasts to [kv
+    heads, rows, keys]."""
     values: tuple[tuple[Run, ...], ...]
-    """What each VALUE_TILE of the values consists of."""
+    """The runs of slots that make up each VALUE_TILE of the values."""
     queries: torch.Tensor
     """[kv heads, rows, head_dim]; rows = padded(group x queries)."""
     queries_from: tuple[torch.Tensor, torch.Tensor] | None
-    """(target, source) of a copy that fills `queries`; None if they lie in place."""
+    """(target, source) of the copy that fills `queries`; None if the queries are in place
+    already."""
     out: torch.Tensor
     out_to: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Attention:
-    """The shapes of a model's attention, and what all its steps share."""
+    """The shapes of a model's attention, and the tables that all its steps share."""
 
     def __init__(
         self, config: ModelConfig, longest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`longest`: most positions a sequence may have."""
+        """`longest`: the most positions that a sequence may have."""
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         self.group = config.n_heads // config.n_kv_heads
@@ -100,24 +101,26 @@ class Attention:
 
     @property
     def windows(self) -> Iterable[int]:
-        """Those of the layers; 0: none."""
+        """The different window sizes of the model's layers; 0 stands for no window."""
         return self._decode_masks
 
     def first_read(self, query: int, window: int) -> int:
-        """Keys before this position are not read by the query at a position, and those after it."""
+        """The first key position that the query at position `query` reads. Every later query reads
+        from there on or later."""
         return max(query + 1 - window, 0) // VALUE_TILE * VALUE_TILE if window else 0
 
     def decode_mask(self, length: int, window: int) -> torch.Tensor:
-        """For positions from first_read to whole_pages(length): 0 for the last `window` up to
-        `length`, else -inf."""
+        """The mask for positions from first_read to whole_pages(length): 0 for the last `window`
+        positions up to `length`, -inf for the others."""
         first = self.first_read(length - 1, window)
         mask = self._decode_masks[window]
         start = len(mask) - PAGE - (length - first)
         return mask[start : start + whole_pages(length) - first]
 
     def prefill_mask(self, first: int, count: int, window: int) -> torch.Tensor:
-        """[padded(group x count), first_read(first) to whole_pages(first + count)]: each query sees
-        up to itself, `window` positions if there is one."""
+        """A mask [padded(group x count), first_read(first) to whole_pages(first + count)], in which
+        each query sees itself and what is before it, at most `window` positions if there is a
+        window."""
         start, stop = self.first_read(first, window), whole_pages(first + count)
         keys = torch.arange(start, stop, device=self.device)
         queries = torch.arange(first, first + count, device=self.device)
@@ -131,7 +134,8 @@ class Attention:
         return mask
 
     def _mask_of_last(self, window: int) -> torch.Tensor:
-        """Any decode mask is a slice of it: -inf for a value tile, 0, -inf for a page."""
+        """A tensor of which every decode mask is a slice: -inf for a value tile, 0, -inf for a
+        page."""
         mask = torch.zeros(VALUE_TILE + window + PAGE, dtype=self.dtype, device=self.device)
         mask[:VALUE_TILE] = -torch.inf
         mask[VALUE_TILE + window :] = -torch.inf
@@ -139,7 +143,7 @@ class Attention:
 
 
 class AttentionStep:
-    """Implements services.node.engine.ops.Step by torch's operators, on any device."""
+    """Implements services.node.engine.ops.Step with torch's operators, on any device."""
 
     def __init__(self, attention: Attention, frequencies: torch.Tensor, spans: Rows[Span]) -> None:
         self._attention = attention
@@ -195,7 +199,7 @@ class AttentionStep:
         return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
     def _weighted_sum(self, weights: torch.Tensor, tile: _Tile, kv: torch.Tensor) -> None:
-        """tile.out = weights @ values, VALUE_TILE positions at a time, in order."""
+        """Computes tile.out = weights @ values, VALUE_TILE positions at a time, in order."""
         a = self._attention
         n, dim, slot = a.n_kv_heads, a.head_dim, 2 * a.kv_size
         base = kv.storage_offset() + a.kv_size
@@ -249,7 +253,8 @@ class AttentionStep:
         )
 
     def _set_up_rope(self, positions: torch.Tensor, frequencies: torch.Tensor) -> None:
-        """Views of queries and keys, and of their halves: RoPE pairs dimension i with i + D/2."""
+        """Makes views of queries and keys, and of their halves: RoPE pairs dimension i with i +
+        D/2."""
         a, n = self._attention, len(positions)
         half = a.head_dim // 2
         cos, sin = (t.to(a.dtype) for t in rotations(positions, frequencies))
@@ -267,7 +272,7 @@ class AttentionStep:
 
 
 def _from(start: int, runs: list[Run]) -> list[Run]:
-    """What of the runs is not before the position `start`."""
+    """The part of the runs that lies at or after the position `start`."""
     return [
         Run(run.slot + max(start - run.first, 0), max(start, run.first), run.stop)
         for run in runs
@@ -276,7 +281,7 @@ def _from(start: int, runs: list[Run]) -> list[Run]:
 
 
 def _in_tiles(runs: list[Run]) -> tuple[tuple[Run, ...], ...]:
-    """The runs cut where a VALUE_TILE ends: those of each tile."""
+    """The runs, cut where a VALUE_TILE ends, in one tuple for each tile."""
     tiles: list[tuple[Run, ...]] = []
     for start in range(runs[0].first, runs[-1].stop, VALUE_TILE):
         stop = start + VALUE_TILE

@@ -1,4 +1,4 @@
-"""What the node asks of an engine: run any run of blocks of a model over a batch of sequences."""
+"""The interface between a node and its engine, which runs any range of blocks over a batch."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,39 +29,42 @@ __all__ = [
 ]
 
 Weights = memoryview | torch.Tensor
-"""A block's bytes where the engine computes: in host memory, or uint8 on its device."""
+"""A block's bytes, in host memory or as uint8 on the engine's device."""
 Rules = Any
-"""What an engine has made of a context; whatever form it gives that."""
+"""Whatever form an engine gives to the rules of a sequence; nobody else looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Work for blocks start <= block < stop, all rows packed one after the other."""
+    """Work for blocks start <= block < stop. The positions of all rows are packed one after the
+    other."""
 
     start: int
     stop: int
     rows: tuple[Row, ...]
     hidden: torch.Tensor | None = None
-    """[sum(count), hidden_size] in the model's dtype; None where start is 0."""
+    """[sum(count), hidden_size] in the model's dtype; None if `start` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
     rows: tuple[Row, ...]
-    """The part's, in order, less those whose sequences were freed on the way."""
+    """The part's rows in order, without the rows of sequences that were freed meanwhile."""
     hidden: torch.Tensor | None
-    """[sum(count), hidden_size] of these rows; None where the part ended with the head."""
+    """[sum(count), hidden_size] of these rows; None if the part ended with the head."""
     sampled: tuple[tuple[int, ...], ...]
-    """For each row the tokens drawn: none without a draw, where the head was not run, and where the
-    rules leave none; several where proposed ones were accepted."""
+    """The tokens drawn for each row. Empty if the row has no draw, if the head was not run, or if
+    the rules allow no token; several if proposed tokens were accepted."""
     logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] = field(default_factory=dict)
-    """Of the tokens that were to be scored, and of those whose draws asked for them, one each."""
+    """Log probabilities: one for each token to be scored, and for each drawn token whose draw asks
+    for them."""
     failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
-    """Rows that could not be scored or drawn for, and why; the others are not concerned."""
+    """The error of each sequence that could not be scored or drawn for. Other rows are not
+    affected."""
 
 
 class RowsRefused(LambdaScaleError):
-    """A part cannot be run because of these rows; without them it may be."""
+    """A part cannot run because of these rows. Without them it may."""
 
     code = "rows_refused"
 
@@ -74,65 +77,70 @@ class RowsRefused(LambdaScaleError):
 class Sweep(Protocol):
     """One pass over a model's blocks, from the lowest start of its parts to the highest stop.
 
-    Parts get on where they start and off where they stop. Each block is run at most once, over the
-    rows of all parts that need it: a decode step is bound by reading the weights, and reads them
-    once for all. Blocks that no part needs are skipped. Between two blocks parts may join, and any
-    other call to the engine is allowed: rows of sequences that were freed leave the sweep.
+    A part joins at the block where it starts and leaves at the block where it stops. Each block
+    runs at most once, over the rows of all parts that need it: reading the weights is what takes
+    the time of a decode step, so they are read once for everybody. Blocks that no part needs are
+    skipped. Between two blocks, parts may join and any other call to the engine is allowed; rows of
+    sequences that were freed leave the sweep.
     """
 
     @property
     def at(self) -> int:
-        """The blocks before this one are behind: parts that start here or later may join."""
+        """The next block. A part may join if it starts at this block or later."""
 
     @property
     def due_s(self) -> float:
-        """How long all that was run in this sweep should have taken: less than that, and the caller
-        waits. 0: as long as it took."""
+        """Seconds that the blocks run so far should take at least (`node.step_floor_s`). The caller
+        waits for the rest if they took less. 0: no least time."""
 
     def join(self, part: StagePart) -> int:
-        """The part's number in this sweep. NotFound if a block is not held or a sequence not known;
-        CapacityExceeded if there are not enough pages of KV; BadInput or Conflict if rows or
-        hidden states do not fit; RowsRefused if some rows' rules can't be followed here. An error
-        changes nothing, for this part or others."""
+        """Adds the part and returns its number in this sweep. NotFound: a block is not held, or a
+        sequence is not known. CapacityExceeded: too few free pages of KV. BadInput, Conflict: rows
+        or hidden states do not fit. RowsRefused: the rules of some rows cannot be followed here. An
+        error changes nothing, for this part or for others."""
 
     def advance(self) -> dict[int, PartResult]:
-        """Runs the next block that is needed, or several where nobody gets on or off between them;
-        the parts that got off, by number. After an error the sweep is over, and sequences with rows
-        in it can only be freed."""
+        """Runs the next block that is needed, or several if no part joins or leaves between them.
+        Returns the parts that left, by number. After an error the sweep is over, and sequences with
+        rows in it can only be freed."""
 
 
 class Engine(Kv, Protocol):
-    """Not thread-safe: everything is called on the engine thread."""
+    """Not thread-safe: every method is called on the engine thread."""
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        """Prepares for the model's blocks (config read, RoPE tables). UnsupportedModel by name."""
+        """Prepares for the model's blocks (reads the config, makes RoPE tables). UnsupportedModel
+        names what is not supported."""
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
-        """Prepares what an open model's first steps would wait for, a piece at each step of the
-        iterator, which ends early if the model is closed."""
+        """Prepares what an open model's first steps would wait for, one piece at each step of the
+        iterator. The iterator ends early if the model is closed."""
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
-        """The block's bytes are all there and verified: its tensors become views of them."""
+        """Makes the block runnable. Its bytes have all arrived and are verified; its tensors become
+        views of them."""
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
-        """What an open model's grammars are followed with; until then they are refused."""
+        """Gives an open model the tokenizer that its grammars need. Until then grammars are
+        refused."""
 
     def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Rules]:
-        """What makes a sequence's rules, grammar and all, ready to be followed. That is called on
-        another thread, one at a time: the engine goes on meanwhile. NotReady: the tokenizer is not
-        here yet."""
+        """Returns a function that makes a sequence's rules, grammar included. Another thread calls
+        it, one at a time, because a grammar can take long and the engine must go on meanwhile.
+        NotReady: the tokenizer has not arrived yet."""
 
     def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Rules) -> None:
-        """Before the row whose draw has that context joins."""
+        """Hands over a sequence's rules, before the row whose draw has their context joins."""
 
     def held(self, model_id: ModelId) -> frozenset[int]:
-        """Blocks that can be run now."""
+        """The blocks that can be run now."""
 
     def close_model(self, model_id: ModelId) -> None:
-        """Drops the model's tensors and its sequences' KV; the buffers may be reused after."""
+        """Drops the model's tensors and the KV of its sequences. The buffers may be reused
+        afterwards."""
 
     def begin(self, model_id: ModelId) -> Sweep:
-        """A sweep without parts. One that is given up is just dropped."""
+        """A new sweep without parts. To give a sweep up, drop it."""
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
-        """Forgets sequences and gives their pages back; unknown ones are ignored."""
+        """Forgets sequences and frees their pages. Unknown sequences are ignored."""

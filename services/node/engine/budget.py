@@ -1,4 +1,4 @@
-"""How much memory a node's KV caches may take, and how many positions a model has in it."""
+"""How much memory a node's KV caches may take, and how many positions that is for a model."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,25 @@ from shared.config import NodeConfig
 from shared.errors import CapacityExceeded
 
 COPIES = {"stored": 0.0, "packed": 1.0, "int8": 0.5}
-"""Of the weights, that a CPU computes with; in parts of the arena, at most."""
+"""Size of the copy of the weights that a CPU computes with, as the largest possible share of the
+arena."""
 RESERVE = 0.1
-"""Of the machine's or the device's memory; kept for what steps and other programs need besides."""
+"""Share of the memory of the machine or device that stays free for steps and for other programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
     nbytes: int
     arena_bytes: int
-    """For weights."""
+    """Memory for weights."""
 
     def positions(self, weights: int, position: int) -> int:
-        """Of a model with so many bytes of weights and of KV a position, whole pages.
+        """The positions, in whole pages, of a model with `weights` bytes of weights and `position`
+        bytes of KV for each position.
 
-        A model has as much of the memory for KV as of the arena: so whatever else the arena has
-        room for finds KV too. CapacityExceeded: that is less than a page.
+        A model gets the same share of the memory for KV as of the arena. So any other model for
+        which the arena has room finds room for its KV too. CapacityExceeded if that is less than
+        one page.
         """
         share = int(self.nbytes * min(1.0, weights / self.arena_bytes))
         if share < PAGE * position:
@@ -37,7 +40,8 @@ class KvBudget:
 
 
 def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
-    """From what is left once the arenas are taken. CapacityExceeded if that is not enough."""
+    """Reads the budget from the settings, or from what is left once the arenas are taken.
+    CapacityExceeded if that is not enough."""
     left, reserve, where = _left(config, device)
     nbytes = config.kv_bytes or int((left - reserve) * config.kv_share)
     if config.kv_bytes > left:
@@ -54,7 +58,7 @@ def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
 
 
 def _left(config: NodeConfig, device: torch.device) -> tuple[int, int, str]:
-    """(bytes that can be had, bytes to keep free, of what)."""
+    """(bytes available, bytes to keep free, name of the memory for messages)."""
     if device.type == "cuda":
         left, whole = torch.cuda.mem_get_info(device)
         return left, int(RESERVE * whole), f"{device}'s memory"

@@ -1,17 +1,19 @@
-"""Between the host and a GPU by page-locked memory: what is copied to it is not waited for."""
+"""Copies between host and GPU through page-locked memory, so that a copy to the GPU is not waited
+for."""
 
 import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What the device's stream does from now on finds them there."""
+    """Copies to the device. Everything that its stream does from now on sees the values."""
     if values.device.type == device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Once they are there; that is, once all is done that was begun on the device's stream."""
+    """Copies to the host and waits until the copy, and all work begun on the device's stream, is
+    done."""
     if values.device.type == "cpu":
         return values
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

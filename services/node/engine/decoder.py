@@ -1,6 +1,6 @@
 """The decoder, unit by unit: embedding, layers, and final norm with the head.
 
-What a family of models has in other places than Llama: see services.node.checkpoints.families.
+services.node.checkpoints.families describes how each family of models differs from Llama.
 """
 
 from collections.abc import Sequence as Rows
@@ -30,13 +30,13 @@ from shared.layout import BlockSpec
 
 
 def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
-    """Of the keys and values of a model in `dtype`: torch's products of bf16 matrices as small as
-    attention's are slow on a CPU. `kernels`: if it is not torch that attends."""
+    """The dtype of the KV cache of a model in `dtype`. Without kernels of our own (`kernels`) it is
+    float32, because torch multiplies bf16 matrices as small as attention's slowly on a CPU."""
     return dtype if kernels else torch.float32
 
 
 class Decoder:
-    """What a model's steps share."""
+    """The parts that all steps of a model share."""
 
     whole = 0
 
@@ -50,7 +50,7 @@ class Decoder:
         fused: bool = False,
         compiled: Kernels | None = None,
     ) -> None:
-        """`fused`: with the kernels for GPUs; `compiled`: with those for processors."""
+        """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs."""
         self.config, self.dtype, self.device = config, dtype, device
         self._compiled, self._workspace = compiled, Workspace()
         self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
@@ -65,7 +65,8 @@ class Decoder:
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
     def embed(self, unit: EmbeddingUnit, rows: Rows[Row]) -> torch.Tensor:
-        """[positions of the rows, hidden_size]. BadInput for tokens that are not the model's."""
+        """Returns [positions of the rows, hidden_size]. BadInput for tokens outside the
+        vocabulary."""
         n, vocab_size = sum(row.count for row in rows), self.config.vocab_size
         tokens = [token for row in rows for token in row.tokens]
         if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -76,20 +77,21 @@ class Decoder:
         return unit.table[to_device(torch.tensor(tokens), self.device)]
 
     def step(self, spans: Rows[Span]) -> "LayerStep | KernelStep":
-        """Of these rows; one at a time."""
+        """A step over these rows. Only one step may be in use at a time."""
         if self._compiled is not None:
             return KernelStep(self, self._compiled, self._workspace, spans)
         return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
-        """Logits [len(rows), vocab] float32 after the given rows of hidden [n, hidden_size]."""
+        """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,
+        hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.ops.rms_norm(picked, unit.norm, self.config.norm_eps)
         return unit.head(normed, torch.float32)
 
 
 class LayerStep:
-    """Runs layers over one step's packed rows."""
+    """Runs layers over the packed rows of one step."""
 
     def __init__(self, model: Decoder, attention: Step) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
@@ -99,8 +101,8 @@ class LayerStep:
     def run(
         self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers. hidden [rows, hidden_size] is updated; kv: [layers, slots, 2, kv
-        heads, head_dim], is added to."""
+        """Runs a block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers, slots,
+        2, kv heads, head_dim]."""
         for layer, own in zip(layers, kv, strict=True):
             self._run_layer(layer, hidden, own)
 

@@ -1,5 +1,5 @@
-"""Draws at random where the logits are, on a GPU: what `sampling.allowed` says and the inverse of
-the CDF, in float64 as there, but for many rows at once, and nothing is waited for."""
+"""Random draws on a GPU, where the logits are. The cuts of `sampling.allowed` and the inverse of
+the CDF, in float64 as on the host, but for many rows at once and without waiting for the device."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,13 @@ from services.node.engine.copies import to_device
 from shared.messages.serving import Sampling
 
 ROWS = 16
-"""At a time: several copies of their logits in float64 are 16 MiB each at a vocabulary of 128k."""
+"""Rows drawn at a time. Several float64 copies of their logits exist at once, 16 MiB each for a
+vocabulary of 128k."""
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]) -> Tensor:
-    """[n]: the id that is drawn from each row of `logits` [n, vocab] by its sampling, which has a
-    temperature, and its number from [0, 1)."""
+    """Draws one token id from each row of `logits` [n, vocab]. Each row has its sampling, with a
+    temperature above 0, and its random number in [0, 1). Returns [n]."""
     numbers = [
         (each.temperature, each.min_p, each.top_p, chance)
         for each, chance in zip(samplings, chances, strict=True)
@@ -26,7 +27,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], chances: Sequence[float]
 
 
 def _draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Tensor) -> Tensor:
-    """`numbers`: (temperature, min_p, top_p, chance) of each row, float64."""
+    """`numbers` has (temperature, min_p, top_p, chance) of each row, in float64."""
     temperature, min_p, top_p, chance = torch.split(numbers, 1, dim=1)
     exact = logits.double()
     exact = exact - exact.amax(-1, keepdim=True)
@@ -42,13 +43,13 @@ def _draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Tensor) -> Ten
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     at = torch.searchsorted(cumulative, chance * total, right=True)
-    last = torch.searchsorted(cumulative, total)  # with any weight
+    last = torch.searchsorted(cumulative, total)  # the last token with any weight
     return torch.minimum(at, last).squeeze(-1)
 
 
 def _top_k(logits: Tensor, counts: list[int]) -> Tensor:
-    """Whether a token is among its row's so many largest; of equal ones at the border, the lower
-    ids are."""
+    """A mask of the `counts[i]` largest logits of each row i. Among equal logits at the border, the
+    lower ids are in."""
     most = max(count for count in counts if count < logits.shape[-1])
     wanted = to_device(torch.tensor(counts), logits.device)[:, None]
     largest = logits.topk(most).values
@@ -60,7 +61,7 @@ def _top_k(logits: Tensor, counts: list[int]) -> Tensor:
 
 
 def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Whether a token is one of the fewest that make up `top_p` of its row's total."""
+    """A mask of the fewest tokens that together have `top_p` of their row's total weight."""
     ordered, ids = weights.sort(dim=-1, descending=True, stable=True)
     cumulative = ordered.cumsum(-1)
     last = torch.searchsorted(cumulative, top_p * weights.sum(-1, keepdim=True))

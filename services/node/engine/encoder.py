@@ -1,13 +1,14 @@
 """An image classifier's encoder (ViT; Dosovitskiy et al. 2021), unit by unit: embeddings of the
 patches, layers, and final norm with the classifier.
 
-A sequence is an image. All its positions are run in one row, since attention goes both ways, and
-nothing of it is kept after that. Attention does not know an order, so the class token is put last:
-a class is drawn after the last position, as a token is.
+A sequence is an image. All its positions run in one row, because attention goes both ways, and
+nothing is kept afterwards. Attention does not depend on the order of positions, so the class token
+comes last: a class is drawn after the last position, as a token is.
 
-An image's result does not depend on the others in a step. On a CPU each is run by itself, in
-products of one shape: packed together, eight are at most 15 % faster (ViT-B, one thread), but
-torch's bf16 products then have other bits (linear.py). On a GPU all are run together.
+An image's result does not depend on the other images of a step. On a CPU each image runs by itself,
+in products of one shape. Packed together, eight images would be at most 15 % faster (ViT-B, one
+thread), but torch's bf16 products would then give other bits (linear.py). On a GPU all images run
+together.
 """
 
 from collections.abc import Sequence as Rows
@@ -43,9 +44,9 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class PatchUnit:
     projection: Linear
-    """Of a patch's values, [channels x height x width]."""
+    """Applied to the values of a patch, [channels x height x width]."""
     positions: torch.Tensor
-    """[positions, hidden]: what is added to each; to the last, the class token itself."""
+    """[positions, hidden], added to each position. The last one includes the class token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class EncoderTensors(BlockTensors):
         )
 
     def _patches(self) -> PatchUnit:
-        """The convolution, whose patches do not overlap, as a product; the class token's position,
-        the checkpoint's first, as the last."""
+        """Turns the convolution into a product, which is the same since its patches do not overlap.
+        Moves the class token's position from first, as in the checkpoint, to last."""
         kernel = self._joined([PROJECTION + ".weight"]).flatten(1)
         positions = self._joined([POSITIONS])[0]
         token = positions[:1] + self._joined([CLASS_TOKEN])[0]
@@ -99,12 +100,12 @@ class EncoderTensors(BlockTensors):
 
 
 class Encoder:
-    """What a model's steps share."""
+    """The parts that all steps of a model share."""
 
     def __init__(self, config: VitConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.whole = config.context_length
-        # Made once: a tensor that is made on a GPU of a host's numbers is waited for.
+        # Made once: making a GPU tensor from numbers of the host waits for the GPU.
         self._mean = torch.tensor(config.image.mean, device=device)
         self._std = torch.tensor(config.image.std, device=device)
 
@@ -114,7 +115,8 @@ class Encoder:
         return tuple(tensors.encoder_unit(self.config, unit) for unit in units)
 
     def embed(self, unit: PatchUnit, rows: Rows[Row]) -> torch.Tensor:
-        """[positions of the rows, hidden_size]. RowsRefused if a row has no image of the size."""
+        """Returns [positions of the rows, hidden_size]. RowsRefused names rows without an image of
+        the model's size."""
         nbytes = self.config.image.nbytes
         for row in rows:
             if len(row.image) != nbytes:
@@ -132,7 +134,8 @@ class Encoder:
         return EncoderStep(self, len(spans))
 
     def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
-        """Logits [len(rows), labels] float32 after the given rows of hidden [n, hidden_size]."""
+        """Logits [len(rows), labels] in float32, computed from the given rows of hidden [n,
+        hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
         return unit.classifier(self.normed(picked, unit.norm), torch.float32)
 
@@ -141,7 +144,7 @@ class Encoder:
         return functional.layer_norm(x, shape, norm.weight, norm.bias, self.config.norm_eps)
 
     def _patches(self, image: bytes) -> torch.Tensor:
-        """[patches, channels x height x width], rescaled and normalised."""
+        """The image as [patches, channels x height x width], rescaled and normalised."""
         how, size = self.config.image, self.config.patch_size
         side = how.size // size
         pixels = to_device(torch.frombuffer(bytearray(image), dtype=torch.uint8), self.device)
@@ -153,7 +156,7 @@ class Encoder:
 
 
 class EncoderStep:
-    """Runs layers over one step's images."""
+    """Runs layers over the images of one step."""
 
     def __init__(self, encoder: Encoder, images: int) -> None:
         self._encoder = encoder
@@ -163,7 +166,7 @@ class EncoderStep:
     def run(
         self, block: int, layers: Rows[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers. hidden [rows, hidden_size] is updated; kv stays empty."""
+        """Runs a block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
         whole = self._encoder.whole
         images = hidden.view(self._images, whole, -1)
         for layer in layers:
@@ -171,7 +174,7 @@ class EncoderStep:
                 self._run(layer, some)
 
     def _run(self, layer: EncoderLayer, images: torch.Tensor) -> None:
-        """[images, positions, hidden_size]."""
+        """Runs one layer over images [images, positions, hidden_size]."""
         encoder, n_heads = self._encoder, self._encoder.config.n_heads
         rows = images.flatten(0, 1)
         qkv = layer.qkv(encoder.normed(rows, layer.before))

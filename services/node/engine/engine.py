@@ -1,4 +1,4 @@
-"""The torch engine: models' blocks as they come, batches over any run of them."""
+"""The torch engine: attaches blocks as they arrive, and runs batches over any range of them."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 class TorchEngine:
     """Implements services.node.engine.base.Engine.
 
-    On a CPU a sequence's logits are, bit for bit, the same in every batch, split of the model and
-    way its KV came to be (attention.py says how), on the same kind of CPU; but not those of bf16
-    in the stored form (linear.py).
-    On `cuda` blocks are attached where they lie on the device (services/node/memory/device.py), and
-    run by fused kernels, decode steps as CUDA graphs. The bit-for-bit promise is not made there.
-    That path has not been run on a GPU yet: its kernels and buffers have on a CPU, in Triton's
+    On CPUs of one kind, a sequence's logits have the same bits in every batch, for every split of
+    the model into stages, and however its KV was computed (attention.py says how). The exception is
+    bf16 in the stored form (linear.py).
+
+    On `cuda`, blocks are attached where they lie on the device (services/node/memory/device.py) and
+    run by fused kernels, decode steps as CUDA graphs. The promise about bits does not hold there.
+    This path has not run on a GPU yet: its kernels and buffers were tested on a CPU, in Triton's
     interpreter.
     """
 
@@ -50,11 +51,11 @@ class TorchEngine:
         cpu_weights: Form = "packed",
         capture: "Capture | None" = None,
     ) -> None:
-        """`kv`: what there is for KV caches; a number: so many positions, whatever they take.
-        `threads` 0: torch's default. `step_floor_s`: least time of a sweep through a whole model
-        (see NodeConfig). `cpu_weights`: how matrices are held on a CPU. `capture`: how
-        decode steps are recorded, None as the device can; given on a CPU, the kernels for GPUs are
-        run there, in Triton's interpreter. Make it on the thread that calls it."""
+        """`kv`: the memory for KV caches, or directly a number of positions. `threads`: 0 takes
+        torch's default. `step_floor_s`: the least seconds of a sweep through a whole model (see
+        NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how decode steps are
+        recorded; None lets the device decide. Given on a CPU, it makes the kernels for GPUs run
+        there, in Triton's interpreter. Make the engine on the thread that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
             capture = capture or _own_stream(self._device)
@@ -64,7 +65,7 @@ class TorchEngine:
         if self._device.type == "cpu":
             check_form(cpu_weights)
             if cpu_weights != "stored":
-                kernels.load()  # compiled now, if they were not yet, and not while a model waits
+                kernels.load()  # compile them now, before a model waits for them
         self._budget = kv
         self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
@@ -101,8 +102,8 @@ class TorchEngine:
         self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
 
     def _make_room(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> None:
-        """The first of the models that are open decides how many positions there are for all.
-        CapacityExceeded if that leaves too little memory for this one."""
+        """Sizes the KV cache when the first model opens; models opened later share its positions.
+        CapacityExceeded if too little memory is left for this model."""
         budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
         own = self._capture is not None or self._kernels(dtype) is not None
         position = elements * kv_dtype(dtype, own).itemsize
@@ -119,14 +120,14 @@ class TorchEngine:
                 )
 
     def _kernels(self, dtype: torch.dtype) -> kernels.Kernels | None:
-        """Those for processors, if a model in `dtype` runs by them."""
+        """The CPU kernels, if a model in `dtype` runs on them."""
         if self._form == "stored" or self._capture is not None or dtype not in kernels.DTYPES:
             return None
         return kernels.load()
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
-        """Nothing on a CPU: the first step of a model was measured to be as fast as its others,
-        but for some 10 ms or more in a process's very first."""
+        """Does nothing on a CPU: there a model's first step was measured to be as fast as its
+        others, except for 10 ms or more in the first step of a process."""
         model = self._model(model_id)
         if self._capture is not None:
             for _ in warm_up(model.network):
@@ -166,7 +167,7 @@ class TorchEngine:
         return frozenset(model.blocks) if model else frozenset()
 
     def close_model(self, model_id: ModelId) -> None:
-        if self._device.type == "cuda":  # a sweep that was given up may have kernels under way
+        if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
@@ -205,7 +206,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _record(self, model_id: ModelId, block: int) -> None:
-        """A block's decode steps, ahead of the first one."""
+        """Records the block's decode steps, before the first of them is needed."""
         model = self._model(model_id)
         if model.graphs is not None and (layers := model.layer_units(block)):
             kv = self._kv.of_layers(model_id, model.layers(block, block + 1))
@@ -218,8 +219,9 @@ class TorchEngine:
 
 
 def _own_stream(device: torch.device) -> "Capture":
-    """From now on this thread computes on a stream of its own: copies on others run meanwhile, and
-    what it launches can be recorded. ConfigError: there is no Triton, whose kernels it runs."""
+    """Makes this thread compute on a stream of its own from now on, so that copies on other streams
+    run at the same time and launches can be recorded. ConfigError if Triton, which the kernels
+    need, is missing."""
     if find_spec("triton") is None:
         raise ConfigError(
             f"node.device {device} needs Triton, which torch's builds for CUDA bring with them: "
@@ -233,7 +235,7 @@ def _own_stream(device: torch.device) -> "Capture":
 
 
 def torch_device(name: str) -> torch.device:
-    """`node.device`; ConfigError if it cannot be used on this machine."""
+    """The device of `node.device`. ConfigError if this machine cannot use it."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

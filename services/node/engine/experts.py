@@ -1,7 +1,7 @@
 """Mixtures of experts: each row goes through the few experts that its router chooses.
 
-A row's result does not depend on the batch (see attention.py): its experts are summed in their own
-order, in float32.
+A row's result does not depend on the batch (see attention.py): the results of its experts are
+summed in the order of the experts, in float32.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ AddExperts = Callable[[torch.Tensor, torch.Tensor, ExpertMlp, ExpertsConfig], No
 
 
 def gpu_experts() -> AddExperts:
-    """In place of `add_experts`."""
-    from services.node.engine import triton_experts  # there need be no Triton elsewhere
+    """The GPU's version of `add_experts`."""
+    from services.node.engine import triton_experts  # Triton is not installed everywhere
 
     return triton_experts.add_experts
 
@@ -27,7 +27,7 @@ def add_experts(
     mlp: ExpertMlp,
     config: ExpertsConfig,
 ) -> None:
-    """Adds to hidden what the experts make of normed, both [rows, hidden_size]."""
+    """Adds the output of the experts for `normed` to `hidden`, both [rows, hidden_size]."""
     weights, chosen = (each.flatten() for each in route(normed, mlp, config))
     by_expert = chosen.argsort(stable=True)
     rows, weights = by_expert // config.per_token, weights[by_expert, None]
@@ -45,7 +45,7 @@ def add_experts(
 def route(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights in float32, experts) of each row, both [rows, per_token]."""
+    """Returns (weights in float32, experts) of each row, both [rows, per_token]."""
     logits = mlp.router(normed.float())
     weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(config.per_token)
     if config.normalized:

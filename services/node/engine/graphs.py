@@ -1,10 +1,10 @@
-"""Decode steps on a GPU as CUDA graphs: launches that are recorded once and repeated.
+"""Decode steps on a GPU as CUDA graphs: launches that are recorded once and then repeated.
 
-A decode step of a small batch is over sooner than the CPU can launch its kernels one by one. A
-graph repeats launches as they were, with the same addresses: so it works in buffers of its own, of
-fixed sizes, that are filled before each step. There are some for each of a few batch sizes; a step
-takes the next larger one, and its last rows only pad. A graph holds the layers of one block, since
-rows get on and off a sweep between blocks.
+A GPU finishes the decode step of a small batch sooner than a CPU can launch its kernels one by one.
+A graph repeats launches exactly, with the same addresses. So it works in fixed buffers that are
+filled before each step. There is a graph for each of a few batch sizes; a step takes the next
+larger size and pads the rest. A graph holds the layers of one block, because rows join and leave a
+sweep between blocks.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,22 @@ from services.node.engine.paged_attention import PagedStep, StepShape, plan_size
 from services.node.engine.weights import LayerUnit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences, a position each. What is larger is launched kernel by kernel, as prefills are."""
+"""Batch sizes, in sequences of one position each. Larger steps are launched kernel by kernel, as
+prefills are."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Records what the work would launch, without running it; the result runs it."""
+"""Records what `work` would launch, without running it. The result runs it."""
 
 
 class CudaCapture:
-    """Graphs that are never run at a time, so that they share memory. On one thread, whose stream
-    is not the default one."""
+    """Records graphs that share memory, since only one of them runs at a time. To be used on one
+    thread, whose stream is not the default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         anything = torch.zeros(1, device=device)
-        # torch takes a pool back for good when the last graph of it goes.
+        # torch frees a pool for good when its last graph goes, so one graph is always kept.
         self._first = self(anything.zero_)
 
     def __call__(self, work: Callable[[], object]) -> Replay:
@@ -48,21 +49,21 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """A model's. One step is under way at a time; what is asked between its blocks leaves it as it
-    is."""
+    """The graphs of one model. One step runs at a time; calls to the engine between its blocks do
+    not disturb it."""
 
     def __init__(self, decoder: Decoder, longest: int, capture: Capture) -> None:
-        """`longest`: most positions a sequence may have."""
+        """`longest`: the most positions that a sequence may have."""
         self._decoder, self._capture = decoder, capture
         self._plan = torch.zeros(
             plan_size(BATCHES[-1], longest), dtype=torch.int32, device=decoder.device
         )
         self._steps: dict[int, GraphedStep] = {}
         self.warm = False
-        """Whether all kernels were run before, so that `prepare` can record them."""
+        """Whether every kernel has run before, so that `prepare` can record it."""
 
     def step(self, spans: Rows[Span], hidden: torch.Tensor) -> "GraphedStep | None":
-        """For these rows; None: it is not a decode step, or too large."""
+        """A step for these rows; None if this is no decode step, or one that is too large."""
         if len(spans) > BATCHES[-1] or any(count != 1 for _, _, count in spans):
             return None
         step = self._of(next(batch for batch in BATCHES if batch >= len(spans)))
@@ -70,12 +71,12 @@ class DecodeGraphs:
         return step
 
     def prepare(self, block: int, layers: Rows[LayerUnit], kv: torch.Tensor) -> None:
-        """Records the block, for every batch size; see `GraphedStep.run`."""
+        """Records the block for every batch size; see `GraphedStep.run`."""
         for batch in BATCHES:
             self._of(batch).record(block, layers, kv)
 
     def forget(self, block: int) -> None:
-        """The block's weights are no longer where they were."""
+        """Drops the block's graphs, because its weights have moved."""
         for step in self._steps.values():
             step.forget(block)
 
@@ -86,7 +87,7 @@ class DecodeGraphs:
 
 
 class GraphedStep:
-    """Steps of a batch size, one after the other."""
+    """Steps of one batch size, one after the other."""
 
     def __init__(self, decoder: Decoder, batch: int, plan: torch.Tensor, capture: Capture) -> None:
         shape = StepShape(batch, few=batch)
@@ -105,12 +106,13 @@ class GraphedStep:
     def run(
         self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """A block's layers over the rows that it was filled with, whose `hidden` is updated. kv:
-        [layers, slots, 2, kv heads, head_dim]."""
+        """Runs a block's layers over the rows that the step was filled with, and updates their
+        `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""
         if block in self._replays:
             self._replays[block]()
         else:
-            self._layers.run(block, layers, self._hidden, kv)  # loads what is recorded then
+            # Loads the kernels that are recorded next.
+            self._layers.run(block, layers, self._hidden, kv)
             self.record(block, layers, kv)
         hidden.copy_(self._hidden[: len(hidden)])
 

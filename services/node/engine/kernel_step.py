@@ -1,7 +1,8 @@
-"""A step's layers by our kernels for processors: a block's in one call, in which all threads go
-through the layers together.
+"""Runs a step's layers with our kernels for CPUs. A block is one call, in which all threads go
+through its layers together.
 
-A call from Python, and waking threads, takes as long as the smaller parts of a layer do.
+A call for each smaller part of a layer would take as long as the part itself, for Python and for
+waking threads.
 """
 
 import ctypes
@@ -25,20 +26,21 @@ if TYPE_CHECKING:
     from services.node.engine.decoder import Decoder
 
 BLOCK = 16
-"""Most rows of a sequence that one thread attends at a time."""
+"""The most rows of a sequence that one thread attends at a time."""
 SCORES = 1 << 19
-"""More than so many numbers, which are kept for each thread, only for a single row."""
+"""Limit of scores kept for each thread. It is exceeded only if a single row needs more."""
 ALIGN = 64
 
 
 class Workspace:
-    """Memory for what is over when a step is: its pages stay with the process."""
+    """Memory for buffers that live no longer than a step. Its pages stay with the process, so that
+    the operating system need not zero them for every step."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-        """Tensors of these shapes, in place of those that were taken before."""
+        """Tensors of these shapes. They overwrite the tensors of the call before."""
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
         spaced = [-(-size // ALIGN) * ALIGN for size in sizes]
         if len(self._bytes) < sum(spaced):
@@ -65,8 +67,8 @@ class KernelOps(TorchOps):
 
 
 class KernelStep:
-    """Implements services.node.engine.sweep.Step. All matrices of the layers are Packed. A page of
-    a layer's cache is one piece of memory, in which attention.c has an order of its own."""
+    """Implements services.node.engine.sweep.Step. All matrices of the layers are Packed. Each page
+    of a layer's cache is one piece of memory, whose inner order is attention.c's own."""
 
     def __init__(
         self, decoder: "Decoder", compiled: kernels.Kernels, workspace: Workspace, spans: Rows[Span]
@@ -85,7 +87,7 @@ class KernelStep:
             pages += sequence.pages[: pages_of(first + count)]
             slots += sequence.slots(first, count)
             positions += range(first, first + count)
-        # The longest first: threads that end with short ones end together.
+        # The longest spans go first, so that threads that end with short ones end together.
         blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
         scratch = a.group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks)
         rows, width = len(slots), config.hidden_size
@@ -140,7 +142,7 @@ class KernelStep:
 
 
 def _layer(layer: LayerUnit, kv: int) -> kernels.Layer:
-    """`kv`: where its cache is."""
+    """`kv`: the address of the layer's cache."""
     made = kernels.Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),

@@ -1,19 +1,19 @@
 """The KV cache: pages of PAGE positions, taken as a sequence grows.
 
-A page is the same one in all layers that its sequence uses, and attention reads whole pages. They
-come from one budget for all models (paged attention: Kwon et al., SOSP 2023, section 4), and
-nothing is reserved: a sequence that finds no page has to wait until others were freed.
+A sequence has the same page numbers in all layers it uses, and attention reads whole pages. The
+pages come from one budget for all models (paged attention: Kwon et al., SOSP 2023, section 4).
+Nothing is reserved: a sequence that finds no free page has to wait until others are freed.
 
 Sharing: a full page whose tokens are known is kept under a digest of all tokens up to its end,
-chained page by page (as vLLM's prefix caching does), and read by every sequence that begins with
-the same tokens. What is shared is never written: sequences write behind their own last page only,
-and where they part from what is cached they take a page of their own. When its last reader has
-ended, a page stays until its memory is wanted, least recently used first; a sequence gives its last
-pages back first, so that of a prefix the end goes before the beginning.
+chained page by page (as in vLLM's prefix caching), and read by every sequence that begins with the
+same tokens. A shared page is never written: a sequence writes only behind its last page, and takes
+a page of its own where it departs from the cached tokens. When its last reader has ended, a page
+stays until its memory is needed; the least recently used page goes first. A sequence gives its last
+pages back first, so that the end of a prefix goes before its beginning.
 
-Placement: neighbours are read as one strided view (attention.py), so the next page of a sequence is
-the one after its last if that is free. Otherwise it is in the middle of the longest free run, far
-from the sequences on both sides, which grow too; in a short run, at its beginning.
+Placement: neighbouring pages are read as one strided view (attention.py). So the next page of a
+sequence is the one after its last, if that is free. Otherwise it is in the middle of the longest
+free run, far from the sequences on both sides, which grow too; in a short run, at its beginning.
 """
 
 import math
@@ -32,11 +32,12 @@ from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
 EVICTED_TOGETHER = 16
-"""Pages: those of one ended sequence are neighbours, and whoever takes them stays in one piece."""
+"""Pages evicted at a time. Those of one ended sequence are neighbours, so whoever takes them gets
+one piece."""
 
 
 class Run(NamedTuple):
-    """Positions first <= position < stop lie side by side from `slot` on."""
+    """Positions first <= position < stop, which lie side by side from `slot` on."""
 
     slot: int
     first: int
@@ -49,34 +50,34 @@ Prefix = tuple[ModelId, bytes]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stage's part of a sequence. Without layers it has no pages and costs nothing."""
+    """One stage's share of a sequence. A stage without layers needs no pages."""
 
     key: SequenceKey
     model_id: ModelId
     blocks: tuple[int, int]
-    """(start, stop) of the stage that began it."""
+    """(start, stop) of the stage that began the sequence."""
     layers: range
     limit: int
-    """Most positions that it may come to."""
+    """The most positions that the sequence may reach."""
     pages: list[int] = field(default_factory=list)
     length: int = 0
     """Positions in the cache, or about to be written."""
     proposed: int = 0
-    """The last so many of them have proposed tokens, and may be taken back."""
+    """How many of the last positions hold proposed tokens, which may be taken back."""
     live: bool = True
-    """False once it was freed."""
+    """False once the sequence was freed."""
     known: int = 0
-    """Its first pages, whose tokens are known."""
+    """Number of its first pages whose tokens are known."""
     digest: bytes = b""
-    """Of those tokens."""
+    """The digest of the tokens of these pages."""
     tail: list[int] = field(default_factory=list)
-    """Known tokens after those."""
+    """Known tokens after these pages."""
 
     def slots(self, first: int, count: int) -> list[int]:
         return [self.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, first + count)]
 
     def runs(self, positions: int) -> list[Run]:
-        """Of its first `positions`, which are whole pages."""
+        """The runs that hold its first `positions` positions, which must be whole pages."""
         found: list[Run] = []
         for index in range(positions // PAGE):
             slot, first = self.pages[index] * PAGE, index * PAGE
@@ -88,7 +89,7 @@ class Sequence:
 
 
 class FreePages:
-    """Free pages as runs of neighbours."""
+    """Free pages, kept as runs of neighbours."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -101,7 +102,8 @@ class FreePages:
         self._stop_of[start], self._start_of[stop] = stop, start
 
     def take(self, count: int, after: int | None) -> list[int]:
-        """`count` pages, of which there are so many; best those that follow page `after`."""
+        """Takes `count` pages, if possible the ones that follow page `after`. The caller has
+        checked that there are enough."""
         taken: list[int] = []
         while len(taken) < count:
             n = count - len(taken)
@@ -120,7 +122,7 @@ class FreePages:
         return taken
 
     def _cut(self, start: int, stop: int, first: int, last: int) -> None:
-        """Takes first <= page < last out of the run start <= page < stop."""
+        """Takes first <= page < last out of the free run start <= page < stop."""
         self.count -= last - first
         del self._stop_of[start], self._start_of[stop]
         for left, right in ((start, first), (last, stop)):
@@ -129,11 +131,12 @@ class FreePages:
 
 
 class KvCache:
-    """Budget: `capacity` positions (rounded up to whole pages) over all sequences of all models."""
+    """`capacity` positions (rounded up to whole pages) are shared by all sequences of all
+    models."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.changes = 0
-        """Grows when sequences end: what was planned for them is outdated."""
+        """Grows when sequences end: whatever was planned with an older value is outdated."""
         self._device = device
         self._tensors: dict[ModelId, torch.Tensor] = {}
         self._views: dict[ModelId, dict[range, torch.Tensor]] = {}
@@ -142,34 +145,35 @@ class KvCache:
         self._prefix_of: dict[int, Prefix] = {}
         self._page_of: dict[Prefix, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages of prefixes that no sequence has; the least recently used first."""
+        """Pages of prefixes that no sequence uses; the least recently used is first."""
 
     def resize(self, capacity: int) -> None:
-        """While no model has KV."""
+        """Changes the capacity. Allowed only while no model has KV."""
         self.capacity = pages_of(capacity) * PAGE
         self._free = FreePages(pages_of(capacity))
         self._readers = [0] * pages_of(capacity)
-        """Sequences that have the page."""
+        """For each page, the number of sequences that use it."""
 
     @property
     def available(self) -> int:
-        """Pages that sequences may take."""
+        """Number of pages that sequences can still take."""
         return self._free.count + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Positions of pages that sequences have."""
+        """Number of positions in pages that sequences use."""
         return self.capacity - self.available * PAGE
 
     @property
     def nbytes(self) -> int:
-        """Of the memory for all models."""
+        """Bytes of the cache, over all models."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def open_model(
         self, model_id: ModelId, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """Memory for the model's keys and values; on a CPU only what is used becomes resident."""
+        """Makes room for the model's keys and values. On a CPU only pages that are used become
+        resident."""
         shape = (n_layers, self.capacity, 2, n_kv_heads, head_dim)
         try:
             self._tensors[model_id] = torch.empty(shape, dtype=dtype, device=self._device)
@@ -188,12 +192,12 @@ class KvCache:
         self._views.pop(model_id, None)
 
     def tensor(self, model_id: ModelId) -> torch.Tensor:
-        """[layers, slots, 2, kv heads, head_dim]; index 2 is 0 for keys, 1 for values. Page i is
-        slots i * PAGE and on."""
+        """The cache, [layers, slots, 2, kv heads, head_dim], where index 0 of the third dimension
+        holds keys and 1 values. Page i is slots i * PAGE up to (i + 1) * PAGE."""
         return self._tensors[model_id]
 
     def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
-        """[len(layers), slots, 2, kv heads, head_dim], see `tensor`."""
+        """The cache of these layers, [len(layers), slots, 2, kv heads, head_dim]; see `tensor`."""
         views = self._views[model_id]
         if layers not in views:
             views[layers] = self._tensors[model_id][layers.start : layers.stop]
@@ -210,15 +214,16 @@ class KvCache:
         key: SequenceKey,
         limit: int,
     ) -> Sequence:
-        """A new sequence, without pages yet."""
+        """A new sequence, which has no pages yet."""
         if model_id not in self._tensors:
             raise NotFound(f"model {model_id} has no KV cache: open it first")
         sequence = self._sequences[key] = Sequence(key, model_id, blocks, layers, limit)
         return sequence
 
     def adopt(self, sequence: Sequence, tokens: tuple[int, ...]) -> int:
-        """Gives a sequence that has just started the cached pages of `tokens`, but for those that
-        the last token is in: the number of its positions."""
+        """Gives a sequence that has just started the cached pages of `tokens`, without the page of
+        the last token (which must be run, to draw what follows). Returns the number of
+        positions."""
         for start in range(0, len(tokens) - PAGE, PAGE):
             digest = _chained(sequence.digest, tokens[start : start + PAGE])
             page = self._page_of.get((sequence.model_id, digest))
@@ -232,7 +237,7 @@ class KvCache:
         return sequence.length
 
     def require(self, pages: int) -> None:
-        """CapacityExceeded if there are not so many."""
+        """CapacityExceeded if fewer pages are free."""
         if pages > self.available:
             raise CapacityExceeded(
                 f"{pages * PAGE} more positions of KV cache are needed, {self.available * PAGE} "
@@ -241,11 +246,11 @@ class KvCache:
             )
 
     def extend(self, sequence: Sequence, count: int, proposed: int = 0) -> None:
-        """Makes room for `count` more positions, to be written before the next attention; the last
+        """Makes room for `count` more positions, to be written before the next attention. The last
         `proposed` of them may be taken back. CapacityExceeded changes nothing.
 
-        On a CPU the page they end in is read whole: what is left in it by an earlier sequence is
-        erased, since masking makes a foreign value weigh nothing only if it is finite.
+        On a CPU the page in which they end is read whole. What an earlier sequence left in it is
+        erased, because a mask gives a foreign value no weight only if the value is finite.
         """
         end = sequence.length + count
         new = pages_of(end) - len(sequence.pages)
@@ -258,15 +263,15 @@ class KvCache:
         sequence.length, sequence.proposed = end, proposed
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Takes back the proposed positions from there on; the others stay. Their pages are still
-        the sequence's, which will come to them again, and nobody else's."""
+        """Takes back the proposed positions from `length` on. The sequence keeps their pages, since
+        it will need them again."""
         assert sequence.length - sequence.proposed <= length <= sequence.length
         sequence.length, sequence.proposed = length, 0
 
     def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:
-        """The next positions of a sequence with all layers of its model are written, with these
-        tokens: pages that they fill can be shared from now on. Of sequences that computed the
-        same, one has the page that is shared."""
+        """Records that the next positions are written, with these tokens, in all layers of the
+        model. Pages that they fill can be shared from now on. If several sequences computed the
+        same page, the copy of one of them is shared."""
         sequence.tail += tokens
         while len(sequence.tail) >= PAGE:
             sequence.digest = _chained(sequence.digest, sequence.tail[:PAGE])
@@ -311,6 +316,6 @@ class KvCache:
 
 
 def _chained(digest: bytes, tokens: Iterable[int]) -> bytes:
-    """Of all tokens up to the end of a page, from that of the page before. A cryptographic hash:
-    nobody can make a prompt that finds the KV of another."""
+    """The digest of all tokens up to the end of a page, made from the digest of the page before.
+    The hash is cryptographic, so nobody can craft a prompt that finds the KV of another."""
     return blake2b(digest + array("I", tokens).tobytes(), digest_size=16).digest()

@@ -1,13 +1,15 @@
 """Products with a model's weights: x [rows, in] times a matrix of the checkpoint, [out, in].
 
-A matrix is held in one of three forms. In all of them a row gets the same bits in every batch
-(attention.py says why that matters), but that torch's own products in bf16 do not promise it.
+A matrix is held in one of three forms. In every form a row gets the same bits in every batch
+(attention.py says why that matters), except torch's own bf16 products.
 
-- Stored: where the checkpoint's bytes lie, at no memory, for torch's products. The form for GPUs.
-  On CPUs those stay far below the rate at which memory is read with the few rows of a decode step.
-- Packed: a copy in the order in which our kernels read it (products.c), for as much memory again.
-- Int8: such a copy with 8 bits a weight, each output's with a scale of its own. Activations stay as
-  they are: only weights are rounded (weight-only quantisation).
+- Stored: the checkpoint's bytes where they lie, without further memory, multiplied by torch. The
+  form for GPUs. On a CPU, with the few rows of a decode step, torch reads them far slower than
+  memory allows.
+- Packed: a copy in the order in which our kernels read it (products.c). It takes as much memory
+  again.
+- Int8: such a copy with 8 bits for each weight and a scale for each output. Activations are not
+  rounded to 8 bits, only weights are (weight-only quantisation).
 """
 
 import ctypes
@@ -24,27 +26,29 @@ from shared.errors import ConfigError
 
 Form = Literal["stored", "packed", "int8"]
 PANEL, DEPTH = 32, 32
-"""A packed matrix is filled up with zeros to multiples of these, of outputs and inputs."""
+"""Outputs of a panel, and the multiple of inputs. A packed matrix is padded with zeros to multiples
+of both."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""As products.c has them."""
+"""The numbers of dtypes in products.c."""
 
 
 class Linear(Protocol):
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, out] in new memory, in `dtype`: float32, or None: x's own."""
+        """Returns [rows, out] in new memory, in `dtype`: float32, or None for x's own."""
 
     def add(self, x: Tensor, to: Tensor) -> None:
-        """The same, added to `to` [rows, out]."""
+        """Adds the product to `to` [rows, out]."""
 
 
 class Gate(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
-        """silu(gate) x up, [rows, out / 2], of the product's halves gate and up."""
+        """Returns silu(gate) x up, [rows, out / 2], where gate and up are the two halves of the
+        product."""
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
-    """`weight` [out, in], `bias` [out]. Packed, where our kernels can't run or don't know the
-    dtype, is the same as stored."""
+    """A product with `weight` [out, in] and `bias` [out]. The packed form falls back to stored
+    where our kernels cannot run or do not support the dtype."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return Stored(weight, bias)
@@ -54,7 +58,8 @@ def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
 def gate(
     weight: Tensor, bias: Tensor | None, form: Form, silu_times: Callable[[Tensor], Tensor]
 ) -> Gate:
-    """Of `weight` [out, in], whose first half are gates. `silu_times`: for the stored form."""
+    """A gated product with `weight` [out, in], whose first half are the gates. `silu_times` is used
+    in the stored form."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return StoredGate(Stored(weight, bias), silu_times)
@@ -62,7 +67,7 @@ def gate(
 
 
 def check_form(form: Form) -> None:
-    """ConfigError if this machine can't hold weights like that."""
+    """ConfigError if this machine cannot hold weights in this form."""
     if form == "int8" and kernels.load() is None:
         raise ConfigError(
             "node.cpu_weights is int8, which takes kernels that could not be compiled here: "
@@ -130,7 +135,7 @@ class Packed:
             bias=_address(self._bias),
         )  # fmt: skip
         self.matrix = ctypes.addressof(self._matrix)
-        """Where the kernels find it."""
+        """The address of the matrix, for the kernels."""
         packing = kernels.Packing(
             narrow=narrow, matrix=self.matrix, weight=weight.data_ptr(), bias=_address(bias)
         )

@@ -1,5 +1,5 @@
-"""What a decoder computes besides products with weights: by torch's operators, or by kernels for
-GPUs. (On most CPUs all of a layer is done at once: kernel_step.py.)"""
+"""The operations of a decoder other than products with weights, by torch's operators or by kernels
+for GPUs. (On most CPUs, kernel_step.py runs a whole layer at once.)"""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -13,17 +13,17 @@ from services.node.engine.attention import Attention, AttentionStep, Span
 
 class Step(Protocol):
     def run(self, qkv: Tensor, qk_norm: Tensor | None, kv: Tensor, window: int) -> Tensor:
-        """[rows, heads x head_dim], attended, from qkv [rows, (heads + 2 kv heads) x head_dim] of a
-        layer; `qk_norm`: see LayerUnit. kv: the layer's [slots, 2, kv heads,
-        head_dim], which is added to. Keys are cached rotated."""
+        """Attends, and adds keys and values to the cache. qkv: [rows, (heads + 2 kv heads) x
+        head_dim] of a layer. qk_norm: see LayerUnit. kv: the layer's [slots, 2, kv heads,
+        head_dim]; keys are cached after rotation. Returns [rows, heads x head_dim]."""
 
 
 class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Of x [rows, width] along each row."""
+        """RMSNorm along each row of x [rows, width]."""
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) x up, [rows, width], of [rows, 2 x width]. (Packed weights do that by
+        """Returns silu(gate) x up, [rows, width], of [rows, 2 x width]. (Packed weights do this by
         themselves: linear.py.)"""
 
     def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
@@ -31,7 +31,7 @@ class Ops(Protocol):
 
 
 def gpu_ops() -> Ops:
-    from services.node.engine.triton_ops import TritonOps  # there need be no Triton elsewhere
+    from services.node.engine.triton_ops import TritonOps  # Triton is not installed everywhere
 
     return TritonOps()
 
@@ -41,7 +41,7 @@ class TorchOps:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
-        """Not by the fused silu: its result depends on the place."""
+        """Does not use the fused silu, whose result depends on the place in memory."""
         gate, up = gate_up.chunk(2, dim=1)
         grown = torch.mul(gate, -1, out=torch.empty_like(gate, dtype=torch.float32))
         grown.exp_().add_(1)

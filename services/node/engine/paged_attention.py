@@ -1,13 +1,13 @@
 """Attention on a GPU: fused kernels read keys and values where they lie in the cache's pages.
 
-Two launches attend all rows of a step. Those of few positions (decode steps) are bound by reading
-KV: each sequence's keys are divided over as many programs as fill the GPU (Flash-Decoding: Dao et
-al. 2023), by a number that depends on the batch alone, so that a CUDA graph of the step serves
-every length. Those of many (prefills) are cut into tiles of queries, which fill it by themselves.
-`triton_kernels.py` has the mathematics.
+Two launches attend all rows of a step. Rows of few positions (decode steps) are bound by reading
+KV: the keys of each sequence are divided over as many programs as fill the GPU (Flash-Decoding: Dao
+et al. 2023). The number of programs depends only on the batch, so that one CUDA graph serves every
+length. Rows of many positions (prefills) are cut into tiles of queries, which fill the GPU by
+themselves. `triton_kernels.py` has the mathematics.
 
-What the kernels need to know of a step goes to the device in one copy. A row's bits may depend on
-how many others are in the step: the promise of attention.py is not made here.
+All numbers that the kernels need for a step go to the device in one copy. A row's bits may depend
+on how many other rows are in the step: the promise of attention.py is not made here.
 """
 
 from array import array
@@ -25,43 +25,44 @@ from services.node.engine.copies import to_device
 from services.node.engine.rope import rotations
 
 FEW = 8
-"""Positions of a row whose keys are divided: a decode step, or one with drafts."""
+"""The most positions of a row whose keys are divided: a decode step, or one with drafts."""
 TILE_ROWS = 128
-"""Queries x heads of a group that a program of a prefill has, at most."""
+"""The most queries x heads of a group that one program of a prefill has."""
 LEAST_ROWS = 16
-"""Of a product in Triton."""
+"""The fewest rows that a product in Triton can have."""
 QUERIES_BYTES = 32 << 10
-"""Of those queries."""
+"""The most bytes of queries that one program has."""
 KEYS_BYTES = 16 << 10
-"""Of the keys that a program reads at a time: two such stages of keys and values fit the shared
-memory of all GPUs from compute capability 8.0 on, beside the queries."""
+"""The most bytes of keys that one program reads at a time. Two such stages of keys and values fit,
+beside the queries, into the shared memory of all GPUs from compute capability 8.0 on."""
 PROGRAMS = 4
-"""For each multiprocessor, where there are keys enough."""
+"""Programs for each multiprocessor, if there are enough keys."""
 MOST_SPLITS = 64
 ROTATED_HEADS = 8
-"""That a program has."""
+"""Heads that one program of the rotation has."""
 _TILE = 4
-"""Numbers that describe a tile: see triton_kernels.attend."""
+"""Numbers that describe a tile; see triton_kernels.attend."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What launches depend on."""
+    """Everything that the launches of a step depend on."""
 
     rows: int
-    """Those that only pad included."""
+    """Rows of the step, including rows that only pad."""
     few: int = 0
-    """Spans of at most FEW positions."""
+    """Number of spans of at most FEW positions."""
     drafts: bool = False
-    """Some of those have more than one."""
+    """Whether some of these spans have more than one position."""
     many: int = 0
-    """Tiles of the longer ones."""
+    """Number of tiles of the longer spans."""
 
 
 class PagedStep:
     """Implements services.node.engine.ops.Step on a GPU.
 
-    A step of given spans; or, kept for a CUDA graph, one of a shape that is filled anew.
+    A step is made for given spans; or it is kept for a CUDA graph, and filled anew for other spans
+    of the same shape.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class PagedStep:
         shape: StepShape,
         plan: torch.Tensor | None = None,
     ) -> None:
-        """`plan`: int32 memory of at least `plan_size` on the device, which outlives the step;
-        None: the step's own, as large as it is filled."""
+        """`plan`: int32 memory on the device, of at least `plan_size` numbers, which outlives the
+        step. None: the step takes its own when it is filled."""
         self._attention, self._frequencies, self._shape = attention, frequencies, shape
         a, rows = attention, shape.rows
         # Rows that only pad are multiplied too, and must be finite.
@@ -91,7 +92,7 @@ class PagedStep:
             self._divide(plan)
 
     def fill(self, spans: Iterable[Span]) -> None:
-        """These are the step's rows now, and fit its shape."""
+        """Makes these the rows of the step. They must fit its shape."""
         shape, queries = self._shape, self._many_rows // self._attention.group
         positions, slots, few, many, pages = (array("i") for _ in range(5))
         for sequence, first, count in spans:
@@ -130,7 +131,8 @@ class PagedStep:
     def run(
         self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
     ) -> torch.Tensor:
-        """`qkv` is changed; the result is the step's own memory."""
+        """Attends as ops.Step says, but overwrites `qkv`. The result lies in the step's own
+        memory."""
         a, shape = self._attention, self._shape
         heads = a.n_heads + 2 * a.n_kv_heads
         kernels.rotate_and_store[shape.rows, -(-heads // ROTATED_HEADS)](
@@ -177,7 +179,7 @@ class PagedStep:
         rows: int,
         splits: int,
     ) -> None:
-        """`splits` 0: the keys are not divided."""
+        """`splits`: into how many parts the keys are divided; 0: not at all."""
         a = self._attention
         kernels.attend[len(tiles) // _TILE, a.n_kv_heads, splits or 1](
             qkv,
@@ -203,7 +205,7 @@ class PagedStep:
 
 
 def paged_step(attention: Attention, frequencies: torch.Tensor, spans: Iterable[Span]) -> PagedStep:
-    """A step of just these spans."""
+    """A step for exactly these spans."""
     spans = tuple(spans)
     counts = [count for _, _, count in spans]
     few = [count for count in counts if count <= FEW]
@@ -216,7 +218,8 @@ def paged_step(attention: Attention, frequencies: torch.Tensor, spans: Iterable[
 
 
 def plan_size(rows: int, longest: int) -> int:
-    """Numbers for a step of so many sequences, a position each, up to `longest` positions."""
+    """How many numbers a plan has for `rows` sequences of one position each and up to `longest`
+    positions."""
     return rows * (2 + _TILE + pages_of(longest))
 
 
@@ -226,12 +229,12 @@ def _tile_rows(attention: Attention) -> int:
 
 
 def _dim(attention: Attention) -> int:
-    """head_dim, or what of a power of two it is padded to."""
+    """head_dim, padded to a power of two."""
     return max(LEAST_ROWS, _power_of_2(attention.head_dim))
 
 
 def _splits(attention: Attention, few: int) -> int:
-    """Programs that divide the keys of a sequence and KV head."""
+    """Number of programs that divide the keys of a sequence and KV head."""
     if not few:
         return 1
     programs = PROGRAMS * _processors(attention.device) // (few * attention.n_kv_heads)
@@ -239,12 +242,12 @@ def _splits(attention: Attention, few: int) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Number of multiprocessors of a GPU."""
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _power_of_2(n: int) -> int:
-    """The least that is not under n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

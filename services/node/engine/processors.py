@@ -1,9 +1,9 @@
-"""What a request's rules do to logits before a draw; penalties, bias, and grammars.
+"""Applies a request's rules to logits before a draw: penalties, bias, and grammars.
 
-They depend on the tokens so far. The stage with the head is told those once, with the first draw
-of an attempt (`Context`), and draws the others itself: so it keeps the state, beside the sequence's
-KV. The state is a function of the tokens alone, in whatever portions they came: a request that is
-resumed elsewhere goes on as if it had stayed.
+Rules depend on the tokens so far. The stage with the head is told these once, with the first draw
+of an attempt (`Context`), and draws the following tokens itself. So it keeps the state, beside the
+sequence's KV. The state is a function of the tokens alone, however they were divided into steps: a
+request that is resumed elsewhere goes on as if it had stayed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,11 +22,11 @@ Logits = npt.NDArray[np.float64]
 
 
 class Processor:
-    """The rules of one sequence, and what they have seen of it."""
+    """The rules of one sequence, and the tokens they have seen."""
 
     def __init__(self, context: Context, vocabulary: Vocabulary | None) -> None:
-        """`vocabulary` is needed where the rules name a grammar (NotReady); BadInput if the tokens
-        so far do not fit that, or nothing can be drawn by it."""
+        """`vocabulary` is needed if the rules name a grammar (NotReady without it). BadInput if the
+        tokens so far do not fit the grammar, or if it allows no token."""
         self._rules = rules = context.rules
         self._stop_ids = np.array(context.stop_ids, dtype=np.intp)
         self._seen = _Seen(context.tokens[: context.prompt_tokens])
@@ -45,15 +45,15 @@ class Processor:
             _mask(self._matcher)
 
     def accept(self, token: int) -> None:
-        """This one was drawn."""
+        """Records that `token` was drawn."""
         self._drawn += 1
         self._seen.add(token)
         if self._matcher is not None and token not in self._stop_ids:
             self._matcher.consume_token(token)
 
     def apply(self, logits: Logits) -> None:
-        """Changes one row of logits [vocab] in place: penalties, then bias, then what may not be
-        drawn at all."""
+        """Changes one row of logits [vocab] in place: penalties, then bias, then the mask of tokens
+        that are not allowed."""
         rules, seen = self._rules, self._seen
         if rules.repetition_penalty != 1:
             found = logits[seen.ids]
@@ -70,7 +70,8 @@ class Processor:
             logits[~self._allowed(self._matcher, len(logits))] = -np.inf
 
     def _allowed(self, matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """The request's stop ids stand for the grammar's end."""
+        """A mask of the allowed tokens, [vocab]. The request's stop ids stand for the grammar's
+        end."""
         packed = np.frombuffer(_mask(matcher), dtype=np.uint8)
         allowed = np.unpackbits(packed, bitorder="little")[:vocab_size].astype(bool)
         may_end = bool(matcher.is_accepting())
@@ -80,8 +81,8 @@ class Processor:
 
 
 def _mask(matcher: LLMatcher) -> bytes:
-    """A bit for each token that may follow. BadInput if that can't be told: a token did not fit, or
-    the grammar came to one of llguidance's limits."""
+    """One bit for each token that may follow. BadInput if that cannot be told, because a token did
+    not fit or the grammar reached one of llguidance's limits."""
     mask = matcher.compute_bitmask()
     if matcher.is_error():
         raise BadInput(f"the grammar cannot be followed: {grammar.brief(matcher.get_error())}")
@@ -89,16 +90,16 @@ def _mask(matcher: LLMatcher) -> bytes:
 
 
 class _Tokenizer:
-    """A model's; its vocabulary is made at the first request that needs it, on the thread that
-    makes grammars. For 128,000 tokens that takes 0.7 s, in which llguidance lets no other thread
-    run Python."""
+    """A model's tokenizer. Its vocabulary is made for the first request that needs it, on the
+    thread that makes grammars. For 128,000 tokens that takes 0.7 s, in which llguidance lets no
+    other thread run Python."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos: int | None) -> None:
         self._given = tokenizer_json, vocab_size, eos
         self._made: Vocabulary | BadInput | None = None
 
     def vocabulary(self) -> Vocabulary:
-        """BadInput if grammars can't be followed with it."""
+        """The vocabulary. BadInput if grammars cannot be followed with this tokenizer."""
         if self._made is None:
             try:
                 self._made = Vocabulary(*self._given)
@@ -110,10 +111,10 @@ class _Tokenizer:
 
 
 class Processors:
-    """Those of a model's sequences, on the stage with its head."""
+    """The processors of a model's sequences, on the stage with its head."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """`config`: the model's."""
+        """`config`: the model's config.json."""
         self._config = config
         self._tokenizer: _Tokenizer | None = None
         self._of: dict[SequenceKey, Processor] = {}
@@ -123,15 +124,16 @@ class Processors:
         self._tokenizer = _Tokenizer(tokenizer_json, vocab_size, eos)
 
     def maker(self, context: Context) -> Callable[[], Processor]:
-        """For rules with a grammar, as `Engine.make_rules`: its result is given to `keep`."""
+        """A function that makes the processor of a context with a grammar (see
+        `Engine.make_rules`). Its result goes to `keep`."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise NotReady("the model's tokenizer is not on this node yet")
         return lambda: Processor(context, tokenizer.vocabulary())
 
     def made(self, rows: Iterable[Row]) -> dict[SequenceKey, Processor]:
-        """For the rows whose draws bring a context without a grammar. RowsRefused names those that
-        can't have one."""
+        """Processors for rows whose draws bring a context without a grammar. RowsRefused names rows
+        whose processor cannot be made."""
         made: dict[SequenceKey, Processor] = {}
         for row in rows:
             context = row.draw.context if row.draw else None
@@ -141,7 +143,7 @@ class Processors:
                 made[row.sequence] = Processor(context, None)
             except LambdaScaleError as error:
                 raise RowsRefused((row.sequence,), error) from error
-            except Exception as error:  # a row's boundary, as in drawing
+            except Exception as error:  # a fault must end this row alone, as in drawing
                 why = LambdaScaleError(f"the request's rules can't be followed: {error!r}")
                 raise RowsRefused((row.sequence,), why) from error
         return made
@@ -158,7 +160,7 @@ class Processors:
 
 
 class _Seen:
-    """Distinct tokens, and how often each was generated."""
+    """The distinct tokens seen, and how often each was generated."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         distinct = sorted(set(prompt))

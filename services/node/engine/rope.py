@@ -8,7 +8,8 @@ from services.node.checkpoints.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2], float32: radians a position turns each pair of dimensions by."""
+    """The radians by which each pair of dimensions turns at each position: [head_dim / 2],
+    float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -21,7 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: slow turns are slowed by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1's scaling: slow turns are slowed by `factor`, fast ones stay, and the range between
+    is interpolated."""
     turns = rope.original_context_length * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -43,12 +45,12 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _pair_that_turns(turns: float, rope: RopeConfig, pairs: int) -> float:
-    """The pair (not a whole one) that turns so often in the original context."""
+    """The pair (as a real number) that turns `turns` times in the original context."""
     frequency = turns * 2 * math.pi / rope.original_context_length
     return -pairs * math.log(frequency) / math.log(rope.theta)
 
 
 def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(cos, sin), each [n, 1, head_dim / 2] float32, ready to broadcast over heads."""
+    """(cos, sin), each [n, 1, head_dim / 2] in float32, ready to broadcast over heads."""
     angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]

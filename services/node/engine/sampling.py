@@ -1,12 +1,12 @@
-"""Drawing tokens. A draw depends on (logits, sampling, index) alone: no state, no batch, no place.
+"""Drawing tokens. A draw depends on (logits, sampling, index) alone: on no state, batch or place.
 
-A request's rules (services.node.engine.processors) change its logits first, then come temperature,
-min-p, top-k and top-p, each over what the one before left: the order of vLLM. Log probabilities
-are those of the model, before all this.
+First a request's rules (services.node.engine.processors) change its logits. Then temperature,
+min-p, top-k and top-p apply in this order (vLLM's), each to what the cut before it left. Log
+probabilities are the model's own, from before all this.
 
-The one random number of a draw comes from Philox4x64 (a counter-based generator; Salmon et al.,
-SC 2011) with the request's seed as key and the token's index as counter. So a request that is
-resumed elsewhere goes on as if it had stayed.
+The one random number of a draw comes from Philox4x64 (a counter-based generator; Salmon et al., SC
+2011), with the request's seed as key and the token's index as counter. So a request that is resumed
+elsewhere goes on as if it had stayed.
 """
 
 import math
@@ -30,8 +30,8 @@ Weights = npt.NDArray[np.float64]
 
 class Drawn(NamedTuple):
     token: int | None
-    """None: there is none to draw, as `error` says, or what it would follow was not drawn, or the
-    token is known and `logprobs` are its."""
+    """The token. None if there is no token to draw (`error` says why), if the proposed token before
+    it was not drawn, or if this scores a known token, whose log probabilities are in `logprobs`."""
     logprobs: Logprobs | None = None
     error: LambdaScaleError | None = None
 
@@ -45,13 +45,14 @@ def sample(
     processors: Sequence[Processor | None] | None = None,
     proposed: Sequence[int | None] | None = None,
 ) -> list[Drawn]:
-    """One token for each row of `logits` [n, vocab]; the processors are told of theirs. What goes
-    wrong with one row is told in its place, and the others are drawn.
+    """Draws one token for each row of `logits` [n, vocab], and tells each row's processor. If a row
+    fails, its `Drawn` has the error, and the other rows are drawn.
 
-    A row with a `proposed` token follows the row before if that draws this token; if not, nothing
-    is drawn for it."""
+    A row with a `proposed` token comes after the row that should draw this token. If that row draws
+    another, nothing is drawn for this one.
+    """
     of = processors or [None] * len(draws)
-    # Greedy rows need no more than this; of equal logits the lowest id wins, as below.
+    # Greedy rows need no more than this. Among equal logits the lowest id wins, as below.
     ids = _largest_ids(logits)
     done = {row for row, draw in enumerate(draws) if not of[row] and _is_plain(draw.sampling)}
     if there := _on_device(logits):
@@ -73,7 +74,8 @@ def sample(
 
 def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Drawn]:
     """Log probabilities of a known token after each row of `logits` [n, vocab], and of the `top`
-    most probable ones. A long prompt has thousands: they are computed where the logits are."""
+    most probable tokens. They are computed where the logits are, since a long prompt has
+    thousands."""
     logprobs = logits.log_softmax(-1)
     known = to_device(torch.tensor(tokens), logits.device)
     own: list[float] = logprobs.gather(-1, known.unsqueeze(-1)).squeeze(-1).tolist()
@@ -88,7 +90,7 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Drawn]:
 
 
 def _largest_ids(logits: torch.Tensor) -> torch.Tensor:
-    """Of each row; -1 where the largest is not finite, as it is not if any is NaN."""
+    """The id of each row's largest logit; -1 if that is not finite, as is the case with any NaN."""
     if not _on_device(logits):  # torch's argmax takes ten times as long as numpy's
         values = logits.numpy()
         found = values.argmax(-1)
@@ -105,7 +107,8 @@ def _on_device(logits: torch.Tensor) -> bool:
 def _draw_there(
     logits: torch.Tensor, draws: Sequence[Draw], rows: Iterable[int], ids: torch.Tensor
 ) -> None:
-    """What those of these rows draw that draw at random goes to `ids`, but where there is -1."""
+    """Draws on the device for the rows that draw at random, and writes the results to `ids`. Rows
+    with -1 in `ids` stay."""
     random = [row for row in rows if draws[row].sampling.temperature > 0]
     if not random:
         return
@@ -119,7 +122,7 @@ def _draw_there(
 def _score_there(
     logits: torch.Tensor, draws: Sequence[Draw], rows: Iterable[int], drawn: list[Drawn]
 ) -> None:
-    """Those of these rows that ask for log probabilities get them."""
+    """Adds log probabilities, computed on the device, to the rows that ask for them."""
     asked = {
         row: (token, wanted)
         for row in rows
@@ -139,7 +142,7 @@ def _score_there(
 
 
 def uniform(seed: int, index: int) -> float:
-    """In [0, 1), 53 bits."""
+    """A number in [0, 1) with 53 random bits."""
     generator = np.random.Philox(key=seed % 2**64, counter=index)
     return float(int(generator.random_raw()) >> 11) * 2.0**-53
 
@@ -153,13 +156,14 @@ def _guarded(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:
         return _sampled(logits, draw, processor)
     except LambdaScaleError as error:
         return Drawn(None, error=error)
-    except Exception as error:  # a row's boundary: those drawn along with it go on
+    except Exception as error:  # a fault must end this row alone
         telemetry.logger("sampling").exception("a draw failed")
         return Drawn(None, error=LambdaScaleError(f"no token could be drawn: {error!r}"))
 
 
 def _sampled(logits: Logits, draw: Draw, processor: Processor | None) -> Drawn:
-    """`logits` [vocab] are changed if there is a processor. BadInput if its rules leave none."""
+    """Draws from `logits` [vocab], which a processor changes in place. BadInput if the rules allow
+    no token."""
     wanted = draw.sampling.logprobs
     logprobs = None if wanted is None else _log_softmax(logits)
     if processor is not None:
@@ -191,24 +195,24 @@ def _largest(logprobs: Logits, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def _drawn(logits: Logits, sampling: Sampling, index: int) -> int:
-    """The inverse of the CDF of what is left."""
+    """Draws from the tokens that the cuts leave, by the inverse of the CDF."""
     ids, weights = allowed(logits, sampling)
     cumulative = np.cumsum(weights)
     total = cumulative[-1]
     at = np.searchsorted(cumulative, uniform(sampling.seed, index) * total, side="right")
-    last = np.searchsorted(cumulative, total)  # with any weight
+    last = np.searchsorted(cumulative, total)  # the last token with any weight
     return int(ids[min(int(at), int(last))])
 
 
 def allowed(logits: Logits, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Weights]:
-    """(token ids, their weights, not normalised) of the tokens that may be drawn."""
+    """(ids, weights) of the tokens that may be drawn. The weights are not normalised."""
     ids: npt.NDArray[np.intp] = np.arange(len(logits))
     if 0 < sampling.top_k < len(logits):
         ids = _top_k(logits, sampling.top_k)
-    with np.errstate(over="ignore"):  # at a very low temperature all but the best weigh nothing
+    with np.errstate(over="ignore"):  # at a very low temperature only the best token has weight
         weights = np.exp((logits[ids] - logits[ids].max()) / sampling.temperature)
     if sampling.min_p > 0:
-        kept = np.flatnonzero(weights >= sampling.min_p)  # the most probable one weighs 1
+        kept = np.flatnonzero(weights >= sampling.min_p)  # the most probable token weighs 1
         ids, weights = ids[kept], weights[kept]
     if sampling.top_p < 1:
         kept = _nucleus(weights, sampling.top_p)
@@ -217,7 +221,8 @@ def allowed(logits: Logits, sampling: Sampling) -> tuple[npt.NDArray[np.intp], W
 
 
 def _top_k(logits: Weights, k: int) -> npt.NDArray[np.intp]:
-    """The k largest, ascending ids; of equal logits at the border the lower ids stay."""
+    """The ids of the k largest logits, ascending. Among equal logits at the border, the lower ids
+    stay."""
     border = np.partition(logits, -k)[-k]
     above = np.flatnonzero(logits > border)
     equal = np.flatnonzero(logits == border)[: k - len(above)]
@@ -225,10 +230,11 @@ def _top_k(logits: Weights, k: int) -> npt.NDArray[np.intp]:
 
 
 def _nucleus(weights: Weights, top_p: float) -> npt.NDArray[np.intp]:
-    """The fewest largest weights that make up `top_p` of the total, at least one; ascending."""
+    """The ids, ascending, of the fewest largest weights that together make up `top_p` of the total;
+    at least one."""
     total = weights.sum()
-    # Tokens under this bound make up less than 1 - top_p together: none is in the nucleus, and
-    # few of a large vocabulary are left to sort.
+    # Tokens under this bound make up less than 1 - top_p together, so none of them is in the
+    # nucleus, and few of a large vocabulary are left to sort.
     candidates = np.flatnonzero(weights >= (1 - top_p) * total / (2 * len(weights)))
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weights[order]), top_p * total)) + 1

@@ -1,7 +1,7 @@
-"""The torch engine's sweep: rows get on and off between blocks, and are packed anew when they do.
+"""The torch engine's sweep. Rows join and leave between blocks, and are packed anew when they do.
 
-A row's result depends neither on its place nor on the other rows (attention.py says how), so it
-does not matter who else rides.
+A row's result does not depend on its place or on the other rows (attention.py says how), so it does
+not matter which rows share a sweep.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,17 +33,18 @@ from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 
 SCORED_AT_ONCE = 64
-"""Positions: their logits are 32 MiB for 128k tokens, where those of a whole step are 256."""
+"""Positions scored at a time. Their logits take 32 MiB for 128k tokens; those of a whole step would
+take 256 MiB."""
 
 
 class Step(Protocol):
     def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """A block's layers. hidden [rows, hidden_size] is updated; kv: theirs, see
-        KvCache.of_layers."""
+        """Runs a block's layers. Updates hidden [rows, hidden_size]. kv: the cache of these layers,
+        see KvCache.of_layers."""
 
 
 class Network(Protocol):
-    """A model as the sweep runs it: the decoder, or the encoder. The units are its own."""
+    """A model as the sweep runs it: the decoder or the encoder. Each has its own kinds of units."""
 
     @property
     def config(self) -> AnyConfig: ...
@@ -56,21 +57,22 @@ class Network(Protocol):
 
     @property
     def whole(self) -> int:
-        """Positions of every sequence, which is run in one row and keeps no KV; 0: there may be
-        any number, in any rows."""
+        """The number of positions of every sequence, if a sequence runs whole in one row and keeps
+        no KV. 0: any number of positions, in any rows."""
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
-        """A block's: see BlockTensors."""
+        """The units of a block; see BlockTensors."""
 
     def embed(self, unit: Any, rows: Rows[Row]) -> torch.Tensor:
-        """[positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit the
-        model."""
+        """Returns [positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit
+        the model."""
 
     def step(self, spans: Rows[Span]) -> Step:
-        """To run layers over these rows, packed one after the other."""
+        """A step that runs layers over these rows, packed one after the other."""
 
     def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
-        """Logits [len(rows), tokens or classes] float32 after the given rows of hidden."""
+        """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
+        hidden."""
 
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class Model:
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def layers(self, start: int, stop: int) -> range:
-        """Layers of blocks start <= block < stop, from 0."""
+        """The layers of blocks start <= block < stop, counted from 0."""
         blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
         return range(
             max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
@@ -108,7 +110,7 @@ class Model:
         return self.network.config.n_units - 1
 
     def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
-        """`hidden`: [rows, hidden_size]."""
+        """A step for these rows. `hidden`: [rows, hidden_size]."""
         graphed = self.graphs.step(spans, hidden) if self.graphs else None
         return graphed or self.network.step(spans)
 
@@ -123,11 +125,12 @@ class _Rider:
     rows: list[Row]
     sequences: list[Sequence]
     ends: bool
-    """With the head."""
+    """Whether the part ends with the head."""
     hidden: torch.Tensor
-    """[sum(count), hidden_size]; once aboard, a view of what all aboard share."""
+    """[sum(count), hidden_size]. While the part is aboard, a view of the tensor that all parts
+    share."""
     drawn: tuple[tuple[Drawn, ...], ...] = ()
-    """For each row, once the head was run: what was scored, then what was drawn."""
+    """For each row, once the head was run: first the scored tokens, then the drawn ones."""
 
     @property
     def result(self) -> PartResult:
@@ -166,23 +169,25 @@ class TorchSweep:
         find: Callable[[ModelId], Model],
         floor_s: float,
     ) -> None:
-        """`floor_s`: least time for all of the model's blocks; a part of them has its share."""
+        """`floor_s`: the least seconds for all of the model's blocks; some of the blocks take their
+        share."""
         self._floor_s = floor_s
         self._due_s = 0.0
         self._model_id = model_id
         self._kv = kv
         self._find = find
-        """The model as it is now: it may be closed between two blocks. NotFound if it is."""
+        """Finds the model as it is now, since it may be closed between two blocks. NotFound if it
+        was."""
         self._at = 0
         self._joined = 0
         self._waiting: list[_Rider] = []
         self._aboard: list[_Rider] = []
         self._changes = kv.changes
-        # Of the rows aboard, packed one after the other:
+        # The rows aboard, packed one after the other:
         self._hidden = torch.empty(0)
         self._packed = False
         self._step: Step | None = None
-        """Planned when they come to a layer."""
+        """Planned when these rows reach a layer."""
 
     @property
     def at(self) -> int:
@@ -244,7 +249,7 @@ class TorchSweep:
             self._sample(model, head)
 
     def _pack(self) -> None:
-        """Always into new memory: those who got off keep theirs."""
+        """Packs the rows into new memory, because parts that left keep theirs."""
         counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
         hidden = torch.cat([rider.hidden for rider in self._aboard])
         for rider, own in zip(self._aboard, torch.split(hidden, counts), strict=True):
@@ -259,7 +264,8 @@ class TorchSweep:
         ]
 
     def _sample(self, model: Model, unit: Any) -> None:
-        """All aboard get off after the head: it is the last unit."""
+        """Scores and draws for everybody aboard. The head is the last unit, so all parts leave
+        after it."""
         rows = [row for rider in self._aboard for row in rider.rows]
         scored = _scored(model, unit, self._hidden, rows)
         drawn = _drawn(model, unit, self._hidden, rows)
@@ -279,7 +285,8 @@ class TorchSweep:
         return {rider.number: rider.result for rider in leaving}
 
     def _settle(self, rider: _Rider) -> None:
-        """Takes back what was proposed and not accepted; pages with the rest may be shared."""
+        """Takes back proposed tokens that were not accepted. Pages of the other tokens may be
+        shared."""
         for sequence, row, drawn in zip(rider.sequences, rider.rows, rider.drawn, strict=True):
             kept = row.kept(sum(one.token is not None for one in drawn))
             if row.proposed:
@@ -296,7 +303,7 @@ class TorchSweep:
     # --- joining ------------------------------------------------------------
 
     def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
-        """Starts the sequences that start here, and takes pages for every row."""
+        """Starts the sequences that begin here, and takes pages for every row."""
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
@@ -337,7 +344,8 @@ class TorchSweep:
             _check_ids(row, model)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
-        """`ends`: where sequences with earlier rows in the part will end after those."""
+        """Checks one row. `ends`: the length that each sequence with earlier rows in the part will
+        have after them."""
         sequence = self._kv.find(row.sequence)
         if sequence is None and row.position > 0 and row.sequence not in ends:
             raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
@@ -361,7 +369,7 @@ class TorchSweep:
 
 
 def _check_ids(row: Row, model: Model) -> None:
-    """Outside of the positions or the vocabulary is outside of memory, on a GPU."""
+    """RowsRefused for positions or tokens out of range: on a GPU they would be out of memory too."""
     vocab_size, known = model.manifest.config.get("vocab_size", 0), row.score
     if not model.network.whole and not _are_ids(row.tokens, vocab_size):
         why = BadInput(f"sequence {row.sequence}: ids go from 0 to {vocab_size - 1}")
@@ -411,7 +419,7 @@ def _scored(
 def _drawn(
     model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
 ) -> tuple[tuple[Drawn, ...], ...]:
-    """What is drawn after each row: nothing where there is no draw."""
+    """What is drawn after each row; empty for a row without a draw."""
     draws, positions, processors, proposed = [], [], [], []
     end = 0
     for row in rows:
@@ -433,7 +441,7 @@ def _drawn(
 
 
 def _accepted(drawn: Iterable[Drawn]) -> tuple[Drawn, ...]:
-    """One or more tokens, or why there is none. What comes after tokens and is none is left to the
-    next step."""
+    """The drawn tokens up to the first that fails, or that failure alone if it comes first. A
+    failure after tokens is left to the next step."""
     first, *rest = drawn
     return (first, *(one for one in rest if one.token is not None))

@@ -1,7 +1,7 @@
-"""Mixtures of experts on a GPU (see experts.py): which rows go to which expert is sorted where they
-are, so that nothing is waited for, and a decode step can be recorded.
+"""Mixtures of experts on a GPU (see experts.py). The device itself sorts which rows go to which
+expert, so that nothing is waited for and a decode step can be recorded.
 
-A row's bits may depend on how many others are in the step.
+A row's bits may depend on how many other rows are in the step.
 """
 
 import torch
@@ -14,14 +14,14 @@ from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
 
 LEAST_ROWS, MOST_ROWS = 16, 64
-"""Of an expert, that are multiplied at a time."""
+"""Rows of one expert that are multiplied at a time, least and most."""
 COLUMNS = 64
 DEPTH_BYTES = 128
-"""Of a row or a column, that are multiplied at a time."""
+"""Bytes of a row or a column that are multiplied at a time."""
 
 
 def add_experts(hidden: Tensor, normed: Tensor, mlp: ExpertMlp, config: ExpertsConfig) -> None:
-    """As experts.add_experts."""
+    """The same as experts.add_experts."""
     weights, chosen = route(normed, mlp, config)
     by_expert, order = chosen.flatten().sort(stable=True)
     gate_up, down = mlp.matrices
@@ -33,7 +33,7 @@ def add_experts(hidden: Tensor, normed: Tensor, mlp: ExpertMlp, config: ExpertsC
 
 
 def _products(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, share: int) -> Tensor:
-    """[pairs, columns]; see triton_kernels.multiply_by_expert."""
+    """Returns [pairs, columns]; see triton_kernels.multiply_by_expert."""
     experts, columns, width = weight.shape
     out = x.new_empty(len(order), columns)
     mean = len(order) // experts

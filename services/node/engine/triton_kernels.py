@@ -1,10 +1,10 @@
-"""Triton kernels for GPUs: what torch has no fused call for. `triton_ops.py` launches them.
+"""Triton kernels for GPUs, for what torch has no fused call. `triton_ops.py` launches them.
 
-Nothing imports this file on a machine without a GPU, but its tests: they run it in Triton's
-interpreter. All sums are in float32; float32 operands are multiplied as such, not as TF32.
+On a machine without a GPU only tests import this file: they run it in Triton's interpreter. All
+sums are in float32, and float32 operands are multiplied as such, not as TF32.
 
-Arguments that differ from step to step are not specialised on: a kernel that is compiled anew in
-the middle of serving would have all wait for seconds.
+Arguments that differ from step to step are not specialised on. A kernel compiled anew in the middle
+of serving would make everybody wait for seconds.
 """
 
 import triton
@@ -27,13 +27,13 @@ def rotate_and_store(
     TILE: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """RoPE of a row's queries, in place, and of its keys, which go to the row's slot of the cache
-    with its values. NORMED: after an RMS norm of each head. One program a row and TILE of its heads
-    (queries', keys', values').
+    """Applies RoPE to a row's queries, in place, and to its keys, which go to the row's slot of the
+    cache together with its values. NORMED: after an RMS norm of each head. One program for each row
+    and TILE of its heads (queries', keys', values').
 
     qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; norm [HEADS + KV_HEADS, HEAD_DIM]; cos, sin [rows,
     HEAD_DIM / 2] float32; slots [rows], less than 0 for rows that only pad; kv [slots, 2, KV_HEADS,
-    HEAD_DIM]. HALF: HEAD_DIM / 2 or more, a power of two. Dimension i is paired with i +
+    HEAD_DIM]. HALF: a power of two that is at least HEAD_DIM / 2. Dimension i is paired with i +
     HEAD_DIM / 2.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -86,19 +86,20 @@ def attend(
     DIM: tl.constexpr,
     DIVIDED: tl.constexpr,
 ):
-    """Causal attention of a tile's queries over the pages of its sequence, with the softmax online
-    (FlashAttention-2: Dao 2023, algorithm 1), the keys divided over the grid's third dimension
-    (Flash-Decoding: Dao et al. 2023), and the heads that share a KV head folded into the rows, so
-    that KV is read once for them. One program a (tile, KV head, split).
+    """Causal attention of a tile's queries over the pages of its sequence, with an online softmax
+    (FlashAttention-2: Dao 2023, algorithm 1). The keys are divided over the grid's third dimension
+    (Flash-Decoding: Dao et al. 2023), and heads that share a KV head are folded into the rows, so
+    that their KV is read once. One program for each (tile, KV head, split).
 
     tiles [n, 4] int32: the tile's first row of qkv and `out`, its number of rows (at most ROWS x
-    KV_HEADS / HEADS), the position of the first one (both 0: it only pads), and where its
-    sequence's page numbers begin in `pages`. scale: of the scores, by log2(e). WINDOW: keys seen, 0
-    for all. KEYS are read at a time; DIM: HEAD_DIM or more; these two and ROWS are powers of two.
+    KV_HEADS / HEADS), the position of the first row (both are 0 for a tile that only pads), and
+    where its sequence's page numbers begin in `pages`. scale: the scale of the scores, times
+    log2(e). WINDOW: number of keys that a query sees, 0 for all. KEYS: how many are read at a time.
+    DIM: at least HEAD_DIM. KEYS, DIM and ROWS are powers of two.
 
-    The result goes to `out` [rows, HEADS, HEAD_DIM]; or, DIVIDED, each split's own to `partial`
-    [n, KV_HEADS, ROWS, splits, HEAD_DIM] and log2 of its weight to `weight` [n, KV_HEADS, ROWS,
-    splits], for `combine`.
+    The result goes to `out` [rows, HEADS, HEAD_DIM]. If DIVIDED, each split's result goes to
+    `partial` [n, KV_HEADS, ROWS, splits, HEAD_DIM] and log2 of its weight to `weight` [n, KV_HEADS,
+    ROWS, splits], for `combine`.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -148,7 +149,7 @@ def attend(
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(best, tl.max(scores, 1))
-        # A row that has seen no key yet: -inf less -inf is no number.
+        # A row that has seen no key yet has -inf as its maximum, and -inf - -inf is NaN.
         base = tl.where(highest == float("-inf"), 0.0, highest)
         p = tl.exp2(scores - base[:, None])
         kept = tl.exp2(best - base)
@@ -161,7 +162,7 @@ def attend(
         summed = summed * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         best = highest
 
-    total = tl.where(total > 0, total, 1.0)  # no key here: best says so
+    total = tl.where(total > 0, total, 1.0)  # without any key here, `best` is -inf and says so
     summed = summed / total[:, None]
     if not DIVIDED:
         target = out + (row + r // group)[:, None] * (HEADS * HEAD_DIM)
@@ -187,7 +188,8 @@ def combine(
     DIM: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """What the splits of `attend` found, weighed. One program a (tile, KV head, row)."""
+    """Combines the results of the splits of `attend`, by weight. One program for each (tile, KV
+    head, row)."""
     tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     if r // group < tl.load(tiles + tile * 4 + 1):
@@ -209,7 +211,7 @@ def combine(
 
 @triton.jit
 def silu_times(gate_up, out, width, TILE: tl.constexpr):
-    """out [rows, width] = silu of the first half of gate_up [rows, 2 x width], times the second."""
+    """out [rows, width] = silu(first half of gate_up [rows, 2 x width]) times its second half."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * width + i, mask=i < width, other=0.0).to(tl.float32)
@@ -232,13 +234,13 @@ def multiply_by_expert(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Products of pairs (a row, one of its experts) with the matrix of the pair's expert; a grouped
-    product as in vLLM's fused_moe, without its padding. One program an expert and COLUMNS of its
-    matrix: those of experts that no row chose end at once.
+    """Multiplies pairs (a row, one of its experts) by the matrix of the pair's expert: a grouped
+    product as in vLLM's fused_moe, without its padding. One program for each expert and COLUMNS of
+    its matrix; programs of experts that no row chose end at once.
 
     x [pairs / SHARE, width]: pair i has row i // SHARE; weight [experts, columns, width]; out
-    [pairs, columns]. order [pairs]: pairs, those of an expert side by side; ends [experts]: where
-    in it each one's end. ROWS pairs and DEPTH of the width are multiplied at a time.
+    [pairs, columns]. order [pairs]: pairs, sorted by expert; ends [experts]: where the pairs of
+    each expert end in `order`. ROWS pairs and DEPTH of the width are multiplied at a time.
     """
     expert = tl.program_id(0)
     stop = tl.load(ends + expert)

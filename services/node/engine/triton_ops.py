@@ -1,7 +1,8 @@
-"""What a decoder computes on a GPU besides products with weights (see ops.py): by fused kernels.
+"""The operations of a decoder on a GPU other than products with weights (see ops.py), by fused
+kernels.
 
-A decode step reads each weight once and does little else; what torch's operators for the rest would
-read, write and launch one by one is a good part of it.
+A decode step reads each weight once and does little else. Done by torch's operators, the reads,
+writes and launches of all the rest would be a good part of its time.
 """
 
 from collections.abc import Iterable
@@ -14,12 +15,12 @@ from services.node.engine.attention import Attention, Span
 from services.node.engine.paged_attention import PagedStep, paged_step
 
 ACTIVATED = 1024
-"""Numbers that a program of the activation has."""
+"""Numbers that one program of the activation has."""
 
 
 class TritonOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """torch's own is one kernel."""
+        """Uses torch's own, which is one kernel."""
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     def silu_times(self, gate_up: Tensor) -> Tensor:

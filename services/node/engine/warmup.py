@@ -1,9 +1,9 @@
-"""What a model's first steps would wait for on a GPU, done while its blocks travel.
+"""Does, while a model's blocks travel, what its first steps on a GPU would wait for.
 
-CUDA makes its context, its libraries their handles and workspaces, and loads each kernel, when
-they are first used; which kernels those are depends on the model's shapes and the batch. So a
-layer of each kind and the head, with zeros for weights, are run over a few batches. Nothing of the
-model itself is touched: it may be running already.
+When they are first used, CUDA makes its context, its libraries make handles and workspaces, and
+each kernel is loaded. Which kernels these are depends on the model's shapes and the batch. So a
+layer of each kind and the head, with zeros for weights, run over a few batches. The model itself,
+which may be running already, is not touched.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ from shared.ids import ModelId
 from shared.messages.serving import Sampling
 
 BATCHES = (*((n, 1) for n in (1, 2, 4, 8, 16, 32, 64)), (1, 64), (1, 512))
-"""(sequences, positions of each): decode steps, of the sizes of which there are graphs
-(graphs.py), and prefills."""
+"""(sequences, positions of each): decode steps in the sizes that have graphs (graphs.py), and
+prefills."""
 
 IMAGES = (1, 2, 4, 8)
 RANDOM = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
-"""Every cut."""
+"""A sampling that uses every cut."""
 
 
 def warm_up(network: Network) -> Iterator[None]:
-    """One batch at each step of the iterator."""
+    """Runs one batch at each step of the iterator."""
     if isinstance(network, Decoder):
         yield from _warm_up_decoder(network)
     elif isinstance(network, Encoder):

@@ -34,12 +34,12 @@ class Mlp:
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     router: Linear
-    """In float32: what is nearly tied would else go one way or another."""
+    """In float32, because rounding would decide between experts whose scores are nearly tied."""
     gate_up: tuple[Gate, ...]
-    """Each expert's, as `down`."""
+    """One for each expert, as in `down`."""
     down: tuple[Linear, ...]
     matrices: tuple[torch.Tensor, torch.Tensor]
-    """The same as they are stored: GATE_UP and DOWN (families.family)."""
+    """The same weights as the checkpoint stores them: GATE_UP and DOWN (families.family)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class LayerUnit:
     input_norm: torch.Tensor
     qkv: Linear
     qk_norm: torch.Tensor | None
-    """[heads + kv heads, head_dim]: each head's own row."""
+    """[heads + kv heads, head_dim]: one row for each head."""
     window: int
-    """See LayerConfig."""
+    """Positions that a query sees; see LayerConfig."""
     o: Linear
     post_norm: torch.Tensor
     mlp: Mlp | ExpertMlp
@@ -65,7 +65,7 @@ Unit = EmbeddingUnit | LayerUnit | HeadUnit
 
 
 def check_manifest(manifest: Manifest, config: AnyConfig) -> torch.dtype:
-    """The dtype of all tensors. Errors name the tensor that is missing, unknown or ill-formed."""
+    """The dtype of all tensors. Errors name the tensor that is missing, unknown or malformed."""
     unit = 0
     dtypes: set[str] = set()
     for block in manifest.blocks:
@@ -107,7 +107,8 @@ def _check_block(block: BlockSpec, config: AnyConfig) -> None:
 
 
 class BlockTensors:
-    """A block's tensors by name: views of its bytes, matrices in the form that is wanted."""
+    """A block's tensors by name: views of its bytes, with matrices in the form that is asked
+    for."""
 
     def __init__(self, block: BlockSpec, weights: Weights, form: Form) -> None:
         if weights.nbytes < block.nbytes:
@@ -126,7 +127,7 @@ class BlockTensors:
     def _matrix(
         self, prefix: str, names: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With its bias, if it has one."""
+        """The matrix, and its bias if it has one."""
         weight = self._joined([f"{prefix}{name}.weight" for name in names])
         if f"{prefix}{names[0]}.bias" not in self._specs:
             return weight, None
@@ -136,11 +137,11 @@ class BlockTensors:
         return linear(weight, bias, self._form)
 
     def _joined(self, names: Sequence[str]) -> torch.Tensor:
-        """Tensors that are applied to the same input, as one: fewer and larger products.
+        """Joins tensors that are applied to the same input: fewer and larger products.
 
-        Manifests pack them next to each other (ModelConfig.unit_tensors), so this is a view,
-        unless padding lies between them, after a tensor whose size is not a multiple of ALIGN. Then
-        it is a copy.
+        Manifests pack them next to each other (ModelConfig.unit_tensors), so the result is a view.
+        It is a copy only if padding lies between them, after a tensor whose size is not a multiple
+        of ALIGN.
         """
         specs = [self._specs[name] for name in names]
         offset, end = specs[0].offset, specs[0].offset

@@ -1,8 +1,8 @@
-"""Loads the kernels, which are compiled for this machine's processor when they are first needed.
+"""Loads the C kernels, compiling them for this machine's processor when they are first needed.
 
-It takes a C compiler (`cc`) some three seconds, once: what it made is kept in the user's cache
-folder. The functions run on the threads of torch's own OpenMP: others would fight with those for
-cores, since they spin for a while after each product.
+Compiling takes a C compiler (`cc`) about three seconds, once: the result is kept in the user's
+cache folder. The functions run on the threads of torch's own OpenMP. A second set of threads would
+compete with torch's for cores, because OpenMP threads spin for a while after each product.
 """
 
 import ctypes
@@ -28,13 +28,14 @@ FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of activations and weights."""
+"""Supported dtypes of activations and weights."""
 SMALL = 1 << 16
-"""Multiplications that are not worth waking another thread."""
+"""Waking another thread does not pay for fewer multiplications than this."""
 
 
 def _fields(*declared: str) -> list[tuple[str, Any]]:
-    """Of a structure: "integers", "numbers" or "pointers", and their names."""
+    """The fields of a structure. Each argument is "integers", "numbers" or "pointers", followed by
+    their names."""
     types = {"integers": ctypes.c_int64, "numbers": ctypes.c_double, "pointers": ctypes.c_void_p}
     found: list[tuple[str, Any]] = []
     for line in declared:
@@ -90,7 +91,7 @@ class Layers(ctypes.Structure):
 
 
 class Kernels:
-    """What calls.c has, each with an argument of the structure that is named like it."""
+    """The functions of calls.c. Each takes the structure that is named like it."""
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
@@ -111,9 +112,9 @@ class Kernels:
         }
         self._openmp = _openmp()
         self.barrier = self._openmp and ctypes.cast(self._openmp.GOMP_barrier, ctypes.c_void_p)
-        """Which all threads of a call wait at."""
+        """The barrier at which all threads of a call wait for each other."""
         self.tiles = bool(loaded.has_tiles())
-        """Whether the processor multiplies tiles of bfloat16."""
+        """Whether the processor multiplies tiles of bfloat16 (AMX)."""
 
     def run(self, argument: ctypes.Structure, threads: int) -> None:
         argument.next = 0
@@ -125,13 +126,13 @@ class Kernels:
 
 
 def threads_for(items: int, each: int) -> int:
-    """As many as are worth waking. `each`: the multiplications of an item, more or less."""
+    """How many threads are worth waking for `items` items of about `each` multiplications."""
     return min(torch.get_num_threads(), items, 1 + items * each // SMALL)
 
 
 def _openmp() -> Any:
-    """The library that torch runs on, whose functions it makes known to the whole process; None if
-    that is of another kind."""
+    """The OpenMP library that torch runs on, found by its functions among those of this process.
+    None if it is not GNU's (libgomp)."""
     everything = ctypes.CDLL(None)
     if not hasattr(everything, "GOMP_parallel"):
         return None
@@ -143,7 +144,7 @@ def _openmp() -> Any:
 
 @cache
 def load() -> Kernels | None:
-    """None, which is logged, if they can't be compiled here."""
+    """The kernels, or None (which is logged) if they cannot be compiled here."""
     log = telemetry.logger("engine")
     compiler = shutil.which("cc")
     if compiler is None:
@@ -156,7 +157,8 @@ def load() -> Kernels | None:
         except OSError:
             library.unlink(missing_ok=True)
             raise
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home: RuntimeError
+    # RuntimeError: there is no home directory.
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         log.warning(
             "the kernels were not compiled: decoding on the processor is slower", error=said
@@ -182,7 +184,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """A description of everything that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
