@@ -1,8 +1,9 @@
 """Memory for weights: taken once, before any transfer, and handed out in spans.
 
-Pages are touched when the arena is made, so that no transfer ever waits for the kernel. A span
-has one owner, who frees it; whoever reads or writes it meanwhile (transport, engine) holds it,
-and a span that is held cannot be freed: cancelling an await does not stop what touches memory.
+Pages are touched when the arena is made, so that no transfer ever waits for the kernel to provide
+them. A span has one owner, who frees it. Whoever reads or writes it meanwhile (transport, engine)
+holds it, and a span that is held cannot be freed: cancelling an await does not stop what touches
+the memory.
 """
 
 import fcntl
@@ -18,17 +19,19 @@ from shared.layout import ALIGN, Manifest
 
 PAGE = mmap.PAGESIZE
 LARGE = 64 * PAGE
-"""Blocks of so many bytes begin at a page: less than 2 % is lost."""
+"""Blocks of at least this many bytes begin at a page; that wastes less than 2 %."""
 _FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE (Linux 5.1): only the mapping that is there can be written through."""
+"""F_SEAL_FUTURE_WRITE (Linux 5.1): the memory can be written only through the mapping that exists
+already."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _FUTURE_WRITE
-"""Peers on this machine map it: they must not lose it under their hands, nor change it."""
+"""Peers on this machine map the file. They must neither lose its pages while they read, nor change
+them."""
 _TOUCH = 64 << 20
-"""Bytes faulted in at a time: other threads run in between."""
+"""Bytes faulted in at a time. Other threads run in between."""
 
 
 class Span:
-    """A run of an arena's bytes. `memory` is writable; page aligned."""
+    """A range of an arena's bytes, which begins at a page. `memory` is writable."""
 
     def __init__(self, offset: int, memory: memoryview) -> None:
         self.offset = offset
@@ -50,7 +53,8 @@ class Span:
 
 class Arena:
     def __init__(self, nbytes: int) -> None:
-        """Allocates and faults in `nbytes`, rounded up to whole pages."""
+        """Allocates and faults in `nbytes`, rounded up to whole pages. CapacityExceeded if the
+        machine does not have them."""
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
@@ -69,13 +73,13 @@ class Arena:
             pages = self._memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
         self.memory = Memory(self._memory, descriptor)
-        """All of it, for transports to register once."""
+        """The whole arena, for transports to register once."""
         self._holes: list[tuple[int, int]] = [(0, self.nbytes)]
-        """Free (start, stop), ascending, never touching each other."""
+        """Free ranges (start, stop), ascending; no two of them touch."""
         self._spans: dict[int, Span] = {}
 
     def close(self) -> None:
-        """Hands nothing out any more; the memory goes when the last view of it does."""
+        """Stops handing out memory. The memory is freed with the last view of it."""
         self._holes = []
         self._memory = memoryview(b"")
         self.memory = Memory(self._memory, -1)
@@ -86,7 +90,7 @@ class Arena:
         return sum(stop - start for start, stop in self._holes)
 
     def allocate(self, nbytes: int) -> Span:
-        """The first hole that fits. CapacityExceeded says how much is free."""
+        """A span from the first hole that fits. CapacityExceeded says how much is free."""
         if nbytes <= 0:
             raise BadInput(f"a span of {nbytes} bytes")
         size = _round_up(nbytes, PAGE)
@@ -105,7 +109,8 @@ class Arena:
         )
 
     def free(self, span: Span) -> None:
-        """Conflict if the span is still held, or is not this arena's (freed already)."""
+        """Conflict if the span is still held, or is not this arena's (for example because it was
+        freed already)."""
         if self._spans.get(span.offset) is not span:
             raise Conflict(f"span at {span.offset} is not allocated: freed twice?")
         if span.users:
@@ -121,8 +126,8 @@ class Arena:
 
 
 class ModelSpace:
-    """The blocks of one model in a span, each contiguous and aligned to ALIGN, or to a page if it
-    is large: so that a disk can write right into it, and little is lost between."""
+    """The blocks of one model in a span, each contiguous. Blocks are aligned to ALIGN, so that
+    little is lost between them; large ones to a page, so that a disk can write right into them."""
 
     def __init__(self, manifest: Manifest, span: Span) -> None:
         if span.nbytes < self.size(manifest):
@@ -152,7 +157,7 @@ def _no_memory(nbytes: int, why: str | None) -> CapacityExceeded:
 
 
 def _offsets(manifest: Manifest) -> Iterator[int]:
-    """Where each block begins, and where the last one ends."""
+    """The offset of each block, and then the end of the last one."""
     end = 0
     for block in manifest.blocks:
         start = _round_up(end, PAGE if block.nbytes >= LARGE else ALIGN)

@@ -1,4 +1,5 @@
-"""How much of the machine's memory can still be had: who takes more is not refused, but killed."""
+"""How much of the machine's memory is still available. A process that takes more is not refused but
+killed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,17 +9,17 @@ ROOT = Path("/")
 
 
 class HostMemory(NamedTuple):
-    """Bytes."""
+    """In bytes."""
 
     left: int
-    """That can still be had."""
+    """What can still be taken."""
     whole: int
-    """That there are, taken or not."""
+    """What there is, taken or not."""
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """By the machine, and by the limit of every control group that this process is in.
-    `root`: of the files that say so."""
+    """The least over the machine and every control group of this process that has a limit. `root`:
+    where to look for the kernel's files."""
     machine = _fields(root / "proc/meminfo", ":")
     limits = [
         HostMemory(machine["MemAvailable"] << 10, machine["MemTotal"] << 10),
@@ -30,13 +31,14 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 
 def _groups(root: Path) -> Iterator[HostMemory]:
-    """Those with a limit, from this process's up; in a container the first that it sees."""
+    """The control groups with a limit, from this process's own upwards; in a container, up to the
+    first that is visible."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             mount, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
             files = "inactive_file"
-        elif "memory" in controllers.split(","):  # version 1
+        elif "memory" in controllers.split(","):  # control groups of version 1
             mount, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
             used, files = "memory.usage_in_bytes", "total_inactive_file"
         else:
@@ -53,6 +55,6 @@ def _groups(root: Path) -> Iterator[HostMemory]:
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:
-    """The numbers of a file with a name and a number a line."""
+    """The numbers of a file that has a name and a number in each line."""
     lines = (line.partition(separator) for line in path.read_text().splitlines())
     return {name: int(value.split()[0]) for name, _, value in lines if value.strip()}

@@ -1,7 +1,7 @@
-"""What torch does not offer of CUDA's driver: memory that other devices and processes reach.
+"""What torch does not offer of CUDA's driver: memory that other devices and processes can reach.
 
-CUDA Driver API, "Memory Management" (cuMemGetHandleForAddressRange), "Device Management"
-(GPUDirect RDMA attributes, cuFlushGPUDirectRDMAWrites) and "Unified Addressing" (cuIpc*).
+CUDA Driver API, "Memory Management" (cuMemGetHandleForAddressRange), "Device Management" (GPUDirect
+RDMA attributes, cuFlushGPUDirectRDMAWrites) and "Unified Addressing" (cuIpc*).
 """
 
 import ctypes
@@ -26,17 +26,17 @@ EXPORTED_BYTES = _EXPORTED.size
 
 
 class CudaError(Exception):
-    """A call failed, or the driver or device does not have it."""
+    """A call failed, or the driver or device does not support it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DmaBuf:
-    """Device memory as others of the kernel's drivers know it."""
+    """Device memory in the form that other drivers of the kernel accept."""
 
     descriptor: int
-    """The holder's to close."""
+    """The holder has to close it."""
     offset: int
-    """Where the memory begins in it."""
+    """Where the memory begins in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +44,37 @@ class Opened:
     """Device memory of another process."""
 
     pointer: int
-    """Where it begins."""
+    """The address of its first byte."""
     allocation: int
-    """Where that begins which it is a part of."""
+    """The address of the allocation that it is a part of."""
 
 
 class Driver(Protocol):
-    """One device's, made and used on one thread. Whatever fails raises CudaError."""
+    """One device's driver, made and used on one thread. Every failure raises CudaError."""
 
     def export(self, pointer: int) -> bytes:
-        """EXPORTED_BYTES with which another process can `open` device memory."""
+        """Returns EXPORTED_BYTES bytes with which another process can `open` the device memory."""
 
     def open(self, exported: bytes) -> Opened:
-        """For this device to copy from. Not of this process's own."""
+        """Makes another process's device memory readable by this device. Fails for memory of this
+        process."""
 
     def close(self, opened: Opened) -> None: ...
 
     def dma_buf(self, pointer: int, nbytes: int) -> DmaBuf: ...
 
     def flush(self) -> None:
-        """What other devices have written to this one's memory is seen by copies after this."""
+        """After this, copies see everything that other devices have written to this device's
+        memory."""
 
     def to_device(self, target: int, source: int, nbytes: int) -> None:
-        """Begins a copy from device to device; copies are done in the order of the calls."""
+        """Begins a copy from device to device. Copies are done in the order of the calls."""
 
     def to_host(self, target: int, source: int, nbytes: int) -> None:
         """Begins a copy to page-locked memory."""
 
     def finish(self) -> None:
-        """Until all copies that were begun are done; the thread sleeps meanwhile."""
+        """Waits, asleep, until all copies that were begun are done."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -80,10 +82,10 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """By ctypes, which holds no GIL in a call."""
+    """Calls the driver by ctypes, which releases the GIL during a call."""
 
     def __init__(self, ordinal: int) -> None:
-        """`ordinal`: the device's, among those that this process sees."""
+        """`ordinal`: the device's number among those that this process sees."""
         try:
             self._library = ctypes.CDLL(_LIBRARY)
         except OSError as error:

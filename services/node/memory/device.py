@@ -1,16 +1,16 @@
-"""Memory for weights on a device that has its own, and the way of blocks to it.
+"""Memory for weights on a device that has its own, and how blocks get there.
 
-Both are taken at the node's start, before any plan: the device's arena, and the page lock on the
-host's. The device's arena is as large as the host's and laid out like it: a block lies at the
-offset at which it landed. So what has room on the host has it on the device, until it gives that
-back, and no second account of what is free is kept.
+Two things are taken when the node starts, before any plan: the device's arena, and a page lock on
+the host's arena. The device's arena is as large as the host's and laid out like it: a block lies at
+the offset at which it landed. So whatever has room on the host has room on the device, and nobody
+has to account for free space twice.
 
-A block goes to the device from where disk or network put it, in one copy by the device's own
-engine at the rate of its bus. By way of page-locked buffers a core would first have to copy every
-byte, and host memory would be passed over three times and not once. That is done only where the
-arena cannot be locked.
+A block goes to the device from where the disk or the network put it, in one copy by the device's
+own engine at the rate of its bus. Through page-locked buffers, a core would first have to copy
+every byte, and host memory would be passed over three times instead of once. That is done only
+where the arena cannot be locked.
 
-Where the arena is locked, peers' bytes may also come to the device first: see `landing`.
+Where the arena is locked, bytes from peers may also reach the device first: see `landing`.
 """
 
 import asyncio
@@ -30,31 +30,31 @@ from shared import telemetry
 from shared.errors import BadInput, CapacityExceeded, Conflict
 
 BUFFER = 32 << 20
-"""Bytes that go to the device at a time where the arena is not page-locked."""
+"""Bytes that go to the device at a time if the arena is not page-locked."""
 
 
 class Event(Protocol):
     def synchronize(self) -> None:
-        """Until what was begun before is done."""
+        """Waits until everything begun before is done."""
 
 
 class Link(Protocol):
     """Copies from page-locked host memory to a device. Made and used on one thread."""
 
     def lock(self, memory: memoryview) -> None:
-        """Page-locks it. CapacityExceeded: the system does not allow that."""
+        """Page-locks memory. CapacityExceeded if the system does not allow it."""
 
     def unlock(self, memory: memoryview) -> None: ...
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory, uint8."""
+        """Page-locked host memory, as uint8."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Event:
-        """Begins a copy; its event is the end of it and of all before."""
+        """Begins a copy. Its event comes after this copy and all copies before."""
 
 
 class CudaLink:
-    """Copies on a stream of its own, so that the engine's kernels run meanwhile."""
+    """Copies on a stream of its own, so that the engine's kernels run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class CudaLink:
     def lock(self, memory: memoryview) -> None:
         with torch.cuda.device(self._device):
             status = int(self._cudart.cudaHostRegister(address(memory), len(memory), 0))
-        # CUDA keeps a failure for the next kernel of this thread to report; there are none on it.
+        # CUDA keeps a failure for the next kernel of this thread to report; this thread runs none.
         if status:
             raise CapacityExceeded(
                 f"{len(memory)} bytes of host memory cannot be page-locked: "
@@ -87,7 +87,7 @@ class CudaLink:
 
 
 class DeviceArena:
-    """Use as a context manager around all uploads; it blocks while memory is taken."""
+    """Use as a context manager around all uploads. Entering blocks while memory is taken."""
 
     def __init__(
         self,
@@ -97,20 +97,20 @@ class DeviceArena:
         make_driver: Callable[[int], Driver] = CudaDriver,
     ) -> None:
         self.landing: Landing | None = None
-        """Once entered: for ways that bring bytes right to the device; None: none can."""
+        """For ways that bring bytes directly to the device, once entered; None if no way can."""
         self._host = host
         self._device = device
         self._make_link = make_link
         self._make_driver = make_driver
         self._there = Ranges()
-        """The same in both arenas."""
+        """Ranges that are the same in both arenas."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        """Whatever is asked of the link, in order."""
+        """Runs every call of the link, in order."""
         self._buffers: list[torch.Tensor] = []
         self._log = telemetry.logger("device", device=str(device))
 
     def __enter__(self) -> Self:
-        """CapacityExceeded: the device has no room for the arena."""
+        """CapacityExceeded if the device has no room for the arena."""
         try:
             self._thread.submit(self._open).result()
         except BaseException:
@@ -124,24 +124,25 @@ class DeviceArena:
 
     @property
     def staging(self) -> str:
-        """How blocks get here, in words."""
+        """How blocks get to the device, in words."""
         by_host = "pinned host buffers" if self._buffers else "pinned host arena"
         direct = self.landing.ways if self.landing else []
         return ", ".join([*direct, f"else {by_host}"]) if direct else by_host
 
     def overwrites(self, buffer: memoryview) -> None:
-        """To be called before anything is written to a part of the host's arena."""
+        """To be called before anything is written to a part of the host's arena, since the device's
+        copy is then outdated."""
         start = self._offset(buffer)
         self._there.discard(start, start + len(buffer))
 
     def landed(self, block: memoryview) -> torch.Tensor | None:
-        """Its bytes on the device, if they are all there without an upload, or since one."""
+        """The block's bytes on the device, if they are all there already; else None."""
         start = self._offset(block)
         stop = start + len(block)
         return self._bytes[start:stop] if self._there.cover(start, stop) else None
 
     async def upload(self, block: memoryview) -> torch.Tensor:
-        """Its bytes on the device, once they are all there; it lies in the host's arena.
+        """Returns the bytes, once they are all on the device, of a block in the host's arena.
 
         Blocks go up in the order of the calls. A copy that was begun goes on if this is cancelled:
         see `settle`. Conflict: the arena was left.
@@ -153,7 +154,7 @@ class DeviceArena:
         return target
 
     async def settle(self) -> None:
-        """Once it returns, nothing reads what `upload` was called for before."""
+        """Returns once nothing reads the memory of earlier calls of `upload` any more."""
         await self._run(lambda: None)
 
     def _offset(self, block: memoryview) -> int:

@@ -1,10 +1,10 @@
-"""Bytes that come to the device first: from a peer's device, or from the network by its adapter.
+"""Bytes that reach the device first: from a peer's device, or from the network by its adapter.
 
-Each part is then copied down to its place in the host's arena, and only then called read. There it
-is checked, like every other; peers that come by other ways take it from there, and a model that is
-put aside stays. So every byte crosses the device's bus once, as it does where blocks land on the
-host and go up; but a block can run when its last part is checked, and its way down is done while
-the others come.
+Each part is then copied down to its place in the host's arena, and only then counts as read. It is
+checked there, like every other part; peers that use other ways take it from there, and a model that
+is put aside stays there. So every byte crosses the device's bus once, as it does when blocks land
+on the host and go up. But a block can run as soon as its last part is checked, because the copies
+down are done while other parts arrive.
 """
 
 from collections.abc import Callable
@@ -19,24 +19,25 @@ from shared.threads import to_its_end
 
 
 class Landing:
-    """The device's arena, for ways that reach it. Its methods can be called on any loop."""
+    """The device's arena, for ways that reach it. Its methods may be called on any loop."""
 
     def __init__(
         self, host: Memory, pointer: int, there: Ranges, make_driver: Callable[[], Driver]
     ) -> None:
-        """`pointer`: where the device's arena begins; it is laid out like the host's, which is
-        page-locked. `there`: ranges that are the same in both. CudaError: there is no driver.
-        """
+        """`pointer`: where the device's arena begins. It is laid out like the host's, which is
+        page-locked. `there`: the ranges that are the same in both. CudaError if there is no
+        driver."""
         self.nbytes = len(host.view)
         self.ways: list[str] = []
-        """What brings bytes right to the device, in words: who does says so here."""
+        """Names of the ways that bring bytes directly to the device; each way adds its own."""
         self._host = host
         self._base = address(host.view)
         self._pointer = pointer
         self._there = there
         self._log = telemetry.logger("landing")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="landing")
-        """Whatever is asked of the driver, in order: not behind what goes up meanwhile."""
+        """Runs every call of the driver, in order. It is separate from the thread for uploads, so
+        as not to wait behind them."""
         try:
             self._driver = self._thread.submit(make_driver).result()
         except BaseException:
@@ -47,7 +48,8 @@ class Landing:
         self._thread.shutdown()
 
     def exported(self) -> bytes:
-        """EXPORTED_BYTES, for a process on this machine to `open`; b"": CUDA does not share it."""
+        """EXPORTED_BYTES bytes for a process on this machine to `open`; b"" if CUDA cannot share
+        the arena."""
         try:
             return self._thread.submit(self._driver.export, self._pointer).result()
         except CudaError as error:
@@ -67,7 +69,7 @@ class Landing:
         return self._there.cover(offset, offset + len(buffer))
 
     async def open(self, exported: bytes) -> Opened:
-        """A peer's device memory. TransportError: this device does not reach it."""
+        """Opens a peer's device memory. TransportError if this device does not reach it."""
         if len(exported) != EXPORTED_BYTES:
             raise TransportError("the peer shares no device memory")
         opened: list[Opened] = []
@@ -80,11 +82,12 @@ class Landing:
         return opened[0]
 
     def give_back(self, opened: Opened) -> None:
-        """Once the copies that were begun are done."""
+        """Closes a peer's memory, once the copies that were begun are done."""
         self._thread.submit(self._close, opened)
 
     async def pull(self, source: int, into: memoryview) -> None:
-        """Fills a part of both arenas with device memory of a peer's. TransportError."""
+        """Fills a part of both arenas from device memory of a peer. TransportError if that
+        fails."""
         offset, nbytes = self._offset(into), len(into)
 
         def copy() -> None:
@@ -95,7 +98,7 @@ class Landing:
 
     async def land(self, into: memoryview) -> None:
         """Fills a part of the host's arena with what an adapter has written to the device's.
-        TransportError."""
+        TransportError if that fails."""
         offset, nbytes = self._offset(into), len(into)
 
         def copy() -> None:

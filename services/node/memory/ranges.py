@@ -1,16 +1,16 @@
-"""Which bytes of a memory something holds for, as ranges."""
+"""A set of byte ranges of a memory."""
 
 import threading
 from bisect import bisect_left, bisect_right
 
 
 class Ranges:
-    """Of bytes, [start, stop); threads may share it."""
+    """Ranges of bytes, [start, stop). Threads may share it."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
-        """Ascending; the ranges do not touch each other."""
+        """Ascending. The ranges do not touch each other."""
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory that transports know whole, and where buffers lie in it."""
+"""Memory that transports know as a whole, and where buffers lie in it."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory that peers may take bytes from, and that may be read into: an arena."""
+    """An arena: memory that peers may take bytes from, and that bytes may be read into."""
 
     view: memoryview
     """Writable, of bytes."""
     descriptor: int
-    """Of the file in memory that it maps (memfd), for others on this machine to map."""
+    """The descriptor of the memfd that it maps, for other processes of this machine to map; -1 if
+    closed."""
 
 
 def address(buffer: memoryview) -> int:
-    """Where a writable buffer begins."""
+    """The address of a writable buffer's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def find(memories: Sequence[Memory], buffer: memoryview) -> tuple[int, int] | None:
-    """(which memory, offset in it) of a buffer; None if it lies in none of them, whole."""
+    """(index of the memory, offset in it) of a buffer; None if no memory holds all of it."""
     if buffer.readonly:
         return None
     for index, memory in enumerate(memories):

@@ -1,15 +1,15 @@
-"""The data plane: what a node may ask of a transport.
+"""The interface between a node and its transport.
 
-`tcp` is the real one, which moves bytes by shared memory or RDMA between peers that have it;
-`memory` its twin within a process.
+A transport moves named regions and small messages between two nodes. It knows nothing of plans,
+models or requests. `tcp` is the real transport, and moves bytes by shared memory or RDMA between
+peers that have them; `memory` is its twin within one process.
 
-A transport moves registered regions and small messages between nodes. It knows nothing of plans,
-models or requests. Pull-based: the reader names a region and a range; the owner answers when the
-bytes are there (server-side wait), so a relay forwards a block that it is still receiving.
+Reads are pull-based: the reader names a region and a range, and the owner answers once it holds the
+bytes. So a relay can forward a block that it is still receiving.
 
-Every method is called on the transport's own event loop; none of them blocks it. Addresses look
-like `tcp://127.0.0.1:7001`. Connections are pooled, one per peer and purpose, made by `connect`
-before they are needed or on first use.
+Every method is called on the transport's own event loop and does not block it. Addresses look like
+`tcp://127.0.0.1:7001`. Connections are pooled, one for each peer and purpose. `connect` makes them
+ahead of time; otherwise the first use does.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +22,27 @@ from shared.errors import TransportError
 Buffer = bytes | bytearray | memoryview
 
 OnMessage = Callable[[str, memoryview, memoryview], None]
-"""(sender's address, header, payload); both views belong to the receiver. Must not block."""
+"""(sender's address, header, payload). Both views belong to the receiver. Must not block."""
 OnReceived = Callable[[memoryview], object]
-"""The next part of a read's bytes, which are there. Called once a part, in order, possibly in
-another thread."""
+"""Called with each part of a read's bytes once it has arrived, in order, possibly on another
+thread."""
 OnPeerLost = Callable[[str, TransportError], None]
-"""(peer's address, why): a connection that had stood broke. Once per break."""
+"""(peer's address, reason). Called once when an established connection breaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     nbytes: int
     first_byte_ns: int
-    """Wall clock when the first byte of the answer arrived."""
+    """Wall clock, in nanoseconds, when the first byte of the answer arrived."""
     way: str
-    """What carried the bytes: `shm`, `rdma`, `tcp`, ..."""
+    """The way that carried the bytes: `shm`, `rdma`, `tcp`, ..."""
 
 
 class Transport(Protocol):
     @property
     def address(self) -> str:
-        """Where others reach this end; known once entered."""
+        """The address at which others reach this end. Known once the transport is entered."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -61,13 +61,15 @@ class Transport(Protocol):
         """
 
     def advance(self, region: str, ready: int) -> None:
-        """The first `ready` bytes are there now (never less than before); wakes waiting reads."""
+        """Declares that the first `ready` bytes have arrived (never fewer than before), and wakes
+        the reads that wait for them."""
 
     async def unregister(self, region: str) -> None:
-        """Ends waiting reads with RegionUnknown; returns once nothing touches the buffer."""
+        """Ends waiting reads with RegionUnknown. Returns once nothing touches the buffer."""
 
     async def connect(self, address: str) -> None:
-        """Makes sure that the pooled connections to a peer stand. PeerLost if it can't be had."""
+        """Makes sure that the pooled connections to a peer are up. PeerLost if they cannot be
+        made."""
 
     async def read(
         self,
@@ -79,17 +81,18 @@ class Transport(Protocol):
         priority: int,
         received: OnReceived | None = None,
     ) -> ReadResult:
-        """Fills `into` with the peer's bytes [offset, offset + len(into)) of the region.
+        """Fills `into` with the peer's bytes [offset, offset + len(into)) of the region, and waits
+        until the peer holds them.
 
-        `received` gets each part while it is in the processor's cache: checking bytes later costs
-        reading them from memory once more.
+        `received` gets each part while it is still in the processor's cache: whoever checks bytes
+        later has to read them from memory again. A lower `priority` goes first, among reads of the
+        same flow, on the peer's outgoing port and on our incoming port.
 
-        Waits until the peer holds them. Lower `priority` goes first, within the region's flow, on
-        the peer's outgoing and on our incoming port. Once it has ended, in whatever way
-        (cancellation included), nothing writes to `into` any more. Errors: PeerLost,
-        RegionUnknown, ProtocolViolation, TransportTimeout (the peer holds the bytes but stopped
-        sending them).
+        Once the read has ended, in whatever way (cancellation included), nothing writes to `into`
+        any more. Errors: PeerLost, RegionUnknown, ProtocolViolation, TransportTimeout (the peer
+        holds the bytes but stopped sending them).
         """
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
-        """Delivers one message, in order with others to the same peer, ahead of region reads."""
+        """Delivers one message. Messages to one peer keep their order, and go ahead of region
+        reads."""

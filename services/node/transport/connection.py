@@ -1,8 +1,9 @@
-"""One TCP connection of the data plane: whole frames out, exact bytes in.
+"""One TCP connection of the data plane: sends whole frames, and receives exactly the bytes asked
+for.
 
-Works on the raw non-blocking socket, so that bytes go from the kernel straight to where they
-belong and from a region's memory straight to the kernel. Where received bytes go is asked for at
-each receive: an owner that gives its buffer up is obeyed at once, in the middle of a frame too.
+It works on the raw non-blocking socket, so that the kernel copies bytes straight to where they
+belong, and straight out of a region's memory. Each receive asks anew where its bytes go, so that an
+owner can take its buffer back at any time, also in the middle of a frame.
 """
 
 import asyncio
@@ -27,28 +28,29 @@ from services.node.transport.wire import (
 from shared.errors import PeerLost, ProtocolViolation, TransportError, TransportTimeout
 
 _TCP_NOTSENT_LOWAT = 25
-"""linux/tcp.h; the socket module has no name for it."""
+"""From linux/tcp.h; the socket module has no name for it."""
 _SIOCOUTQNSD = 0x894B
-"""linux/sockios.h: bytes that the kernel has and did not send yet."""
+"""From linux/sockios.h: the number of bytes that the kernel has not sent yet."""
 _MAX_BUFFERS = 64
-"""Buffers handed to one sendmsg."""
+"""The most buffers that one sendmsg gets."""
 AT_ONCE = 1024 * 1024
-"""Bytes that are waited for together, if so many are to come: waking costs more than copying."""
+"""A receive waits for up to this many bytes at once, because waking up costs more than copying."""
 DEEP = 4 << 20
-"""The largest buffer of a socket that is asked for."""
+"""The largest buffer that a socket asks for."""
 MANY = 64 * 1024
-"""So many are not there yet when the first of them are: more than one packet."""
+"""A receive of more bytes than this waits before it first asks the kernel: they exceed one packet,
+so some have not arrived yet."""
 USED_S = 5.0
-"""A connection over which nothing but heartbeats went for so long is idle."""
+"""A connection is idle once only heartbeats went over it for this many seconds."""
 IDLE_SLOWER = 8
-"""Its heartbeats come so many times less often, and its silence may be so many times as long: a
-node has connections to many peers, and bytes on their way with few of them."""
+"""An idle connection sends heartbeats less often, and may be silent for longer, by this factor. A
+node has connections to many peers, but exchanges bytes with few of them at a time."""
 _TURN = 16
-"""System calls in a row that did not have to wait, after which others get the loop."""
+"""After this many system calls in a row without waiting, other tasks get the loop."""
 
 
 def _limit(name: str) -> int:
-    """The kernel's; 0 where it does not say."""
+    """A limit of the kernel; 0 where it does not say."""
     try:
         return int(Path("/proc/sys/net/core", name).read_text())
     except OSError:
@@ -59,17 +61,17 @@ _most = {socket.SO_RCVBUF: _limit("rmem_max"), socket.SO_SNDBUF: _limit("wmem_ma
 
 
 class Sink(Protocol):
-    """Where received bytes go."""
+    """The receiver of a connection's bytes."""
 
     def room(self, nbytes: int) -> memoryview:
-        """For the next bytes, at most so many; asked for when they are there."""
+        """The buffer for the next bytes, at most `nbytes`. Asked for when they have arrived."""
 
     def came(self, nbytes: int) -> None:
-        """So many are in the room that was given last."""
+        """`nbytes` bytes were written to the buffer that `room` gave last."""
 
 
 class _Buffer:
-    """A sink that is a buffer."""
+    """A sink that fills one buffer."""
 
     __slots__ = ("_rest",)
 
@@ -85,41 +87,41 @@ class _Buffer:
 
 class Connection:
     name = "tcp"
-    """What carries the bytes, in traces."""
+    """The name in traces of what carries the bytes."""
 
     def __init__(self, sock: socket.socket, address: str, *, max_payload: int) -> None:
         self.address = address
-        """Where the peer listens; before the handshake: what it is called in errors."""
+        """The address at which the peer listens. Before the handshake, a name for errors."""
         self.error: TransportError | None = None
-        """Why it was closed."""
+        """The reason why the connection was closed."""
         self.on_closed: Callable[[TransportError], None] | None = None
         self.busy: Callable[[], bool] = lambda: False
-        """Something is asked for over it, and not all answered."""
+        """Whether requests were made over the connection that are not all answered."""
         self.sock = sock
         self._used_at = self._in_use_since = asyncio.get_running_loop().time()
         self._max_payload = max_payload
         self._writing = asyncio.Lock()
         self._posted: list[bytes] = []
         self._posting: asyncio.Future[None] | None = None
-        """Done when something is posted."""
+        """Done when a frame is posted."""
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
         self._room = 0
-        """Asked of the kernel for what is sent."""
+        """The size of the send buffer that the kernel was asked for."""
         self._unsent_limit = 0
         self._unyielded = 0
         self._watched = False
-        """The loop calls us when bytes come."""
+        """Whether the loop calls us when bytes arrive."""
         self._enough = 1
-        """Bytes for which the kernel wakes us."""
+        """The number of bytes at which the kernel wakes us."""
 
     # --- receiving -------------------------------------------------------------
 
     async def receive(self, sink: Sink, nbytes: int) -> None:
-        """So many bytes, as they come."""
+        """Receives exactly `nbytes` bytes, as they arrive."""
         if nbytes > MANY:
             await self._wait_readable(nbytes)
         while nbytes:
@@ -129,7 +131,7 @@ class Connection:
             except BlockingIOError:
                 await self._wait_readable(nbytes)
                 continue
-            except ssl.SSLWantReadError:  # of a record that may be there in part
+            except ssl.SSLWantReadError:  # part of a TLS record may have arrived
                 await self._wait_readable(1)
                 continue
             except OSError as error:
@@ -147,7 +149,7 @@ class Connection:
         return data
 
     async def receive_prefix(self) -> Prefix:
-        """The next frame's prefix; heartbeats are taken in silently."""
+        """The prefix of the next frame. Skips heartbeats."""
         while True:
             self._in_frame = False
             data = await self.receive_exactly(PREFIX_BYTES)
@@ -158,13 +160,13 @@ class Connection:
                 return prefix
 
     async def secure(self, context: ssl.SSLContext) -> None:
-        """The TLS handshake, before anything else is sent."""
+        """Does the TLS handshake, before anything else is sent."""
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         while True:
             self.check()
             try:
                 if not isinstance(self.sock, ssl.SSLSocket):
-                    self.sock.getpeername()  # or there is nobody left to shake hands with
+                    self.sock.getpeername()  # raises if the peer has gone already
                     self.sock = context.wrap_socket(
                         self.sock, server_side=server, do_handshake_on_connect=False
                     )
@@ -194,7 +196,7 @@ class Connection:
         return len(self._posted)
 
     def post(self, frame: bytes) -> None:
-        """Has `send_posted` send a small frame, after those posted before."""
+        """Queues a small frame for `send_posted`, after the frames posted before."""
         self._use()
         self._post(frame)
 
@@ -203,7 +205,7 @@ class Connection:
         _wake(self._posting)
 
     async def send_posted(self) -> None:
-        """Sends what is posted, all that has come together, until the connection ends."""
+        """Sends posted frames, joining those that wait, until the connection ends."""
         while True:
             self.check()
             if self._posted:
@@ -214,9 +216,10 @@ class Connection:
                 await self._posting
 
     async def send(self, buffers: Sequence[Buffer]) -> None:
-        """One frame, after those begun earlier; returns once the kernel has all of it.
+        """Sends one frame, after the frames begun earlier. Returns once the kernel has all of it.
 
-        Cancelled in the middle of the frame it closes the connection: the rest can't be left out.
+        If it is cancelled in the middle of the frame, it closes the connection: the peer would take
+        whatever comes next for the rest of this frame.
         """
         self._use()
         await self._send(buffers)
@@ -231,7 +234,7 @@ class Connection:
             self._make_room(sum(view.nbytes for view in views))
             try:
                 while views:
-                    begun = isinstance(self.sock, ssl.SSLSocket)  # a record may lie half sent
+                    begun = isinstance(self.sock, ssl.SSLSocket)  # a TLS record may be half sent
                     views = _without(views, await self._send_some(views))
                     if self._had_its_turn():
                         await asyncio.sleep(0)
@@ -242,9 +245,10 @@ class Connection:
             self._sent_at = asyncio.get_running_loop().time()
 
     async def sent_but(self, nbytes: int) -> None:
-        """Until no more than so many bytes wait in the kernel, or the connection has ended."""
+        """Waits until at most `nbytes` bytes are unsent in the kernel, or the connection has
+        ended."""
         while self.error is None and self._unsent() > nbytes:
-            self._limit_unsent(2 * nbytes)  # which wakes us when half of that is left
+            self._limit_unsent(2 * nbytes)  # the kernel wakes us when half of this is left
             await self._wait_writable()
 
     def _unsent(self) -> int:
@@ -253,7 +257,8 @@ class Connection:
         return int.from_bytes(buffer, sys.byteorder)
 
     def _make_room(self, nbytes: int) -> None:
-        """For a frame that the kernel is to take at once, as far as its limits let it."""
+        """Grows the send buffer so that the kernel takes a frame of `nbytes` at once, as far as its
+        limits allow."""
         if nbytes > self._room:
             self._room = nbytes
             if 2 * nbytes > self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF):
@@ -261,7 +266,8 @@ class Connection:
         self._limit_unsent(2 * self._room)
 
     def _limit_unsent(self, nbytes: int) -> None:
-        """How many bytes may wait in the kernel, where nothing can overtake them."""
+        """Limits how many bytes wait unsent in the kernel, where no other frame can overtake
+        them."""
         if nbytes != self._unsent_limit:
             self._unsent_limit = nbytes
             self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
@@ -283,12 +289,12 @@ class Connection:
     # --- life ------------------------------------------------------------------
 
     def close(self, error: TransportError) -> None:
-        """Ends the connection; whoever waits on it gets the error. Later calls do nothing."""
+        """Ends the connection. Whoever waits on it gets the error. Later calls do nothing."""
         if self.error is not None:
             return
         self.error = error
         loop = asyncio.get_running_loop()
-        if self.sock.fileno() >= 0:  # TLS may have closed it
+        if self.sock.fileno() >= 0:  # TLS may have closed it already
             loop.remove_reader(self.sock.fileno())
             loop.remove_writer(self.sock.fileno())
             self.sock.close()
@@ -302,7 +308,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S:
             self._in_use_since = now
-            self._post(encode_prefix(Kind.HEARTBEAT))  # the peer waits for it from now on
+            self._post(encode_prefix(Kind.HEARTBEAT))  # from now on the peer expects heartbeats
         self._used_at = now
 
     def _is_idle(self, now: float, after_s: float) -> bool:
@@ -311,10 +317,11 @@ class Connection:
         return now - self._used_at > after_s
 
     def check_silence(self, now: float, limit_s: float) -> None:
-        """Closes the connection if we have been waiting for bytes for longer than `limit_s`, or
+        """Closes the connection if it has waited for bytes for longer than `limit_s`, or
         IDLE_SLOWER times that if it is idle.
 
-        To be called several times in that time: any byte counts, however many are waited for.
+        To be called several times within `limit_s`. Any byte counts as a sign of life, however many
+        are waited for.
         """
         idle = self._is_idle(now, USED_S)
         if self._silent_since is None:
@@ -333,13 +340,15 @@ class Connection:
             self.close(PeerLost(f"{self.address}: silent for {limit_s} s"))
 
     def forgive_silence(self, now: float) -> None:
-        """This process itself was not running: what the peer sent meanwhile is still unread."""
+        """Starts the wait anew, because this process itself was not running: what the peer sent
+        meanwhile is still unread."""
         if self._silent_since is not None:
             self._silent_since = now
 
     def beat_after(self, now: float, interval_s: float) -> None:
-        """A heartbeat, if nothing was sent for that long."""
-        if self._is_idle(now, 2 * USED_S):  # the peer may be late to notice
+        """Posts a heartbeat if nothing was sent for `interval_s`."""
+        # Twice as long, because the peer may notice later that we are idle.
+        if self._is_idle(now, 2 * USED_S):
             interval_s *= IDLE_SLOWER
         if now - self._sent_at >= interval_s and not self._writing.locked() and not self._posted:
             self._post(encode_prefix(Kind.HEARTBEAT))
@@ -349,12 +358,13 @@ class Connection:
         return not self._unyielded
 
     def check(self) -> None:
-        """Raises what it was closed with, if it was."""
+        """Raises the error that closed the connection, if it is closed."""
         if self.error is not None:
             raise type(self.error)(str(self.error))
 
     async def _wait_readable(self, wanted: int) -> None:
-        """Until so many bytes are there, or some of very many, or of a slow link."""
+        """Waits until `wanted` bytes have arrived, or AT_ONCE if that is less. On a slow link it
+        also returns for fewer: see `check_silence`."""
         self.check()
         loop = asyncio.get_running_loop()
         self._wake_at(min(wanted, AT_ONCE))
@@ -369,7 +379,8 @@ class Connection:
             self._readable = self._silent_since = None
 
     def _on_readable(self) -> None:
-        """Mostly somebody waits for it; only else is it worth while not to be called again."""
+        """Usually somebody waits for these bytes. Only if nobody does, it pays to stop watching the
+        socket."""
         if self._readable is None:
             self._watched = False
             asyncio.get_running_loop().remove_reader(self.sock.fileno())
@@ -382,7 +393,7 @@ class Connection:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _wait_writable(self) -> None:
-        """Several may wait at a time."""
+        """Waits until the socket takes more bytes. Several tasks may wait at a time."""
         self.check()
         if self._writable is None or self._writable.done():
             loop = asyncio.get_running_loop()
@@ -396,14 +407,14 @@ class Connection:
 
 
 def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
-    """SO_RCVBUF or SO_SNDBUF, where the kernel allows DEEP ones: else it would end its own sizing,
-    which goes further."""
+    """Sets SO_RCVBUF or SO_SNDBUF, but only where the kernel allows DEEP buffers. Elsewhere it
+    would only stop the kernel's own sizing, which goes further."""
     if _most[option] >= DEEP:
         sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
 async def readable(sock: socket.socket) -> None:
-    """Until there are bytes, a connection or an end."""
+    """Waits until the socket has bytes, a connection to accept, or an end."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(sock, ready.set)
@@ -419,7 +430,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 def _without(views: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of the buffers after their first `sent` bytes."""
+    """The buffers without their first `sent` bytes."""
     for index, view in enumerate(views):
         if sent < view.nbytes:
             return [view[sent:], *views[index + 1 :]]

@@ -1,10 +1,10 @@
 """CUDA IPC: nodes whose devices share a machine copy blocks from device to device.
 
-It is shared memory and more: the reader also opens its peer's device arena, which has the layout
-of the host's, and takes from there what lies there already. What does not (a peer that still loads
-from its disk, or has put the model aside) it takes from the host's arena. The handle with which
-device memory is opened comes over the same socket as the host's descriptors: to processes of the
-same user only.
+This extends shared memory. The reader also opens its peer's device arena, which has the layout of
+the host's, and copies from there what is there already. What is not there (because the peer still
+loads it from disk, or has put the model aside) it copies from the host's arena. The handle that
+opens the device memory comes over the same socket as the host's descriptors, so it reaches only
+processes of the same user.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from shared import telemetry
 from shared.errors import TransportError
 
 ON_DEVICE = 1 << 31
-"""In a place's key: the bytes lie on the device as well, at the same offset."""
+"""A bit of a place's key: the bytes are on the device as well, at the same offset."""
 NAME = "cuda-ipc"
 
 
@@ -36,7 +36,7 @@ class CudaIpcDirect(ShmDirect):
         machine: str,
         bytes_per_s: int = 0,
     ) -> None:
-        """`memory`: the host's arena. `exported`: by `landing`."""
+        """`memory`: the host's arena. `exported`: the handle that `landing` exported."""
         super().__init__([memory], machine=machine, bytes_per_s=bytes_per_s)
         self._landing = landing
         self._beside = exported

@@ -1,12 +1,13 @@
-"""One-sided reads: the reader takes bytes right out of its peer's memory.
+"""One-sided reads: the reader takes bytes directly out of its peer's memory.
 
-Every connection for reads stands on TCP, which carries the asking, the errors and the heartbeats.
-What carries the bytes is agreed in its handshake, the best of what both ends have: `cuda-ipc`
-(their devices share a machine), `shm` (they do), `rdma` (they share a fabric), else the connection
-itself. With a direct way the
-source answers a read by telling, as the bytes come, where they lie (GRANT), and the reader takes
-them from there: a relay's peers wait for a message, not in a polling loop, and the source decides
-when it is whose turn, as it does on TCP.
+Every connection for reads is a TCP connection, which carries the requests, the errors and the
+heartbeats. Its handshake agrees on what carries the bytes, the best that both ends have: `cuda-ipc`
+(their devices share a machine), `shm` (they share a machine), `rdma` (they share a fabric), or else
+the connection itself.
+
+On a direct way the source answers a read by telling where the bytes lie, as they arrive (GRANT),
+and the reader takes them from there. So the peers of a relay wait for a message instead of polling,
+and the source decides whose turn it is, as on TCP.
 
 Everything here runs on the transport's loop and does not block it.
 """
@@ -18,70 +19,76 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes lie at the source: all that the reader needs to take them."""
+    """The place of some bytes at the source: everything that a reader needs to take them."""
 
     key: int
-    """rdma: the remote key; shm, cuda-ipc: which of the source's memories. 32 bits."""
+    """32 bits. rdma: the remote key. shm, cuda-ipc: the index of the source's memory."""
     address: int
-    """rdma: the virtual address; shm, cuda-ipc: the offset. 64 bits."""
+    """64 bits. rdma: the virtual address. shm, cuda-ipc: the offset."""
 
 
 class DirectReader(Protocol):
     """The dialler's end of one connection."""
 
     name: str
-    """What carries the bytes: the way's name, or that of a lesser one which it does without."""
+    """What carries the bytes: the name of the way, or of a lesser way that it falls back to."""
 
     def reaches(self, into: memoryview) -> bool:
-        """Whether bytes can be taken right into this buffer: it lies in one of our memories."""
+        """Whether this buffer lies in one of our memories, so that bytes can be taken right into
+        it."""
 
     async def take(self, place: Place, into: memoryview) -> None:
-        """Fills `into`, and perhaps the same part of the device's arena. Several may run at a time.
+        """Fills `into`, and for some ways also the same part of the device's arena. Several takes
+        may run at a time.
 
-        Once it has ended, in whatever way (cancellation included), nothing writes to `into` any
-        more; that takes a bounded time. PeerLost: the way is broken, for all takes; TransportError:
-        the peer's memory could not be had at that place.
+        Once a take has ended, in whatever way (cancellation included), nothing writes to `into` any
+        more; a cancelled take ends within a bounded time. PeerLost: the way is broken, for all
+        takes. TransportError: the peer's memory at that place could not be read.
         """
 
     def close(self) -> None:
-        """Takes under way end with PeerLost. Later calls do nothing."""
+        """Ends running takes with PeerLost. Later calls do nothing."""
 
 
 class DirectSource(Protocol):
     """The listener's end of one connection."""
 
     def place(self, buffer: memoryview) -> Place | None:
-        """Where the peer finds these bytes; None if they lie in none of our memories.
+        """The place where the peer finds these bytes; None if they are not all in one of our
+        memories.
 
-        Asked of a whole read before its bytes are there, and of each part when they are."""
+        Called for the whole range of a read before its bytes have arrived, and for each part once
+        it has.
+        """
 
     def close(self) -> None:
-        """The peer can take nothing through this connection any more."""
+        """Ends the peer's access through this connection."""
 
 
 class Offer(Protocol):
-    """What the dialler brings to a handshake."""
+    """The dialler's side of a handshake."""
 
     data: bytes
-    """For the listener; at most 1 KiB."""
+    """Sent to the listener; at most 1 KiB."""
 
     async def complete(self, answer: bytes) -> DirectReader:
-        """With the listener's answer; the offer is used up. TransportError: this way is not to be
-        had after all."""
+        """Finishes the handshake with the listener's answer, and uses the offer up. TransportError
+        if the way does not work after all."""
 
     def withdraw(self) -> None:
-        """The listener took another way."""
+        """Drops the offer, because the listener chose another way."""
 
 
 class Direct(Protocol):
-    """One way; one a process, over all of its memories, each registered once."""
+    """One way of carrying bytes. A process has one object of each way, for all of its memories,
+    each of which is registered once."""
 
     name: str
     bytes_per_s: int
     """Paces each direction; 0: as fast as it goes."""
 
     async def __aenter__(self) -> Self:
-        """ConfigError: it is asked for and this machine does not have it."""
+        """ConfigError if the configuration asks for this way and the machine does not have it."""
 
     async def __aexit__(
         self,
@@ -93,7 +100,8 @@ class Direct(Protocol):
     def offer(self) -> Offer: ...
 
     def accept(self, offer: bytes) -> tuple[bytes, DirectSource] | None:
-        """The listener's answer to an offer; None: there is no such way between the two.
+        """Returns the listener's answer to an offer and its end of the connection. None if this way
+        does not exist between the two nodes.
 
         ProtocolViolation: the offer is malformed.
         """

@@ -1,7 +1,7 @@
-"""The transport within one process: the same contract as `tcp`, no sockets.
+"""The transport within one process: the same contract as `tcp`, without sockets.
 
-Bytes move when both ports grant them, on the loop's clock, so that it keeps time under a
-virtual-time loop too.
+Bytes move when both ports grant them, on the loop's clock, so that transfers also take the right
+time on a virtual-time loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from shared.errors import BadInput, Conflict, PeerLost
 
 
 class MemoryNetwork:
-    """Who can be reached; shared by the transports of one test or simulation."""
+    """The ends that can be reached. The transports of one test or simulation share it."""
 
     def __init__(self) -> None:
         self._ends: dict[str, MemoryTransport] = {}
@@ -56,9 +56,9 @@ class MemoryTransport:
         self._egress = Port(link_bytes_per_s, width=1)
         self._ingress = Port(link_bytes_per_s)
         self._links: set[MemoryTransport] = set()
-        """Ends that a connection stands with, whoever made it."""
+        """Ends with a standing connection to this one, whoever made it."""
         self._reads: dict[asyncio.Task[ReadResult], MemoryTransport] = {}
-        """Reads in progress, made by this end, and of whom."""
+        """Reads that this end has in progress, each with the end that it reads from."""
         self._open = False
 
     @property

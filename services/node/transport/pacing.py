@@ -1,12 +1,13 @@
 """One direction of a node's link: who sends next, and how fast.
 
-The planner's step model gives a node one port each way that serves one transfer at a time, most
-urgent first (RDMC 2018, section 4; lambda-Scale, section 4.2). All connections of a direction
-share one `Port` and take a grant for every frame, so the order holds across peers. A grant is for
-what the link moves in GRANT_S, within limits: that is how long a more urgent transfer waits.
+The planner's step model gives a node one port in each direction, which serves one transfer at a
+time, most urgent first (RDMC 2018, section 4; lambda-Scale, section 4.2). All connections of a
+direction share one `Port` and take a grant for every frame, so the order holds across peers. A
+grant is as large as what the link moves in GRANT_S, within limits; this is also how long a more
+urgent transfer has to wait.
 
-Priorities are steps of one plan and mean nothing beside those of another: transfers of different
-flows (models) share the port evenly (start-time fair queueing, Goyal et al. 1996).
+Priorities are steps of one plan and mean nothing beside the steps of another. So transfers of
+different flows (models) share the port evenly (start-time fair queueing, Goyal et al. 1996).
 """
 
 import asyncio
@@ -16,24 +17,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 GRANT_S = 0.006
-"""What a frame costs the processor, whatever its size, is half of all at 64 KiB. (A chunk takes
-5.5 ms on a link of 400 Mbit/s: it goes as one.)"""
+"""Seconds. With frames of 64 KiB, half of the processor's time would go into costs that do not
+depend on the frame's size. (A chunk takes 5.5 ms on a link of 400 Mbit/s, so it is one frame.)"""
 AHEAD_S = 0.002
-"""Of a frame, this much may still wait in the kernel when the next one is begun."""
+"""Seconds. The next frame begins when the link needs this long for what is left of the last one."""
 MIN_GRANT = 64 * 1024
 MAX_GRANT = 4 << 20
-"""Larger frames cost less processor time, which only a link of GB/s can feel."""
+"""The largest grant in bytes. Larger frames would cost less processor time, but only a link of GB/s
+would notice."""
 _MEMORY = 0.8
-"""Weight of the past in the measured rate of an unpaced port, per grant."""
+"""Weight of the past, for each grant, in the measured rate of an unpaced port."""
 TICK_S = 0.001
-"""uvloop's timers count whole ms, rounded: one due in less than half of one fires at once, over and
-over. So much too soon is soon enough; the rate stays, since what was granted counts."""
+"""uvloop's timers round to whole milliseconds: a timer due in less than half of one fires at once,
+over and over. Firing half a tick early is harmless: grants are accounted for, so the rate holds."""
 LATENESS_S = 0.02
-"""Timers fire late (1 ms and more): a port with work to do makes up for at most this much."""
+"""Seconds. Timers fire late (by 1 ms and more). A port with work to do makes up for at most this
+much."""
 QUIET_S = 0.001
-"""A port that nobody asked for this long had nothing to do: unused time is lost."""
+"""Seconds. If nobody asked for the port for this long, it had nothing to do, and the unused time is
+lost."""
 PATIENCE_S = 0.005
-"""An unpaced grant that takes longer (its receiver is slow) no longer holds the others back."""
+"""Seconds. An unpaced grant that takes longer, because its receiver is slow, no longer holds the
+others back."""
 
 
 class Turn(NamedTuple):
@@ -52,13 +57,14 @@ class _Ticket:
 
 
 class Port:
-    """Grants by turn: lowest priority number first, whole transfers in order of arrival inside.
-    A lane (a connection) has one grant at a time.
+    """Gives grants by turn: the lowest priority number first, and among equals whole transfers in
+    order of arrival. A lane (a connection) has one grant at a time.
 
-    `bytes_per_s` > 0: a token bucket as deep as one grant (an idle port gives one at once).
-    0: as fast as it goes, and at most `width` grants at a time over all lanes (0: any number),
-    since then the receivers tell the link's rate and transfers that share it would all be late.
-    `min_grant`: of an unpaced port, where asking for a grant takes long.
+    With `bytes_per_s` > 0 the port is a token bucket as deep as one grant, so an idle port gives a
+    grant at once. With 0 it goes as fast as it can, with at most `width` grants at a time over all
+    lanes (0: any number). The width is needed because the receivers then limit the rate, and
+    transfers that shared the link would all be late. `min_grant`: the smallest grant of an unpaced
+    port, for ways on which asking for a grant takes long.
     """
 
     def __init__(self, bytes_per_s: int, *, width: int = 0, min_grant: int = MIN_GRANT) -> None:
@@ -66,22 +72,24 @@ class Port:
         self._width = 0 if bytes_per_s else width
         self._min_grant = MIN_GRANT if bytes_per_s else min_grant
         self._queues: dict[tuple[Hashable, str], list[_Ticket]] = {}
-        """By lane and flow."""
+        """Waiting grants, by lane and flow."""
         self._lanes: dict[Hashable, float] = {}
-        """Lanes with a grant, and when they got it."""
+        """Lanes that have a grant, and when they got it."""
         self._served: dict[str, int] = {}
-        """Bytes by flow, as if all flows had begun together; since the port was last idle."""
+        """Bytes by flow since the port was last idle, as if all flows had begun together."""
         self._now_served = 0
-        """What the flow of the last grant had then: where a flow begins that comes now."""
+        """The bytes that the flow of the last grant had been served then. A flow that arrives now
+        begins with as many."""
         self._free_at = 0.0
         self._quiet_since: float | None = 0.0
-        """When the last holder left and nobody waited."""
+        """When the last holder left and nobody waited; None while the port is in use."""
         self._timer: asyncio.TimerHandle | None = None
         self._seq = 0
         self.unsent: Callable[[], Awaitable[None]] | None = None
-        """What the last holder left for the next one to wait for: nobody wanted the port."""
+        """What the last holder would have waited for, if anybody had wanted the port. The next
+        holder waits for it instead."""
         self._moved, self._moving_s = 0.0, 0.0
-        """Bytes granted lately and how long they took."""
+        """Bytes granted lately, and how long they took."""
 
     @property
     def grant_bytes(self) -> int:
@@ -90,7 +98,7 @@ class Port:
 
     @property
     def ahead_bytes(self) -> int:
-        """How many bytes of a frame may be unsent when the next one is begun."""
+        """How many bytes of a frame may be unsent when the next frame begins."""
         return min(max(self._min_grant, int(self._measured * AHEAD_S)), MAX_GRANT)
 
     @property
@@ -104,20 +112,22 @@ class Port:
 
     @property
     def wanted(self) -> bool:
-        """Somebody waits for it."""
+        """Whether somebody waits for the port."""
         return bool(self._queues)
 
     @property
     def unlimited(self) -> bool:
-        """Nobody has to wait for it: there is no need to take grants."""
+        """Whether nobody ever has to wait, so that no grants are needed."""
         return not self._rate and not self._width
 
     def grant(self, lane: Hashable, turn: Turn, nbytes: int) -> "Grant":
-        """`async with` it: waits for the port, which is held until the block ends."""
+        """To be entered with `async with`: waits for the port, and holds it until the block
+        ends."""
         return Grant(self, lane, turn, nbytes)
 
     def charge(self, nbytes: int) -> None:
-        """Accounts for bytes that go past the queue (messages): later grants wait for them."""
+        """Accounts for bytes that bypass the queue (messages), so that later grants wait for
+        them."""
         if self._rate:
             self._give_up_quiet_time(asyncio.get_running_loop().time())
             self._free_at += nbytes / self._rate
@@ -177,7 +187,7 @@ class Port:
         self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """If nobody has it or wants it."""
+        """Records that the port is idle, if nobody holds or wants it."""
         if not self._queues and not self._lanes and self._quiet_since is None:
             self._quiet_since = now
             self._served.clear()

@@ -1,4 +1,4 @@
-"""One connection an address, dialled once however many ask for it at a time."""
+"""One connection for each address, dialled once however many tasks ask for it at a time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +21,7 @@ class Pool(Generic[T]):
         self._closed = False
 
     async def get(self, address: str) -> T:
-        """The standing connection or a new one; the dialling goes on if this is cancelled."""
+        """The standing connection, or a new one. Dialling goes on if this call is cancelled."""
         if self._closed:
             raise PeerLost(f"{address}: this transport is closed")
         slot = self._slots.get(address)
@@ -34,11 +34,11 @@ class Pool(Generic[T]):
         return outcome
 
     def drop(self, address: str) -> None:
-        """The connection broke: whoever asks next dials again."""
+        """Forgets a broken connection, so that the next `get` dials again."""
         self._slots.pop(address, None)
 
     def close(self) -> None:
-        """No more connections; who waits for one gets PeerLost."""
+        """Makes no more connections. Whoever waits for one gets PeerLost."""
         self._closed = True
         for address, slot in self._slots.items():
             if not slot.done():

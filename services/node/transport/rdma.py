@@ -1,7 +1,7 @@
-"""One-sided reads over RDMA: each connection is a queue pair, each memory registered once.
+"""One-sided reads over RDMA: each connection is a queue pair, and each memory is registered once.
 
-The listener's adapter answers by itself. The dialler waits for one file descriptor, so that a
-connection at rest costs no time, and its takes have the queue of READs in turn.
+The listener's adapter answers without the listener's process. The dialler waits for one file
+descriptor, so that a connection at rest costs no time. Its takes share the queue of READs in turn.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from services.node.transport.direct import Place
 from services.node.transport.rdma_endpoint import decode, encode
 from shared.errors import BadInput, ConfigError, PeerLost, TransportError
 
-if TYPE_CHECKING:  # needs pyverbs, which most machines do not have
+if TYPE_CHECKING:  # it needs pyverbs, which most machines do not have
     from services.node.transport import verbs
 
 READ_BYTES = 1 << 20
-"""Most that one READ moves."""
+"""The most bytes that one READ moves."""
 DRAIN_S = 2.0
-"""So long a cancelled take waits for its READs; then the connection is given up."""
+"""Seconds that a cancelled take waits for its READs. Then the connection is given up."""
 _ADDRESSES = 1 << 64
 
 
@@ -41,7 +41,8 @@ class RdmaDirect:
         bytes_per_s: int = 0,
     ) -> None:
         """`gid_index` chooses among the device's addresses (RoCE v2 over IPv4: often 1 or 3).
-        `landing`: where what is read comes to first, if the adapter reaches it (GPUDirect)."""
+        `landing`: the device memory that bytes are read to first, if the adapter reaches it
+        (GPUDirect)."""
         self.bytes_per_s = bytes_per_s
         self._memories = memories
         self._name = device
@@ -85,7 +86,7 @@ class RdmaDirect:
 
 
 class _Closable:
-    """Among the open ends of its RdmaDirect until it is closed."""
+    """A member of its RdmaDirect's open ends until it is closed."""
 
     def __init__(self, ends: "set[_Closable]") -> None:
         self._ends = ends
@@ -143,7 +144,7 @@ class RdmaSource(_Closable):
 
 
 class _Take:
-    """What one call of `take` has left to do."""
+    """What one call of `take` still has to do."""
 
     def __init__(self, place: Place, address: int, lkey: int, nbytes: int) -> None:
         self.place = place
@@ -151,9 +152,9 @@ class _Take:
         self.lkey = lkey
         self.nbytes = nbytes
         self.asked = 0
-        """Bytes that READs were begun for."""
+        """Bytes for which READs were begun."""
         self.reading = 0
-        """READs under way."""
+        """Number of READs under way."""
         self.error: TransportError | None = None
         self.ended = asyncio.Event()
 
@@ -175,9 +176,9 @@ class RdmaReader(_Closable):
         self._depth = depth
         self._read_bytes = min(READ_BYTES, device.max_message)
         self._waiting: deque[_Take] = deque()
-        """Takes with bytes to ask for, the next one first."""
+        """Takes that still have bytes to ask for, the next one first."""
         self._reading: dict[int, _Take] = {}
-        """Whose each READ under way is, by its name."""
+        """The take of each READ under way, by the READ's name."""
         self._names = itertools.count()
         self._broken = ""
         self._loop = asyncio.get_running_loop()
@@ -216,7 +217,7 @@ class RdmaReader(_Closable):
         self._break(f"{self._peer}: this end was closed")
 
     def _begin_reads(self) -> None:
-        """As many as may be under way, one of each waiting take in turn."""
+        """Begins as many READs as may be under way, one for each waiting take in turn."""
         while self._waiting and len(self._reading) < self._depth:
             take = self._waiting.popleft()
             nbytes = min(self._read_bytes, take.nbytes - take.asked)
@@ -251,7 +252,8 @@ class RdmaReader(_Closable):
             self._break(f"{self._peer}: {error}")
 
     def _fail(self, take: _Take, outcome: "verbs.Outcome") -> None:
-        """A queue pair carries nothing after an error. `take` is that of the READ."""
+        """Ends the connection after the failure of a READ of `take`: a queue pair carries nothing
+        after an error."""
         if outcome == "refused":
             take.error = TransportError(f"{self._peer}: has no such memory for us")
             self._break(f"{self._peer}: the connection broke when the peer refused a READ")
@@ -261,7 +263,7 @@ class RdmaReader(_Closable):
             self._break(f"{self._peer}: the connection broke")
 
     async def _drain(self, take: _Take) -> None:
-        """Of what a cancelled take began; further cancellations do not cut it short."""
+        """Waits for the READs of a cancelled take. Further cancellations do not cut this short."""
         if take in self._waiting:
             self._waiting.remove(take)
             take.nbytes = take.asked
@@ -276,7 +278,7 @@ class RdmaReader(_Closable):
         overdue.cancel()
 
     def _break(self, why: str) -> None:
-        """Ends all takes, none of which writes any more. Once."""
+        """Ends all takes, after which none of them writes any more. Runs once."""
         if self._broken:
             return
         self._broken = why

@@ -12,17 +12,18 @@ Bits24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     gid: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Address of the adapter, an IPv6 address."""
+    """The adapter's address in the form of an IPv6 address."""
     lid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    """Its address on InfiniBand; 0 on Ethernet."""
+    """The adapter's address on InfiniBand; 0 on Ethernet."""
     qpn: Bits24
-    """Number of the queue pair."""
+    """The number of the queue pair."""
     psn: Bits24
-    """Number of the first packet it sends."""
+    """The number of the first packet that this end sends."""
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
-    """Bytes of a packet, as verbs count them: 1 is 256, 2 is 512, ... 5 is 4096."""
+    """The size of a packet as verbs count it: 1 is 256 bytes, 2 is 512, ... 5 is 4096."""
     reads: Annotated[int, msgspec.Meta(ge=1, le=255)]
-    """READs at a time: the most that the dialler makes, or that the listener answers."""
+    """The number of concurrent READs that the dialler makes, or that the listener answers, at
+    most."""
 
     def __str__(self) -> str:
         gid = ipaddress.IPv6Address(self.gid)

@@ -1,6 +1,6 @@
 """Region reads over one connection: the dialler's end asks, the listener's end serves.
 
-The bytes come on the connection, or by a direct way that its handshake found (see direct.py).
+The bytes travel on the connection, or by the direct way that its handshake found (see direct.py).
 """
 
 import asyncio
@@ -41,22 +41,22 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 Spawn = Callable[[Work], asyncio.Task[None]]
 """Runs work that ends with its connection."""
 OnSent = Callable[[float, float, int], None]
-"""(began, ended, bytes) of a read that was served; times of the loop, s."""
+"""(began, ended, bytes) of a read that was served; seconds on the loop's clock."""
 SCRATCH = 64 * 1024
 MAX_READS = 4096
-"""Reads that one connection may have waiting; more are a ProtocolViolation."""
+"""The most reads that one connection may have waiting. More are a ProtocolViolation."""
 _IDS = 1 << 32
 
 
 _scratch = memoryview(bytearray(SCRATCH))
-"""What nobody wants any more is received here."""
+"""Receives bytes that nobody wants any more."""
 
 End = TypeVar("End", DirectReader, DirectSource)
 
 
 @dataclass(frozen=True, slots=True)
 class Way(Generic[End]):
-    """One end of a connection's direct way, and the port that it shares with other connections'."""
+    """One end of a connection's direct way, and the port that it shares with other connections."""
 
     name: str
     end: End
@@ -68,13 +68,14 @@ class _Pending:
     request: ReadRequest
     turn: Turn
     into: memoryview | None
-    """None once the reader has gone: what still comes is received into scratch and dropped."""
+    """None once the reader has gone. What still arrives is then received into scratch and
+    dropped."""
     received: OnReceived | None
     ended: asyncio.Future[ReadResult | TransportError]
     position: int = 0
     first_byte_ns: int = 0
     taking: asyncio.Task[None] | None = None
-    """Bytes granted, on their way into `into`."""
+    """Takes granted bytes into `into`."""
 
     def room(self, nbytes: int) -> memoryview:
         if self.into is None:
@@ -88,8 +89,8 @@ class _Pending:
 
 
 class ReadChannel:
-    """The asking end. A cancelled read is drained, so that the connection and the other reads on
-    it go on; the server is told to stop after what it has begun."""
+    """The asking end. A cancelled read is drained, so that the connection and its other reads go
+    on; the server is told to stop after the part that it has begun."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class ReadChannel:
             if prefix.kind is Kind.FAULT:
                 body = await self.connection.receive_exactly(prefix.body)
                 fault = _fault(*parse_fault(body))
-                self._pending.pop(prefix.id, None)  # none if the connection broke meanwhile
+                self._pending.pop(prefix.id, None)  # None if the connection broke meanwhile
                 _end(pending, fault)
             elif prefix.kind is Kind.GRANT:
                 body = await self.connection.receive_exactly(prefix.body)
@@ -167,7 +168,8 @@ class ReadChannel:
                 self._moved(prefix.id, pending, self.connection.name)
 
     def fail(self, error: TransportError) -> None:
-        """The connection is closed. Ends all reads, each once nothing writes to its buffer."""
+        """Ends all reads because the connection is closed, each once nothing writes to its
+        buffer."""
         if self._way is not None:
             self._way.end.close()
         for pending in self._pending.values():
@@ -192,7 +194,7 @@ class ReadChannel:
 
     def _granted(self, identity: int, pending: _Pending, place: Place, nbytes: int) -> None:
         self._check_length(pending, nbytes)
-        if self.connection.posted >= MAX_READS:  # each grant that was taken has posted one
+        if self.connection.posted >= MAX_READS:  # each finished take has posted a frame
             raise ProtocolViolation(f"{MAX_READS} grants were taken, and nobody reads of it")
         if self._way is None or not pending.request.direct:
             raise ProtocolViolation(f"GRANT for read {identity}, which is not direct")
@@ -210,7 +212,8 @@ class ReadChannel:
                 await way.end.take(place, into)
             except (PeerLost, ProtocolViolation):
                 raise
-            except TransportError as error:  # of this read; the way is broken for the others too
+            # This read gets its own error; the way is broken for the others.
+            except TransportError as error:
                 _end(pending, error)
                 raise PeerLost(f"{self.connection.address}: {error}") from error
             pending.first_byte_ns = pending.first_byte_ns or wall_ns()
@@ -218,7 +221,8 @@ class ReadChannel:
             await asyncio.get_running_loop().run_in_executor(None, pending.received, into)
 
     def _took(self, identity: int, pending: _Pending, nbytes: int) -> None:
-        """The bytes are there, or, if the read was cancelled, no longer wanted."""
+        """Handles granted bytes that have arrived, or, if the read was cancelled, that are no
+        longer wanted."""
         pending.taking = None
         if self.connection.error is not None or self._way is None:
             return
@@ -228,7 +232,7 @@ class ReadChannel:
 
 
 async def _stopped(task: asyncio.Task[None]) -> None:
-    """Cancels it and waits for its end, though the waiter be cancelled once more."""
+    """Cancels the task and waits for its end, even if the waiter is cancelled again."""
     task.cancel()
     while not task.done():
         with suppress(asyncio.CancelledError):
@@ -257,13 +261,13 @@ class _Serving:
     port: Port
     turn: Turn
     source: DirectSource | None
-    """Says where the peer takes the bytes from; None: they go as DATA."""
+    """Tells where the peer takes the bytes from; None if they are sent as DATA."""
     task: asyncio.Task[None] | None = None
     sent: int = 0
     began: float = 0.0
-    """When it got its first grant."""
+    """When the read got its first grant."""
     in_part: bool = False
-    """In a DATA frame, or between a GRANT and its TAKEN."""
+    """Whether a DATA frame, or a GRANT without its TAKEN, is under way."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     refused: bool = False
@@ -274,8 +278,9 @@ class _Serving:
 
 
 class ReadServer:
-    """The serving end: waits for each read's bytes and sends them frame by frame, or grants them
-    part by part, as the port lets it. What was begun is finished, whatever happens to its read."""
+    """The serving end: waits for each read's bytes, and sends them frame by frame or grants them
+    part by part, as the port allows. A part that was begun is finished, whatever happens to its
+    read."""
 
     def __init__(
         self,
@@ -320,7 +325,7 @@ class ReadServer:
     def _begin(self, identity: int, request: ReadRequest) -> None:
         if identity in self._serving:
             raise ProtocolViolation(f"read {identity} was asked for twice")
-        if len(self._serving) + self._connection.posted >= MAX_READS:  # refusals are posted
+        if len(self._serving) + self._connection.posted >= MAX_READS:  # refusals are posted frames
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
         try:
             region = self._regions.find(request.region, request.offset, request.nbytes)
@@ -384,14 +389,15 @@ class ReadServer:
                     await self._send(port, [prefix, data], region.ready > position + nbytes)
                 else:
                     place = serving.source.place(data)
-                    assert place is not None  # it lies where the whole does
+                    assert place is not None  # the whole range has a place, so its parts have one
                     await self._grant(identity, serving, place, nbytes)
                 serving.in_part = False
             serving.sent += nbytes
 
     async def _send(self, port: Port, frame: Sequence[Buffer], more: bool) -> None:
-        """Sends a frame once that before it is nearly out, and waits until it is so itself, if
-        there is `more` or others want the port: who comes next is decided late, by who is there."""
+        """Sends a frame once the frame before it is nearly out. If there is `more`, or if others
+        want the port, it waits until its own frame is nearly out too. So whoever is there then
+        decides who comes next."""
         if port.unsent is not None:
             unsent, port.unsent = port.unsent, None
             with suppress(TimeoutError):

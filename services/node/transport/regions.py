@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from shared.errors import Conflict, NotFound, RegionUnknown
 
 EVICT_S = 2.0
-"""How long what was begun may take to end once its region is to go."""
+"""Seconds that reads in progress may take to end once their region has to go."""
 
 
 class Region:
-    """A buffer whose first `ready` bytes may be sent, and what touches it now."""
+    """A buffer whose first `ready` bytes may be sent, with the users that touch it now."""
 
     def __init__(self, name: str, buffer: memoryview, ready: int, flow: str) -> None:
         self.name = name
@@ -23,7 +23,8 @@ class Region:
         self._changed: set[asyncio.Future[None]] = set()
 
     async def beyond(self, position: int) -> int:
-        """How many bytes are ready, once that is more than `position`."""
+        """Waits until more than `position` bytes are ready, and returns how many are. RegionUnknown
+        if the region goes first."""
         while self.ready <= position or self.closed:
             if self.closed:
                 raise RegionUnknown(f"region {self.name} was unregistered")
@@ -32,7 +33,8 @@ class Region:
 
     @contextmanager
     def use(self, evict: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
-        """The buffer, which stays valid until the block ends. `evict` makes it end soon."""
+        """The buffer, which stays valid until the `with` block ends. Calling `evict` makes the user
+        end soon."""
         if self.closed:
             raise RegionUnknown(f"region {self.name} was unregistered")
         self._users.append(evict)
@@ -96,7 +98,8 @@ class Regions:
         self._own(name).advance(ready)
 
     async def unregister(self, name: str) -> None:
-        """The name is free once this returns, not before: a buffer in use still owns it."""
+        """Closes the region. Its name is free only once this returns: a buffer in use still owns
+        it."""
         region = self._own(name)
         try:
             await region.close()
@@ -105,7 +108,8 @@ class Regions:
                 del self._regions[name]
 
     def find(self, name: str, offset: int, nbytes: int) -> Region:
-        """What a peer asks for; RegionUnknown if it isn't there or the range is outside."""
+        """The region that a peer asks for. RegionUnknown if it does not exist or the range lies
+        outside of it."""
         region = self._regions.get(name)
         if region is None or region.closed:
             raise RegionUnknown(f"no region {name} here")

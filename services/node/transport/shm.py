@@ -1,8 +1,8 @@
-"""Shared memory: nodes of one machine copy blocks right out of each other's arenas.
+"""Shared memory: nodes of one machine copy blocks directly out of each other's arenas.
 
-A reader maps its peer's arenas, once a connection and for reading only, and copies from there: one
-pass over memory, where a socket takes two and the kernel's time. The arenas' descriptors come over
-a Unix socket that only processes of the same user on the same machine reach.
+A reader maps its peer's arenas once for each connection, read-only, and copies from there. That is
+one pass over memory, where a socket takes two and the kernel's time. The descriptors of the arenas
+come over a Unix socket that only processes of the same user on the same machine can reach.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from shared.errors import PeerLost, ProtocolViolation, TransportError
 from shared.threads import to_its_end
 
 PIECE = 4 << 20
-"""Bytes copied at a time: how long an end of a copy may take to be obeyed (about 0.5 ms)."""
+"""Bytes copied at a time. A copy can be stopped only between two pieces (after about 0.5 ms)."""
 INLINE = 64 << 10
-"""Less than this is copied on the spot: handing it to a thread takes longer."""
+"""Fewer bytes than this are copied on the spot, because handing them to a thread takes longer."""
 COPIERS = 2
 MAX_MEMORIES = 16
 MAX_BESIDE = 128
 PAUSE_S = 0.05
-"""After the descriptors could not be handed out."""
+"""Seconds to wait after the descriptors could not be handed out."""
 _CREDENTIALS = struct.Struct("3i")
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,14 +47,14 @@ class ShmDirect:
     name = "shm"
 
     def __init__(self, memories: Sequence[Memory], *, machine: str, bytes_per_s: int = 0) -> None:
-        """`machine`: as the node calls it. Nodes that say to be on different ones do not share
-        memory though they could."""
+        """`machine`: the node's name for its machine. Nodes that name different machines do not
+        share memory, even if they could."""
         self.bytes_per_s = bytes_per_s
         self._memories = memories
         self._here = "/".join((machine, *_kernel_identity())).encode()
         self._socket = f"\0lambdascale-{secrets.token_hex(8)}"
         self._beside = b""
-        """What whoever dials is told beside the descriptors; at most MAX_BESIDE."""
+        """Bytes that every dialler is told beside the descriptors; at most MAX_BESIDE."""
         self._pause: asyncio.TimerHandle | None = None
         self._log = telemetry.logger("shm")
 
@@ -88,7 +88,7 @@ class ShmDirect:
         return self._socket.encode(), ShmSource(self._memories)
 
     def _hand_out(self) -> None:
-        """The descriptors, to whoever dials; they fit any socket's buffer."""
+        """Sends the descriptors to whoever dials. They fit into any socket's buffer."""
         try:
             peer, _ = self._listener.accept()
             with peer:
@@ -97,8 +97,8 @@ class ShmDirect:
                     told = bytes([len(descriptors)]) + self._beside
                     socket.send_fds(peer, [told], descriptors)
         except (BlockingIOError, ConnectionError):
-            return  # the dialler is gone already
-        except OSError as error:  # no descriptors left, for example
+            return  # the dialler has gone already
+        except OSError as error:  # no free descriptors, for example
             self._log.warning("memory was not shared", error=error.strerror)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
@@ -117,7 +117,7 @@ class ShmSource:
         return Place(*found) if found else None
 
     def close(self) -> None:
-        """What the peer has mapped it keeps until its own end."""
+        """Does nothing: what the peer has mapped, it keeps until its own end."""
 
 
 class ShmOffer:
@@ -133,7 +133,7 @@ class ShmOffer:
         return ShmReader(theirs, self._memories, self._copiers)
 
     async def _dial(self, answer: bytes) -> tuple[bytes, list[Bytes]]:
-        """What the peer says beside, and its memories, mapped."""
+        """Returns what the peer says beside its descriptors, and its memories, mapped."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
@@ -152,7 +152,7 @@ class ShmOffer:
                 os.close(descriptor)
 
     def withdraw(self) -> None:
-        """Nothing was set up for it."""
+        """Does nothing, because nothing was set up for the offer."""
 
 
 class ShmReader:
@@ -177,7 +177,7 @@ class ShmReader:
             return
         for start in range(0, len(into), PIECE):
             piece = slice(start, start + PIECE)
-            # numpy does not hold the GIL while it copies.
+            # numpy releases the GIL while it copies.
             await to_its_end(partial(np.copyto, target[piece], source[piece]), self._copiers)
             self._check()
 
@@ -197,13 +197,13 @@ class ShmReader:
             raise PeerLost("the connection to the owner of the memory is closed")
 
     def close(self) -> None:
-        """Gives the peer's memory back: it may be that of a process long gone."""
+        """Unmaps the peer's memory, which may be that of a process long gone."""
         self._closed = True
         self._theirs = ()
 
 
 def _kernel_identity() -> tuple[str, str]:
-    """Of the running kernel and of the network that abstract sockets belong to."""
+    """Identifies the running kernel, and the network namespace that abstract sockets belong to."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, str(Path("/proc/self/ns/net").stat().st_ino)
 
@@ -215,7 +215,8 @@ def _user(peer: socket.socket) -> int:
 
 
 def _map(descriptor: int) -> Bytes:
-    """For reading. Only what cannot shrink: bytes that are gone would kill who reads them."""
+    """Maps a file for reading. It must be sealed against shrinking: reading bytes that are gone
+    would kill the reader."""
     try:
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise TransportError("the peer's memory is not sealed against shrinking")

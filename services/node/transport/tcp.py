@@ -1,10 +1,11 @@
 """The transport between nodes: TCP, and direct ways for the bytes where both ends have them.
 
-Each end dials its own connections: one for the reads it makes of a peer (shallow socket buffers,
-so that what is sent next is decided late) and one for the messages it sends, so that an
-activation never queues behind a block. The handshake of the first finds the best direct way
-between the two, if there is one. Every connection has one task that receives, a heartbeat
-when it is idle, and is closed when the peer has been silent for `silence_s`.
+Each end dials its own connections: one for the reads that it makes of a peer (with shallow socket
+buffers, so that the next frame is chosen as late as possible) and one for the messages that it
+sends, so that an activation never queues behind a block. The handshake of the connection for reads
+finds the best direct way between the two nodes, if there is one. Every connection has one task that
+receives, sends heartbeats when it is idle, and is closed when the peer has been silent for
+`silence_s`.
 """
 
 import asyncio
@@ -42,19 +43,20 @@ from shared import telemetry
 from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
 
 SHALLOW = 64 * 1024
-"""Receive buffer of a connection for reads on a paced link, so that a receiver that has enough to
-do holds its senders back."""
+"""Receive buffer of a connection for reads on a paced link. It is small so that a busy receiver
+holds its senders back."""
 SILENCE_S = 0.75
-"""A peer that has said nothing for so long is lost."""
+"""Seconds after which a silent peer is lost."""
 BEATS_PER_SILENCE = 5
 DIRECT_WIDTH = 2
-"""Grants that are out at a time on a direct way: one is taken while the next is on its way."""
+"""Grants that may be out at a time on a direct way, so that one is taken while the next is on its
+way."""
 ACCEPT_PAUSE_S = 0.05
-"""After a failed accept (no file descriptors left, for example)."""
+"""Seconds to wait after a failed accept (for example because no file descriptors are left)."""
 PeerKey = tuple[str, int]
 """(address, instance)."""
 OnConnected = Callable[[str, str], None]
-"""(peer's address, what will carry the bytes of reads from it)."""
+"""(peer's address, name of the way that will carry reads from it)."""
 
 
 class _Ports:
@@ -81,7 +83,8 @@ class TcpTransport:
         silence_s: float = SILENCE_S,
         max_payload: int = 64 << 20,
     ) -> None:
-        """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: best first."""
+        """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
+        best first."""
         self._host, self._port = host, port
         self._on_message = on_message
         self._on_peer_lost = on_peer_lost
@@ -102,9 +105,9 @@ class TcpTransport:
         self._readers = Pool(self._dial_reads, self._spawn)
         self._senders = Pool(self._dial_messages, self._spawn)
         self._standing: dict[Connection, PeerKey] = {}
-        """Connections past their handshake, and whose they are."""
+        """Connections past their handshake, with their peers."""
         self._told: set[PeerKey] = set()
-        """Peers with connections still standing whose loss was told."""
+        """Peers whose loss was reported while some of their connections still stand."""
         self._closing = False
 
     # --- life ------------------------------------------------------------------
@@ -237,7 +240,7 @@ class TcpTransport:
     async def _complete(
         self, connection: Connection, offers: dict[str, Offer], peer: Hello
     ) -> Way[DirectReader] | None:
-        """The direct way that the peer answered to; it is taken out of the offers."""
+        """The direct way that the peer chose. It is taken out of the offers."""
         for name, answer in peer.ways.items():
             if name not in offers:
                 raise ProtocolViolation(f"{connection.address} answers with {name}, not offered")
@@ -300,7 +303,8 @@ class TcpTransport:
     # --- accepting -------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Not by `loop.sock_accept`: cancelled at the wrong moment, it loses the socket."""
+        """Accepts one connection. `loop.sock_accept` is not used, because it loses the socket if it
+        is cancelled at the wrong moment."""
         while True:
             await readable(listener)
             try:
@@ -315,7 +319,7 @@ class TcpTransport:
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
             welcome = self._spawn(_guard(connection, partial(self._welcome, connection)))
-            # Cancelled before it has begun, it closes nothing by itself.
+            # A task that is cancelled before it has begun closes nothing by itself.
             welcome.add_done_callback(partial(_close_with_task, connection))
 
     async def _welcome(self, connection: Connection) -> None:
@@ -345,7 +349,7 @@ class TcpTransport:
                 way.end.close()
 
     def _accept_way(self, peer: Hello) -> tuple[dict[str, bytes], Way[DirectSource] | None]:
-        """The first of our ways that the peer offers and that there is between the two."""
+        """The first of our ways that the peer offers and that works between the two nodes."""
         for name, way in self._ways.items():
             if name in peer.ways and (accepted := way.accept(peer.ways[name])) is not None:
                 answer, source = accepted
@@ -379,7 +383,7 @@ class TcpTransport:
         self._spawn(_guard(connection, connection.send_posted))
 
     def _tell_lost(self, peer: PeerKey, error: TransportError) -> None:
-        """Once, though a process that dies breaks several connections."""
+        """Reports the loss once, though the death of a process breaks several connections."""
         if peer not in self._told and not self._closing:
             self._told.add(peer)
             self._on_peer_lost(peer[0], error)
@@ -411,7 +415,7 @@ class TcpTransport:
 
 
 async def _guard(connection: Connection, work: Work) -> None:
-    """A broken connection ends its own work and nothing else."""
+    """Runs a connection's work. If it fails, it closes this connection and nothing else."""
     try:
         await work()
     except TransportError as error:
@@ -428,7 +432,8 @@ async def _receive_nothing(connection: Connection) -> None:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    """Names are IPv4, for those who listen and those who dial alike."""
+    """The address family of a host. A name means its IPv4 address, when listening and when
+    dialling."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

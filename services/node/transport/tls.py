@@ -1,7 +1,7 @@
-"""TLS between nodes: each shows a certificate of the cluster's own authority, and asks for one.
+"""TLS 1.3 between nodes: each shows a certificate of the cluster's own authority, and asks for one.
 
-Who has such a certificate is a node; host names are not checked, since nodes are known by address.
-TLS 1.3. Where OpenSSL and the kernel have kernel TLS, records are made in the kernel.
+Whoever has such a certificate is a node. Host names are not checked, since nodes are known by
+address. Where OpenSSL and the kernel support kernel TLS, the kernel encrypts.
 """
 
 import ssl
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 
 _ENABLE_KTLS = 1 << 3
-"""SSL_OP_ENABLE_KTLS; the ssl module names it from Python 3.12 on."""
+"""SSL_OP_ENABLE_KTLS, which the ssl module names only from Python 3.12 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,10 @@ class Tls:
 
 
 def load(certificate: str, key: str, authority: str) -> Tls | None:
-    """From PEM files, `node.tls_certificate`, `tls_key` and `tls_authority`; None if all are empty.
+    """Reads the PEM files of `node.tls_certificate`, `tls_key` and `tls_authority`; None if all
+    three are empty.
 
-    ConfigError: one is missing or cannot be used.
+    ConfigError: one of them is missing or cannot be used.
     """
     files = {"tls_certificate": certificate, "tls_key": key, "tls_authority": authority}
     if not any(files.values()):
@@ -39,7 +40,7 @@ def load(certificate: str, key: str, authority: str) -> Tls | None:
         try:
             context.load_cert_chain(certificate, key)
             context.load_verify_locations(authority)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is an OSError
             raise ConfigError(
                 f"TLS between nodes: {certificate}, {key} and {authority} cannot be used: {error}"
             ) from error

@@ -1,8 +1,9 @@
-"""What RDMA needs of pyverbs, typed: a device, its memory, and the two ends of one-sided reads.
+"""The part of pyverbs that RDMA needs, typed: a device, its memory, and the two ends of one-sided
+reads.
 
-Importing this module raises ImportError where pyverbs, or libibverbs beside it, is not installed.
-pyverbs comes with the system (Debian, Ubuntu: python3-pyverbs); from a virtual environment that
-package alone is imported from there.
+Importing this module raises ImportError if pyverbs, or libibverbs under it, is not installed.
+pyverbs comes with the system (Debian, Ubuntu: python3-pyverbs). In a virtual environment only that
+package is imported from the system.
 """
 
 import errno
@@ -54,18 +55,18 @@ from pyverbs.wr import SGE, SendWR  # noqa: E402
 _log = telemetry.logger("rdma")
 PORT = 1
 MAX_READS = 16
-"""READs that one connection has under way at most."""
+"""The most READs that one connection has under way."""
 ACK_TIMEOUT = 15
-"""4.096 us * 2^15 = 134 ms: with the retries, a peer that is silent for 0.94 s is lost."""
+"""4.096 us * 2^15 = 134 ms. With the retries, a peer is lost after 0.94 s of silence."""
 RETRIES = 6
-"""Not 7, which is without end for Soft-RoCE."""
+"""Not 7, which means without end for Soft-RoCE."""
 HOP_LIMIT = 64
 RNR_TIMER = 12
-"""Asked for, and without effect: a READ needs no receiver that is ready."""
+"""Must be set, but has no effect here: a READ needs no receiver that is ready."""
 
 
 Outcome = Literal["done", "refused", "unanswered", "broken"]
-"""How a READ ended. refused: the peer has no such memory for us."""
+"""How a READ ended. `refused`: the peer has no such memory for us."""
 _OUTCOMES: dict[int, Outcome] = {
     ibv.IBV_WC_SUCCESS: "done",
     ibv.IBV_WC_REM_ACCESS_ERR: "refused",
@@ -75,10 +76,10 @@ _OUTCOMES: dict[int, Outcome] = {
 
 
 class Registration:
-    """Of one memory, which it keeps from going away."""
+    """The registration of one memory. It keeps the memory alive."""
 
     def __init__(self, pd: PD, memory: Memory) -> None:
-        """ConfigError: it cannot be."""
+        """ConfigError if the memory cannot be registered."""
         self._view = memory.view
         access = ibv.IBV_ACCESS_LOCAL_WRITE | ibv.IBV_ACCESS_REMOTE_READ
         try:
@@ -94,16 +95,17 @@ class Registration:
 
 
 class DeviceRegistration:
-    """Of a GPU's memory, for READs to write to; it keeps the memory from going away."""
+    """The registration of a GPU's memory, for READs to write to. It keeps the memory alive."""
 
     def __init__(self, pd: PD, memory: DmaBuf, nbytes: int) -> None:
-        """TransportError: the adapter, its driver or pyverbs cannot."""
+        """TransportError if the adapter, its driver or pyverbs does not support it."""
         with _transport_errors("no GPUDirect RDMA"):
             self._mr = DmaBufMR(
                 pd, nbytes, ibv.IBV_ACCESS_LOCAL_WRITE, memory.descriptor, memory.offset
             )
         self.address = memory.offset
-        """Where it begins for the adapter: pyverbs has addresses be offsets in the dma-buf."""
+        """The adapter's address of the memory's first byte. pyverbs takes offsets in the dma-buf as
+        addresses."""
         self.lkey: int = self._mr.lkey
 
 
@@ -111,13 +113,13 @@ class DeviceRegistration:
 class Target:
     lkey: int
     address: int
-    """For the adapter."""
+    """The address for the adapter."""
     landing: Landing | None
-    """That brings the bytes to the buffer; None: it is the buffer that they are written to."""
+    """Copies the bytes on to the buffer; None if READs write to the buffer itself."""
 
 
 class Device:
-    """An RDMA device, opened, and the memories that it may read and write."""
+    """An opened RDMA device, and the memories that it may read and write."""
 
     def __init__(
         self,
@@ -126,10 +128,10 @@ class Device:
         memories: Sequence[Memory],
         landing: Landing | None = None,
     ) -> None:
-        """`landing`: of the first memory. ConfigError: no such device, it is down, it has no such
-        address, or no such memory."""
+        """`landing`: the device copy of the first memory. ConfigError: there is no such device, it
+        is down, or it has no such address or memory."""
         self._on_device: tuple[DeviceRegistration, Landing] | None = None
-        """Where READs into the first memory go to; None: to itself."""
+        """Where READs into the first memory go; None: to the memory itself."""
         try:
             self.context = Context(name=name)
         except PyverbsError as error:
@@ -156,7 +158,8 @@ class Device:
             raise
 
     def locate(self, buffer: memoryview) -> tuple[Registration, int] | None:
-        """The registered memory that all of the buffer lies in, and its address."""
+        """The registered memory that holds the whole buffer, and the buffer's address in it. None
+        if there is none."""
         found = None if buffer.readonly or not buffer.nbytes else find(self._memories, buffer)
         if found is None:
             return None
@@ -164,7 +167,7 @@ class Device:
         return region, region.address + found[1]
 
     def target(self, buffer: memoryview) -> Target | None:
-        """Where a READ that is to fill the buffer writes to."""
+        """Where a READ that should fill the buffer writes to."""
         found = self.locate(buffer)
         if found is None:
             return None
@@ -175,7 +178,7 @@ class Device:
         return Target(device.lkey, device.address + address - region.address, landing)
 
     def close(self) -> None:
-        """Closes all that was made with it, too."""
+        """Also closes everything that was made with the device."""
         self.context.close()
 
     def _open_landing(self, landing: Landing) -> None:
@@ -206,7 +209,7 @@ class Device:
 
 
 class _End:
-    """A queue pair, reliable and connected."""
+    """A reliable, connected queue pair."""
 
     def __init__(self, device: Device, cq: CQ, reads: int) -> None:
         self._device = device
@@ -240,10 +243,10 @@ class _End:
 
 
 class SourceEnd(_End):
-    """The end that is read from: the adapter answers, without this process."""
+    """The end that is read from. The adapter answers, without this process."""
 
     def __init__(self, device: Device, peer: Endpoint) -> None:
-        """Ready for the peer. TransportError: there is no way to it."""
+        """Gets ready for the peer. TransportError if there is no route to it."""
         reads = min(peer.reads, device.reads_answered)
         with _transport_errors(f"no RDMA with {peer}"):
             super().__init__(device, device.unused_cq, reads)
@@ -257,10 +260,10 @@ class SourceEnd(_End):
 
 
 class ReaderEnd(_End):
-    """The end that reads, with completions of its own."""
+    """The end that reads, with a completion queue of its own."""
 
     def __init__(self, device: Device) -> None:
-        """TransportError: the device or this process has no room for another."""
+        """TransportError if the device or this process has no room for another end."""
         made: list[_Closes] = []
         try:
             with _transport_errors("no further RDMA connection"):
@@ -275,7 +278,8 @@ class ReaderEnd(_End):
             raise
 
     def connect(self, peer: Endpoint) -> int:
-        """How many READs may be under way. TransportError: there is no way to the peer."""
+        """Connects, and returns how many READs may be under way. TransportError if there is no
+        route to the peer."""
         reads = min(peer.reads, self.endpoint.reads)
         with _transport_errors(f"no RDMA with {peer}"):
             attributes = self._attributes(peer)
@@ -288,7 +292,7 @@ class ReaderEnd(_End):
     def read(self, name: int, local: int, lkey: int, nbytes: int, remote: int, rkey: int) -> None:
         """Begins one READ, from `remote` at the peer to `local` here (addresses).
 
-        However it ends, `completed` tells of it, by its `name` (64 bits).
+        However it ends, `completed` reports it under its `name` (64 bits).
         """
         with _transport_errors("a READ cannot begin"):
             request = SendWR(
@@ -298,11 +302,12 @@ class ReaderEnd(_End):
             self._qp.post_send(request)
 
     def completed(self) -> list[tuple[int, Outcome]]:
-        """The READs that ended since the last call; `descriptor` is readable when there are any."""
+        """The READs that ended since the last call. `descriptor` is readable when there are any."""
         with _transport_errors("completions cannot be read"):
             while self._take_event():
                 self._cq.ack_events(1)
-            self._cq.req_notify()  # before the look at the queue: what comes between is told of
+            # Before looking at the queue, so that what ends in between is reported.
+            self._cq.req_notify()
             _, found = self._cq.poll(self.endpoint.reads)
         return [(item.wr_id, _OUTCOMES.get(item.status, "broken")) for item in found]
 
@@ -316,7 +321,7 @@ class ReaderEnd(_End):
         return True
 
     def close(self) -> None:
-        """READs under way end, untold; nothing is written to our memory after this."""
+        """Ends running READs without a report. Nothing is written to our memory afterwards."""
         _close(self._qp, self._cq, self._channel)
 
 
@@ -325,7 +330,8 @@ class _Closes(Protocol):
 
 
 def _close(*things: _Closes) -> None:
-    """All of them, though one fails: what the device does not give back goes with its context."""
+    """Closes all of them, even if one fails: what the device does not give back goes with its
+    context."""
     for thing in things:
         try:
             thing.close()
@@ -345,7 +351,7 @@ _channels = threading.Lock()
 
 
 def _completion_channel(context: Context) -> tuple[CompChannel, int]:
-    """A channel, and its descriptor, which pyverbs keeps to itself; it does not block."""
+    """A non-blocking completion channel and its descriptor, which pyverbs does not expose."""
     with _channels:
         before = _event_descriptors()
         channel = CompChannel(context)

@@ -28,7 +28,7 @@ VERSION = 2
 MAX_BODY = 1 << 20
 MAX_HELLO = 8 << 10
 MAX_MESSAGE = 1000
-"""Characters of a FAULT's message."""
+"""The most characters of a FAULT's message."""
 CANCELLED = "cancelled"
 
 _PREFIX = struct.Struct("!B3xIIQ")
@@ -59,7 +59,7 @@ class Purpose(enum.IntEnum):
 class Prefix:
     kind: Kind
     id: int
-    """Of the read; 0 in frames that belong to none."""
+    """The id of the frame's read; 0 in frames that belong to no read."""
     body: int
     payload: int
 
@@ -67,11 +67,11 @@ class Prefix:
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     purpose: Purpose
     instance: Annotated[int, msgspec.Meta(ge=0)]
-    """Random, one a transport: another process at an old address is another peer."""
+    """A random number for each transport: another process at an old address is another peer."""
     address: str
-    """Where the sender listens."""
+    """The address at which the sender listens."""
     ways: dict[str, bytes] = {}
-    """Name -> data. The dialler's offers for its reads; the listener's answer to one of them."""
+    """Way -> data: the dialler's offers for its reads, or the listener's answer to one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ReadRequest:
     nbytes: int
     region: str
     direct: bool = False
-    """The reader can take the bytes by the way that was agreed on."""
+    """Whether the reader can take the bytes by the agreed way."""
 
 
 _hello_encoder = msgspec.msgpack.Encoder()
@@ -156,7 +156,7 @@ def encode_grant(id: int, place: Place, nbytes: int) -> bytes:
 
 
 def parse_grant(body: bytes | bytearray) -> tuple[Place, int]:
-    """(where, how many bytes)."""
+    """Returns (place, number of bytes)."""
     if len(body) != _GRANT.size:
         raise ProtocolViolation(f"GRANT body of {len(body)} bytes")
     key, address, nbytes = _GRANT.unpack(body)
@@ -171,7 +171,7 @@ def encode_fault(id: int, code: str, message: str) -> bytes:
 
 
 def parse_fault(body: bytes | bytearray) -> tuple[str, str]:
-    """(code, message)."""
+    """Returns (code, message)."""
     code, separator, message = _text(body).partition("\0")
     if not separator:
         raise ProtocolViolation("FAULT body without a code")

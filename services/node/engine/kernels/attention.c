@@ -12,7 +12,7 @@ INLINE int64_t taken(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMI
 
 /* --- RMSNorm --- */
 
-/* The sum of squares: 16 partial sums. */
+/* The sum of squares, as 16 partial sums. */
 INLINE float squares(const void *x, int64_t at, int64_t width, int narrow) {
     lanes sums = {0};
     int64_t i = 0;
@@ -52,7 +52,7 @@ void norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64
 /* --- attention --- */
 
 /* Keys and values of a page lie together, head by head: keys [head_dim, PAGE], then values
-   [PAGE, head_dim]. So both passes below read vectors, and sum over nothing inside one. */
+   [PAGE, head_dim]. So both passes below read whole vectors, and never sum over the elements of a vector. */
 INLINE void *head_of(const Attention *a, const void *kv, int64_t page, int64_t head) {
     int64_t at = (page * a->kv_heads + head) * 2 * PAGE * a->head_dim;
     return (char *)kv + at * (a->narrow_kv ? 2 : 4);
@@ -62,7 +62,8 @@ INLINE float *queries_of(const Attention *a, int64_t head, int64_t row) {
     return a->queries + (head * a->rows + row) * (a->heads / a->kv_heads) * a->head_dim;
 }
 
-/* One head of one row, normed if it is to be, and turned (RoPE pairs i with i + head_dim / 2). */
+/* One head of one row: normed if there is a norm, then rotated. RoPE pairs dimension i with
+   i + head_dim / 2. */
 INLINE void turned(const Attention *a, const void *qkv, const void *qk_norm, int64_t row,
                    int64_t head, float *out, int narrow, int narrow_kv) {
     int64_t dim = a->head_dim, half = dim / 2;
@@ -108,7 +109,7 @@ void write_kv(const Attention *a, const void *qkv, const void *qk_norm, void *kv
     else prepare(a, qkv, qk_norm, kv, next, 0, 1);
 }
 
-/* Scores of n queries with a page's keys. */
+/* Scores of n queries against a page's keys. */
 INLINE void score(const float *queries, const void *keys, int64_t dim, float scale, float *scores,
                   int64_t stride, int n, int narrow_kv) {
     lanes sums[8];
@@ -145,7 +146,7 @@ INLINE void weigh(const float *weights, int64_t stride, const void *values, int6
     }
 }
 
-/* A part of a head's dimensions, of n rows: the weighted sum over all pages. */
+/* The weighted sum over all pages, for n rows and a part of a head's dimensions. */
 INLINE void sum_values(const Attention *a, const void *kv, const int32_t *pages, int64_t first,
                        int64_t last, int64_t head, int64_t from, const float *weights,
                        int64_t stride, float *out, int64_t step, int n, int vectors,
@@ -161,7 +162,7 @@ INLINE void sum_values(const Attention *a, const void *kv, const int32_t *pages,
         for (int v = 0; v < vectors; v++) store(out + r * step + from + 16 * v, sums[r * vectors + v]);
 }
 
-/* Those that fill no vector. */
+/* The same for the last dimensions, which do not fill a vector. */
 INLINE void sum_tail(const Attention *a, const void *kv, const int32_t *pages, int64_t first,
                      int64_t last, int64_t head, int64_t from, const float *weights, float *out,
                      int narrow_kv) {
@@ -177,7 +178,7 @@ INLINE void sum_tail(const Attention *a, const void *kv, const int32_t *pages, i
     }
 }
 
-/* Scores [length] to weights; positions before `start` and after `last` weigh nothing. */
+/* Turns scores [length] into weights. Positions before `start` and after `last` get no weight. */
 INLINE float softmax(float *scores, int64_t start, int64_t last, int64_t length) {
     for (int64_t i = 0; i < start; i++) scores[i] = -INFINITY;
     for (int64_t i = last + 1; i < length; i++) scores[i] = -INFINITY;
@@ -196,7 +197,7 @@ INLINE float softmax(float *scores, int64_t start, int64_t last, int64_t length)
     return sum_of(sums);
 }
 
-/* Pages lie anywhere: a processor does not guess which is next. */
+/* Prefetches a page. Pages lie anywhere, so the processor cannot guess which comes next. */
 INLINE void fetch_page(const Attention *a, const char *page, int narrow_kv) {
     int64_t nbytes = 2 * PAGE * a->head_dim * (narrow_kv ? 2 : 4);
     for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(page + i, 0, 2);
@@ -224,7 +225,7 @@ INLINE void attend_span(const Attention *a, const void *kv, void *attended, int6
         start = start > first * PAGE ? start - first * PAGE : 0;
         sums[r] = softmax(scores + r * length, start, at - first * PAGE, length);
     }
-    float *out = queries; /* they are not needed any more */
+    float *out = queries; /* the queries are not needed any more */
     for (int64_t r = 0; r < n;) {
         int64_t from = 0, rows = r + 6 <= n ? 6 : r + 3 <= n ? 3 : 1;
         const float *w = scores + r * length;

@@ -1,5 +1,5 @@
-/* Numbers and vectors of them. Activations are float32 or bfloat16, computed with in float32. Vectors
-   are GCC's, of any width that the processor has. */
+/* Numbers and vectors. Activations are float32 or bfloat16, and are computed with in float32.
+   Vectors are GCC's, which compiles them for any width that the processor has. */
 
 #pragma once
 
@@ -38,7 +38,7 @@ INLINE float widened(uint16_t x) {
     return value;
 }
 
-/* To the nearest, ties to even; NaN stays NaN. */
+/* Rounds to the nearest, ties to even. NaN stays NaN. */
 INLINE uint16_t narrowed(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);

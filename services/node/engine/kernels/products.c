@@ -1,32 +1,33 @@
 /* Products of activations with weights: x [rows, in] times a matrix [out, in].
 
-   Weights lie in panels of WIDTH outputs, each of them one piece of memory that is read from its
-   beginning to its end, once for up to ROWS rows: a step with few rows takes the time that reading
-   them takes. What is read next is fetched meanwhile. A panel goes through the first cache part by
-   part; the sums of all rows wait in `sums` (as Goto and van de Geijn, "Anatomy of High-Performance
-   Matrix Multiplication", 2008, but with the roles of the operands turned).
+   Weights lie in panels of WIDTH outputs. A panel is one piece of memory, read from its beginning
+   to its end, once for up to ROWS rows: a step with few rows takes as long as reading the weights.
+   The bytes that come next are fetched meanwhile. A panel goes through the first cache part by part,
+   while the sums of all rows wait in `sums` (as in Goto and van de Geijn, "Anatomy of
+   High-Performance Matrix Multiplication", 2008, but with the roles of the operands exchanged).
 
    Sums are taken in float32, part by part in order of `in`, whatever the number of rows: a row has
    the same bits in every batch. Where the processor has tiles (AMX), they multiply bfloat16 in an
-   order of their own, which depends on nothing else either. */
+   order of their own, which does not depend on the batch either. */
 
 #include "kernels.h"
 
 enum {
     WIDTH = 32,  /* outputs of a panel */
-    ROWS = 256,  /* that a panel is read for at a time */
+    ROWS = 256,  /* rows that a panel is read for at a time */
     FEW = 8,     /* rows whose sums are in registers */
-    PART = 256,  /* of `in`, in the first cache */
-    CONVERTED = 64, /* the same, of weights that are converted first */
+    PART = 256,  /* inputs whose weights are in the first cache */
+    CONVERTED = 64, /* the same, for weights that are converted first */
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
-    PAIRED = 32, /* of `in`: panels are filled up to a multiple with zeros */
+    PAIRED = 32, /* panels are padded with zeros to a multiple of this many inputs */
 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t deep(int64_t in) { return (in + PAIRED - 1) / PAIRED * PAIRED; }
 INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
 
-/* The next items: at first many that lie together, at last one by one. 0: there are none. */
+/* Takes the next items and returns their number, 0 at the end. The first takes are long runs of
+   neighbours, the last ones single items, so that all threads end together. */
 INLINE int64_t take_items(int64_t *next, int64_t total, int64_t threads, int64_t *first) {
     int64_t from = __atomic_load_n(next, __ATOMIC_RELAXED), count;
     do {
@@ -38,7 +39,7 @@ INLINE int64_t take_items(int64_t *next, int64_t total, int64_t threads, int64_t
     return count;
 }
 
-/* A product as its threads have it. */
+/* The arguments of one product, shared by its threads. */
 typedef struct {
     const Matrix *matrix;
     const void *x;
@@ -76,7 +77,7 @@ INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel
     }
 }
 
-/* Up to ROWS rows by a panel. */
+/* One item of work: up to ROWS rows times a panel. */
 typedef struct {
     int64_t panel, row, rows;
     const char *weight;
@@ -93,7 +94,7 @@ INLINE Item item_of(const Product *p, int64_t number) {
     return (Item){panel, row, least(ROWS, p->rows - row), (const char *)m->weight + at};
 }
 
-/* What becomes of a panel's sums [rows, WIDTH]. */
+/* Applies scales, bias and gate to a panel's sums [rows, WIDTH], and writes them out. */
 static void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
                    const float *sums) {
     if (p->narrow && p->added) finish_as(p, row, rows, panel, sums, 1, 1);
@@ -102,22 +103,23 @@ static void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
     else finish_as(p, row, rows, panel, sums, 0, 0);
 }
 
-/* Number `which` of the four in each word. */
+/* Number `which` of the four signed bytes in each word. */
 INLINE lanes number(ints four, int which) {
     return __builtin_convertvector(four << (24 - 8 * which) >> 24, lanes);
 }
 
-/* Asks for `lines` of memory. */
+/* Prefetches `lines` cache lines. */
 INLINE void fetch(const char *from, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * i, 0, 2);
 }
 
 /* --- with vectors --- */
 
-/* A part's weights in float32. What is converted is fetched here, the rest in `add_part`. */
+/* A part's weights in float32. Weights that need converting are prefetched here, others in
+   `add_part`. */
 INLINE const float *part_of(int64_t kind, const char *weight, int64_t depth, float *room) {
     if (kind == FLOAT32) return (const float *)weight;
-    int64_t together = kind == BFLOAT16 ? 2 : 4; /* in a word */
+    int64_t together = kind == BFLOAT16 ? 2 : 4; /* numbers in a word */
     for (int64_t k = 0; k < depth; k += together)
         for (int64_t i = 0; i < WIDTH; i += 16) {
             ints word;
@@ -196,8 +198,8 @@ static void with_vectors(const Product *p) {
 
 enum {
     TILE = 16,
-    DEEP = 768, /* of `in`, between two visits to a panel's sums */
-    SOME = 64,  /* rows from which on that matters to weights that are converted too */
+    DEEP = 768, /* inputs between two visits to a panel's sums */
+    SOME = 64,  /* with this many rows, visits matter even if weights are converted */
 };
 
 typedef struct {
@@ -206,7 +208,7 @@ typedef struct {
     uint8_t rows[16];
 } Tiles;
 
-/* What was written before this is in memory: GCC's intrinsics do not say what they read of it. */
+/* A compiler barrier: GCC's tile intrinsics do not tell it what memory they read. */
 INLINE void written(const void *what) { __asm__ volatile("" : : "r"(what) : "memory"); }
 
 /* Tiles 0 to 3 hold sums [rows, WIDTH], 4 and 5 activations, 6 and 7 weights. */
@@ -255,14 +257,14 @@ INLINE void add_tiles(const uint16_t *x, int64_t in, const char *weight, int64_t
     }
 }
 
-/* The last numbers of each row, which do not fill a tile's, with zeros behind. */
+/* The last numbers of each row, which do not fill a tile's row, padded with zeros. */
 INLINE void filled(const uint16_t *x, int64_t in, int64_t rows, int64_t count, uint16_t *room) {
     memset(room, 0, rows * PAIRED * sizeof *room);
     for (int64_t r = 0; r < rows; r++)
         memcpy(room + r * PAIRED, x + r * in, count * sizeof *room);
 }
 
-/* A part's weights in bfloat16, in which whole numbers up to 8 bits are exact. */
+/* A part's weights in bfloat16, which holds whole numbers of up to 8 bits exactly. */
 INLINE const char *pairs_of(int64_t kind, const char *weight, int64_t depth, uint16_t *room) {
     if (kind == BFLOAT16) return weight;
     for (int64_t k = 0; k < depth; k += 4)
