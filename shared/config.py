@@ -25,7 +25,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\\Z")]
-"""One token of a subject (see shared.ids.check_name)."""
+"""A name that can be one token of a subject (see shared.ids.check_name)."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,17 +38,17 @@ class BusConfig(_Section, frozen=True, kw_only=True):
     password: str = ""
     connect_timeout_s: Positive = 5.0
     replicas: Count = 1
-    """Copies of durable state that NATS keeps; 3 on a cluster."""
+    """Copies that NATS keeps of durable state. 3 on a cluster of NATS servers."""
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True):
     log_level: str = "info"
     log_json: bool = False
-    """Logs go to standard error, for people (False) or as JSON lines."""
+    """Whether logs on standard error are JSON lines (True), or lines for people (False)."""
     trace_dir: str = ""
-    """Directory for `<service>.jsonl` span files; empty: none."""
+    """Directory for span files, `<service>.jsonl`. Empty: no files."""
     otlp_endpoint: str = ""
-    """For example http://127.0.0.1:4318; empty: none."""
+    """OpenTelemetry collector, for example http://127.0.0.1:4318. Empty: none."""
     health_socket: str = ""
     """Path of a Unix socket that says whether the service is well (`python -m services.health` asks
     it); empty: none."""
@@ -59,119 +59,123 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     api_keys: tuple[str, ...] = ()
-    """SHA-256 (hex) of each accepted key, from `lambdascale key`; empty: no key is asked for."""
+    """SHA-256 (hex) of each accepted key, from `lambdascale key`. Empty: the API asks for no
+    key."""
     max_body_bytes: Count = 1 << 20
     max_image_bytes: Count = 16 << 20
-    """Of a body with an image."""
+    """Limit for a body with an image."""
     max_queue: Size = 1024
-    """Requests that wait for an instance; more are answered 429."""
+    """The most requests that wait for an instance. Further ones are answered with 429."""
     queue_timeout_s: Seconds = 120.0
-    """Longest wait for an instance, then 429 with Retry-After."""
+    """The longest wait for an instance, then 429 with Retry-After."""
     max_attempts: Count = 8
-    """Failures a request survives before it ends with an error."""
+    """After this many failures a request ends with an error."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True):
     tick_s: Positive = 0.1
     queue_per_instance: Positive = 0.25
-    """Queued work that is worth one more instance, in units of what an instance takes at once."""
+    """Queued work that justifies one more instance, as a share of the work that an instance takes
+    at once."""
     prefill_wait_s: Positive = 0.5
-    """Prompts that wait for their prefill are worth one more instance when an instance would take
-    longer than this for them, as fast as nodes have measured themselves to be."""
+    """One more instance is justified when the prompts that wait for their prefill would take an
+    instance longer than this, at the speed that nodes have measured."""
     idle_s: Seconds = 2.0
-    """An instance more than the load needs for this long is given back."""
+    """An instance is given back when the load has not needed it for this long."""
     scale_up_hold_s: Seconds = 0.2
-    """The load must want more for this long, so that a blip moves no weights."""
+    """The load must justify more instances for this long, so that a blip does not move weights."""
     horizon_s: Seconds = 1.0
-    """While load grows, what it will have grown to so much later is prepared for; about the time
-    that loading takes. 0: no look ahead."""
+    """While load grows, the planner prepares for the load that is expected this much later, which
+    should be about as long as loading takes. 0: it does not look ahead."""
     stray_s: Seconds = 10.0
-    """Weights in memory that nothing uses, such as part of a model from an event that was cut off,
-    are freed after this long."""
+    """Weights in memory that nothing uses (such as a part of a model from an event that was cut
+    off) are freed after this long."""
     max_stages: Count = 4
-    """Longest path, in stages."""
+    """The most stages that a path may have."""
     link_bytes_per_s: Size = 0
-    """Assumed where a node does not say; 0: unknown (no predictions)."""
+    """The rate of a node's link if the node does not say. 0: not known, so there are no
+    predictions."""
     strategy: str = "auto"
-    """How blocks spread: `auto` chooses for each event; `lambdascale plan --help` names the others.
-    """
+    """How blocks spread. `auto` chooses for each event; `lambdascale plan --help` names the
+    others."""
     serving: str = "pools"
     """Who serves while blocks spread: pools, pools-only-targets, pipelines, zigzag or none."""
     step_overhead_s: Seconds = 0.001
-    """alpha of the cost model, at most (nodes measure it): until the first bytes from a new source
-    come."""
+    """The most that alpha of the cost model may be: the time until the first bytes from a new
+    source arrive. (Nodes measure it.)"""
 
 
 class RegistryConfig(_Section, frozen=True, kw_only=True):
     report_s: Seconds = 0.2
-    """How long a registry that starts waits for nodes to say what they hold."""
+    """How long a registry that starts waits for nodes to report what they hold."""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
     id: Name = "node-0"
     host: str = "127.0.0.1"
-    """Address that the data plane binds to and tells others."""
+    """The address that the data plane binds to and tells others."""
     port: Port = 0
-    """Data-plane port; 0: any free one."""
+    """The port of the data plane. 0: any free port."""
     machine: str = msgspec.field(default_factory=socket.gethostname)
-    """Name of the machine: nodes with the same one share local links and disks."""
+    """The machine's name. Nodes that name the same machine share local links and disks."""
     rack: str = ""
-    """Name of the rack: its nodes share a trunk to other racks, and fail together; empty: not
-    known. Replicas of a model are kept in at least two racks."""
+    """The rack's name. Nodes of one rack share a trunk to other racks, and fail together. Replicas
+    of a model are kept in at least two racks. Empty: not known."""
     trunk_bytes_per_s: Size = 0
-    """Rate of the rack's trunk each way; 0: not known, taken to be no limit."""
+    """The rate of the rack's trunk in each direction. 0: not known, and taken to be no limit."""
     local_bytes_per_s: Size = 0
-    """Rate to other nodes of the same machine (shared memory), which it is paced to; 0: not known,
-    planned as if it were the data link's, and as fast as it goes."""
+    """The rate between nodes of the same machine (shared memory); transfers are paced to it. 0: not
+    known: they are not paced, and plans assume the rate of the data link."""
     data_dir: str = "lambdascale-data"
-    """Holds the node's packed models, under store/."""
+    """Holds the node's packed models, in store/."""
     device: str = "cpu"
     cpu_weights: Literal["stored", "packed", "int8"] = "packed"
-    """How a CPU computes with weights. `stored`: as they lie in the arena, at no more memory, and
-    slowest. `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to
-    8 bits, with activations rounded too: fastest, and tokens may be others."""
+    """How a CPU computes with weights. `stored`: from the arena, without further memory, slowest.
+    `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to 8 bits;
+    fastest, but tokens may differ."""
     arena_bytes: Count = 1 << 30
-    """Memory for weights, allocated at the start; on `cuda` so much on the host and on the device.
-    """
+    """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
+    and on the device."""
     kv_bytes: Size = 0
-    """Memory for KV caches, where the engine computes; 0: what is left of it once the arenas are
-    taken, less a tenth of all there is. A model has as much of it as it has of the arena."""
+    """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
+    taken, less a tenth of the whole. A model gets the same share of it as of the arena."""
     kv_share: Share = 1.0
-    """Where `kv_bytes` is 0: the part of that which this node takes; less than 1 where several
+    """With `kv_bytes` 0, the share of that memory which this node takes. Less than 1 if several
     nodes share a machine or a device."""
     slots: Count = 8
-    """Sequences that a full replica runs at once."""
+    """How many sequences a full replica runs at once."""
     step_tokens: Count = 512
-    """Most tokens that one step prefills."""
+    """The most tokens that one step prefills."""
     speculation: Size = 7
-    """Most tokens a step that are proposed for a sequence, from what its prompt and answer said
-    before, and checked at once: as few steps as an answer repeats, the same tokens. Steps under
-    load have none. 0: none at all."""
+    """The most tokens that a step proposes for a sequence, from what its prompt and answer said
+    before, and checks at once. Answers that repeat take fewer steps, and get the same tokens. Under
+    load there are no proposals. 0: never."""
     threads: Size = 0
-    """Torch threads; 0: torch's default."""
+    """Number of torch's threads. 0: torch's default."""
     link_bytes_per_s: Size = 0
-    """Paces each direction of the data link; 0: as fast as it goes."""
+    """Paces each direction of the data link. 0: as fast as it goes."""
     rdma_device: str = ""
-    """Name of the RDMA device to move weights by, for example `mlx5_0`; empty: none."""
+    """The RDMA device that moves weights, for example `mlx5_0`. Empty: none."""
     rdma_gid_index: Size = 0
-    """Of the device's address: for RoCE that of its IPv4 address, see `ibv_devinfo -v`."""
+    """The index of the device's address; for RoCE, of its IPv4 address (see `ibv_devinfo -v`)."""
     device_direct: bool = True
-    """Blocks may come from peers right to the GPU's memory, by GPUDirect RDMA and CUDA IPC; false:
-    always by the host's."""
+    """Whether blocks may come from peers directly to the GPU's memory, by GPUDirect RDMA and CUDA
+    IPC. False: always through the host's."""
     tls_certificate: str = ""
-    """PEM file: what the node shows to others; with `tls_key` and `tls_authority`, all that nodes
-    send each other over TCP is encrypted. All nodes have it or none. Empty: no TLS."""
+    """PEM file with the node's own certificate. With `tls_key` and `tls_authority`, everything that
+    nodes send each other over TCP is encrypted. All nodes have a certificate or none. Empty: no
+    TLS."""
     tls_key: str = ""
     tls_authority: str = ""
-    """PEM file: whose certificates others must show."""
+    """PEM file with the authority whose certificates other nodes must show."""
     mesh_peers: Size = 64
-    """Peers that connections are made to before a plan needs them, the nearest first; the others
-    are connected to when they are."""
+    """How many peers, nearest first, the node connects to before a plan needs them. It connects to
+    others when they are needed."""
     step_floor_s: Seconds = 0.0
-    """Least time of a step through the whole model (a part of it: its share). For running many
-    nodes on one machine as if each had its own accelerator; 0: as fast as it goes."""
+    """The least time of a step through the whole model; a part of the model takes its share. It
+    lets many nodes run on one machine as if each had its own accelerator. 0: as fast as it goes."""
     lease_s: Count = 2
-    """The node is gone this long after it stops renewing (whole seconds)."""
+    """The node counts as gone this long after it stopped renewing its lease (whole seconds)."""
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -198,7 +202,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         parsed = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # TOMLDecodeError, or UnicodeDecodeError
+    except ValueError as error:  # TOMLDecodeError or UnicodeDecodeError
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     _convert(parsed, str(path))
     return parsed

@@ -1,6 +1,6 @@
-"""Every error a part of the system may raise at another, with a code that crosses the wire.
+"""Every error that a part of the system may raise at another, with a code that crosses the wire.
 
-`code` is what programs test; the message says what was wrong and what to do about it.
+Programs test `code`. The message says what was wrong and what to do about it.
 """
 
 from typing import ClassVar
@@ -11,7 +11,7 @@ class LambdaScaleError(Exception):
 
 
 class BadInput(LambdaScaleError):
-    """What the caller gave cannot be used; nothing was changed."""
+    """The caller's input cannot be used. Nothing was changed."""
 
     code = "bad_input"
 
@@ -31,20 +31,22 @@ class Conflict(LambdaScaleError):
 
 
 class StaleEpoch(LambdaScaleError):
-    """The sender speaks of a node generation, event or plan revision that is over."""
+    """The sender speaks of a node generation, or of a revision of an event or plan, that is
+    over."""
 
     code = "stale"
 
 
 class CapacityExceeded(LambdaScaleError):
-    """No room now (arena, KV cache, queue); the same call may succeed later or elsewhere."""
+    """There is no room now (arena, KV cache, queue). The same call may succeed later or
+    elsewhere."""
 
     code = "capacity"
 
 
 class NotReady(LambdaScaleError):
-    """Something that only some requests need is not there yet; the same call may succeed later or
-    elsewhere, and others succeed now."""
+    """Something that only some requests need has not arrived yet. The same call may succeed later
+    or elsewhere; other requests succeed now."""
 
     code = "not_ready"
 
@@ -81,7 +83,8 @@ class MissingTensor(ModelError):
 
 
 class UnsafeCheckpoint(ModelError):
-    """Only pickled weights, which run code when they are opened; they never are."""
+    """The checkpoint has only pickled weights, which run code when they are opened. They are never
+    opened."""
 
     code = "unsafe_checkpoint"
 
@@ -145,7 +148,7 @@ class RegionUnknown(TransportError):
 
 
 class DigestMismatch(TransportError):
-    """Bytes arrived that are not the manifest's; they are dropped and fetched elsewhere."""
+    """Bytes arrived that do not match the manifest. They are dropped and fetched elsewhere."""
 
     code = "digest"
 
@@ -161,5 +164,5 @@ def _all_errors() -> dict[str, type[LambdaScaleError]]:
 
 
 def from_code(code: str, message: str) -> LambdaScaleError:
-    """The typed error a peer reported; an unknown code is a plain LambdaScaleError."""
+    """The typed error that a peer reported. An unknown code becomes a plain LambdaScaleError."""
     return _all_errors().get(code, LambdaScaleError)(message)

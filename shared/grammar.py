@@ -1,7 +1,7 @@
-"""Grammars that generated text is held to, through llguidance (github.com/guidance-ai/llguidance).
+"""Grammars that generated text must follow, through llguidance (github.com/guidance-ai/llguidance).
 
-A grammar is text in llguidance's form: it is made at the gateway from what a client asked for, goes
-with the request, and is followed by the node that draws the tokens.
+A grammar is text in llguidance's form. The gateway makes it from what a client asks for, it travels
+with the request, and the node that draws the tokens follows it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,25 @@ from shared.errors import BadInput
 
 MAX_CHARS = 1 << 17
 CHECK_STACK = 8 << 20
-"""Stack that a grammar is checked with: llguidance follows chains of rules by recursion, and a
+"""Stack in which a grammar is checked. llguidance follows chains of rules by recursion, and a
 process whose stack overflows dies."""
 FOLLOW_STACK = 8 * CHECK_STACK
-"""Stack of threads that follow grammars that were checked: what the same code needs there for the
-same rules, and any vocabulary."""
+"""Stack of threads that follow checked grammars. It is enough for the same rules there, with any
+vocabulary."""
 SPACES = r"[ \n\r\t]{1,20}"
-"""Between the parts of JSON; not any number, or a model might never come to the next part."""
+"""White space between the parts of JSON. It is limited, or a model might never come to the next
+part."""
 
 
 class Vocabulary:
-    """What each token id of a model reads as."""
+    """The text of each token id of a model."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos: int | None = None) -> None:
-        """`vocab_size`: that of the logits. `eos`: a token that is no text; None: the tokenizer's
-        own. BadInput if grammars can't be followed with this tokenizer."""
+        """`vocab_size`: the number of logits. `eos`: a token that is no text; None: the tokenizer's
+        own. BadInput if grammars cannot be followed with this tokenizer."""
         if not tokenizer_json.lstrip().startswith(b"{"):
-            raise BadInput("tokenizer.json is no JSON object")  # else it were taken for a path
+            # Llguidance would take it for a path.
+            raise BadInput("tokenizer.json is no JSON object")
         try:
             self.tokens = LLTokenizer(tokenizer_json.decode(), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, UnicodeDecodeError) as error:
@@ -47,7 +49,7 @@ def eos_of(config: Mapping[str, Any]) -> int | None:
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
-    """JSON that is valid by a JSON Schema."""
+    """A grammar of JSON that is valid by a JSON Schema."""
     try:
         text = msgspec.json.encode(schema).decode()
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
@@ -56,14 +58,16 @@ def from_schema(schema: Mapping[str, Any]) -> str:
 
 
 def from_regex(regex: str) -> str:
-    """Text that matches as a whole. \\d and \\w are ASCII, as in JSON Schema's regexes."""
+    """A grammar of text that matches `regex` as a whole. \\d and \\w are ASCII, as in JSON
+    Schema."""
     return LLMatcher.grammar_from_regex(regex_to_lark(regex, use_ascii="dw"))
 
 
 def from_choice(choices: Sequence[str]) -> str:
-    """Exactly one of these texts."""
+    """A grammar of exactly one of these texts."""
     texts = " | ".join(msgspec.json.encode(text).decode() for text in choices)
-    return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # rules: no 2,000 at once
+    # As rules, 2,000 choices would be too many.
+    return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
 
 
 def from_lark(lark: str) -> str:
@@ -71,7 +75,7 @@ def from_lark(lark: str) -> str:
 
 
 def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
-    """BadInput if there is no such grammar."""
+    """A matcher at the start of the grammar. BadInput if it is no grammar."""
     found = LLMatcher(vocabulary.tokens, grammar, log_level=0)
     if found.is_error():
         raise BadInput(f"the grammar cannot be used: {brief(found.get_error())}")
@@ -79,10 +83,11 @@ def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def check(grammar: str) -> None:
-    """BadInput if it cannot be followed, whatever the vocabulary.
+    """BadInput if the grammar cannot be followed, whatever the vocabulary.
 
-    It is made and begun as a node does it, over the vocabulary of single bytes. Hostile ones take
-    any time and end the process: for use in one of its own (services.gateway.grammar_process).
+    The grammar is made and begun as on a node, over the vocabulary of single bytes. A hostile
+    grammar can take any time and end the process, so call this in a process of its own
+    (services.gateway.grammar_process).
     """
     if len(grammar) > MAX_CHARS:
         raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
@@ -96,5 +101,5 @@ def check(grammar: str) -> None:
 
 
 def brief(error: str) -> str:
-    """What llguidance says of an error, less the parser's state."""
+    """What llguidance says about an error, without the parser's state."""
     return error.split("<state>")[0].strip()

@@ -9,20 +9,20 @@ from typing import NewType
 from shared.errors import BadInput
 
 NodeId = NewType("NodeId", str)
-"""A node's name, chosen by its operator. Survives restarts; the generation does not."""
+"""A node's name, chosen by its operator. It survives restarts; the generation does not."""
 Generation = NewType("Generation", int)
-"""Wall-clock nanoseconds at which a node process started: a later process is another node."""
+"""Wall clock, in nanoseconds, at which a node process started. A later process is another node."""
 ModelName = NewType("ModelName", str)
 """What users call a model in requests."""
 ModelId = NewType("ModelId", str)
-"""Digest of a model's manifest: changed weights are another model."""
+"""Digest of a model's manifest: a model with changed weights is another model."""
 GatewayId = NewType("GatewayId", str)
 InstanceId = NewType("InstanceId", str)
 EventId = NewType("EventId", str)
 RequestId = NewType("RequestId", str)
 
 id_source: Callable[[], str] = partial(secrets.token_hex, 5)
-"""Ten hex digits, never the same twice; replaced where runs are reproducible."""
+"""Makes ten hex digits, never the same twice. Replaced where runs are reproducible."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,126}")
@@ -34,7 +34,8 @@ def new_id(prefix: str) -> str:
 
 
 def check_name(kind: str, value: str) -> str:
-    """A name that may stand as one token of a subject (no dots, spaces or wildcards)."""
+    """Checks a name that must be one token of a subject (no dots, spaces or wildcards).
+    BadInput."""
     if not _NAME.fullmatch(value):
         raise BadInput(
             f"{kind} {value!r} is not valid: use letters, digits, '-' and '_' (63 at most)"

@@ -1,11 +1,11 @@
 """How a model lies in memory: blocks of packed tensors, described by a manifest.
 
-A *block* is the unit of execution: a run of whole units, where unit 0 is the embedding, units
-1..L are the decoder layers and unit L+1 is the final norm with the head. All tensors of a block
-lie in one contiguous region (tensor packing: FaaScale, section 4.4), each aligned to ALIGN bytes,
-so that one arena and one registered region hold a block and nothing is copied after arrival.
-A *chunk* is the unit of transfer and of checking: `chunk_bytes` long (the last one of a block
-may be shorter), with one xxh3-128 digest each.
+A *block* is the unit of execution: a run of whole units, where unit 0 is the embedding, units 1..L
+are the decoder layers and unit L+1 is the final norm with the head. All tensors of a block lie in
+one contiguous region (tensor packing: FaaScale, section 4.4), each aligned to ALIGN bytes. So a
+block fits in one arena and one registered region, and nothing is copied after it has arrived. A
+*chunk* is the unit of transfer and of checking: `chunk_bytes` long (the last chunk of a block may
+be shorter), with an xxh3-128 digest of its own.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ ALIGN = 256
 
 class TensorSpec(msgspec.Struct, frozen=True):
     name: str
-    """The checkpoint's own name, for example `model.layers.3.mlp.up_proj.weight`."""
+    """The name in the checkpoint, for example `model.layers.3.mlp.up_proj.weight`."""
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class BlockSpec(msgspec.Struct, frozen=True):
     index: int
     first_unit: int
     last_unit: int
-    """Inclusive. See the module's text for what the units are."""
+    """Inclusive. The module's docstring says what the units are."""
     nbytes: int
     tensors: tuple[TensorSpec, ...]
     digests: tuple[bytes, ...]
@@ -41,12 +41,12 @@ class BlockSpec(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """All that is needed to hold, check and run a model, without its weights."""
+    """Everything that is needed to hold, check and run a model, without its weights."""
 
     architecture: str
     """The first of the config's `architectures`, for example `LlamaForCausalLM`."""
     config: dict[str, Any]
-    """The checkpoint's config.json as it is (see shared.vision for what is added to it)."""
+    """The content of the checkpoint's config.json (shared.vision says what is added to it)."""
     chunk_bytes: int
     blocks: tuple[BlockSpec, ...]
 
@@ -72,7 +72,7 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Canonical bytes: equal manifests encode equally."""
+    """Canonical bytes: equal manifests have equal bytes."""
     return _encoder.encode(manifest)
 
 
@@ -81,5 +81,5 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def model_id(manifest: Manifest) -> ModelId:
-    """Content address: the first 32 hex digits of the SHA-256 of the canonical bytes."""
+    """The content address: the first 32 hex digits of the SHA-256 of the canonical bytes."""
     return ModelId(hashlib.sha256(encode_manifest(manifest)).hexdigest()[:32])

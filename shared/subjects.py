@@ -1,4 +1,4 @@
-"""Every subject, bucket and object store on the bus. Nothing else in the system spells one."""
+"""Every subject, bucket and object store on the bus. No other module spells them."""
 
 from shared.ids import GatewayId, NodeId
 
@@ -46,7 +46,7 @@ KV_LEASES = "ls_leases"
 KV_MODELS = "ls_models"
 KV_RESERVATIONS = "ls_reservations"
 KV_NODES = "ls_nodes"
-"""Nodes that joined and were not yet told to be gone: what a registry that restarts must settle."""
+"""Nodes that joined and were not yet reported gone. A registry that restarts must settle them."""
 KV_EVENTS = "ls_events"
 KV_SCALE = "ls_scale"
 """Numbers of replicas that operators asked for, by model id."""

@@ -1,8 +1,9 @@
 """Logs and traces, the same way in every process.
 
-Logs: structlog to standard error. Traces: OpenTelemetry spans to a JSON-lines file and, when an
-endpoint is configured, to OTLP. Parents travel as W3C traceparent strings in messages
-(`Message.trace`), so a scaling event is one trace across all processes. No span per token.
+Logs go to standard error through structlog. Traces are OpenTelemetry spans; they go to a JSON-lines
+file and, if an endpoint is configured, to OTLP. Parents travel as W3C traceparent strings in
+messages (`Message.trace`), so a scaling event is one trace across all processes. There is no span
+for single tokens.
 """
 
 import json
@@ -42,11 +43,12 @@ _propagator = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
 _exporting = False
 _tracer: trace.Tracer = trace.NoOpTracer()
-"""The provider's: it takes a while to make."""
+"""The provider's tracer, kept because making one takes a while."""
 
 
 class JsonLinesExporter(SpanExporter):
-    """Appends one JSON object a finished span; readable while the process runs."""
+    """Appends one JSON object for each finished span. The file can be read while the process
+    runs."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -83,7 +85,7 @@ def _as_json(span: ReadableSpan) -> dict[str, object]:
 
 
 def configure(service: str, config: TelemetryConfig) -> None:
-    """Sets up logs and traces of this process, at its start; ConfigError for a bad setting."""
+    """Sets up logs and traces of this process when it starts. ConfigError for a bad setting."""
     global _provider, _tracer, _exporting
     shutdown()
     if config.log_level not in _LEVELS:
@@ -129,13 +131,14 @@ def shutdown() -> None:
 
 
 def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
-    """Obeys the configuration at the time of each call, also if it is made before `configure`."""
+    """A logger that obeys the configuration at the time of each call, even if it is made before
+    `configure`."""
     lazy: structlog.stdlib.BoundLogger = structlog.get_logger(role=role, **context)
     return lazy
 
 
 def context_of(traceparent: str) -> SpanContext | None:
-    """The span that a traceparent names; None for an empty or malformed one."""
+    """The span that a traceparent names. None if it is empty or malformed."""
     found = trace.get_current_span(
         _propagator.extract({"traceparent": traceparent})
     ).get_span_context()
@@ -149,8 +152,8 @@ def traceparent(span: Span) -> str:
 
 
 def here() -> str:
-    """The traceparent of the innermost `span` around this code, also in tasks begun in it; empty:
-    there is none."""
+    """The traceparent of the innermost `span` around this code, which tasks begun inside it
+    inherit. Empty if there is none."""
     return traceparent(trace.get_current_span())
 
 
@@ -162,7 +165,7 @@ def start(
     attributes: Mapping[str, Attribute] | None = None,
     links: Sequence[str] = (),
 ) -> Span:
-    """Begins a span; the caller ends it (`span.end(end_time=ns)`)."""
+    """Begins a span. The caller ends it (`span.end(end_time=ns)`)."""
     contexts = [context for link in links if (context := context_of(link))]
     return _tracer.start_span(
         name,
@@ -182,7 +185,8 @@ def record(
     attributes: Mapping[str, Attribute] | None = None,
     links: Sequence[str] = (),
 ) -> str:
-    """A span that is over already; returns its traceparent (its parent's where none is kept)."""
+    """Records a span that is already over. Returns its traceparent, or its parent's if spans are
+    not exported."""
     if _provider is not None and not _exporting:
         return parent
     span = start(name, parent=parent, start_ns=start_ns, attributes=attributes, links=links)
@@ -194,7 +198,7 @@ def record(
 def span(
     name: str, *, parent: str = "", attributes: Mapping[str, Attribute] | None = None
 ) -> Iterator[Span]:
-    """A span around a block of code; an exception marks it and goes on."""
+    """A span around a block of code. An exception marks the span and is raised on."""
     current = start(name, parent=parent, attributes=attributes)
     try:
         with trace.use_span(current, record_exception=False, set_status_on_exception=False):

@@ -1,4 +1,4 @@
-"""Work in threads, which cancelling what waits for it does not stop."""
+"""Work in threads. Cancelling the task that waits for a thread does not stop the thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from concurrent.futures import Executor
 
 
 async def to_its_end(function: Callable[[], None], executor: Executor | None = None) -> None:
-    """Runs it in a thread. Also when cancelled, however often, it ends only when the thread has:
-    what the thread is at must not be taken away under it, or left half done."""
+    """Runs `function` in a thread. Even if it is cancelled, however often, it returns only when the
+    thread has ended, because the data that the thread works on must not be taken away meanwhile."""
     work = asyncio.get_running_loop().run_in_executor(executor, function)
     cancelled = False
     while not work.done():

@@ -1,8 +1,9 @@
-"""How an image becomes the input of an image classifier, and its answer a label.
+"""How an image becomes the input of an image classifier, and how its answer becomes a label.
 
-As transformers' ViTImageProcessor does it: the gateway decodes and resizes (`ImageInput.size`,
-`resample`), and sends 8-bit RGB; the node that embeds it rescales and normalises. Both read the
-model's manifest, whose config has the checkpoint's preprocessor_config.json in it.
+This follows transformers' ViTImageProcessor. The gateway decodes and resizes the image
+(`ImageInput.size`, `resample`) and sends 8-bit RGB; the node that embeds it rescales and
+normalises. Both read the model's manifest, whose config includes the checkpoint's
+preprocessor_config.json.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,13 @@ import msgspec
 from shared.errors import CorruptCheckpoint, UnsupportedModel
 
 CLASSIFIER = "ViTForImageClassification"
-"""The architecture."""
+"""The architecture's name in config.json."""
 PREPROCESSOR = "preprocessor_config.json"
 IN_CONFIG = "preprocessor_config"
-"""The file's place in the config of a manifest."""
+"""The key of preprocessor_config.json in the config of a manifest."""
 CHANNELS = 3
 MAX_SIZE = 1024
-"""Pixels of a side: such an image fits a message of the control bus."""
+"""The most pixels of a side. Such an image fits into a message of the control bus."""
 PROCESSORS = (
     "ViTImageProcessor",
     "ViTImageProcessorFast",
@@ -31,7 +32,7 @@ _Channels = tuple[float, float, float]
 
 
 class _Preprocessor(msgspec.Struct, frozen=True, kw_only=True):
-    """preprocessor_config.json; what is missing means to ViTImageProcessor what it means here."""
+    """preprocessor_config.json, with the defaults of ViTImageProcessor."""
 
     image_processor_type: str = ""
     feature_extractor_type: str = ""
@@ -49,28 +50,30 @@ class _Preprocessor(msgspec.Struct, frozen=True, kw_only=True):
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     size: int
-    """Height and width, in pixels."""
+    """Height and width in pixels."""
     resample: int | None
-    """Pillow's filter for resizing; None: an image has to be of that size."""
+    """Pillow's filter for resizing. None: images must already have that size."""
     factor: float
     mean: _Channels
     std: _Channels
-    """A pixel's value, 0 to 255, becomes (value x factor - mean) / std; by channel."""
+    """By channel. A pixel's value, 0 to 255, becomes (value x factor - mean) / std."""
 
     @property
     def nbytes(self) -> int:
-        """Of an image as it is sent: rows of pixels, red, green and blue a byte each."""
+        """Bytes of an image as it is sent: rows of pixels, one byte each for red, green and
+        blue."""
         return self.size * self.size * CHANNELS
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Of a config.json's model, or a manifest's."""
+    """Whether a config.json, or a manifest's config, is of an image classifier."""
     architectures = config.get("architectures")
     return isinstance(architectures, list) and architectures[:1] == [CLASSIFIER]
 
 
 def image_input(config: Mapping[str, Any]) -> ImageInput:
-    """Of a classifier's manifest. CorruptCheckpoint, or UnsupportedModel by name."""
+    """The image input of a classifier's manifest. CorruptCheckpoint, or UnsupportedModel with the
+    name."""
     raw = config.get(IN_CONFIG)
     if not isinstance(raw, dict):
         raise CorruptCheckpoint(f"the model's {PREPROCESSOR} is missing; import it again")
@@ -101,8 +104,8 @@ def image_input(config: Mapping[str, Any]) -> ImageInput:
 
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A classifier's classes, by index: `id2label`, and where there is none what transformers
-    takes them for. CorruptCheckpoint."""
+    """A classifier's classes by index, from `id2label` or, without it, as transformers numbers
+    them. CorruptCheckpoint if they are malformed."""
     given = config.get("id2label")
     if given is None:
         count = 2 if config.get("num_labels") is None else config["num_labels"]

@@ -1,4 +1,4 @@
-"""The control bus: what services may ask of it. `nats` is the real one, `memory` its twin.
+"""The interface of the control bus. `nats` is the real one, `memory` its twin within a process.
 
 Handlers are typed: each names the kind of message that it takes and is called with that kind only.
 A request of another kind is answered with BadMessage; a broadcast of another kind is counted and

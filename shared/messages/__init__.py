@@ -1,4 +1,4 @@
-"""Control messages, one module a conversation, and their wire form."""
+"""Control messages, one module for each conversation, and their wire form."""
 
 from types import UnionType
 from typing import Union, cast
@@ -37,7 +37,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The message in `data`; BadMessage if its kind, version or a field is not ours."""
+    """The message in `data`. BadMessage if its kind, its version or a field is unknown here."""
     try:
         message = cast(Message, _decoder.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -18,11 +18,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):
-    """Done; nothing more to say."""
+    """Done. There is nothing more to say."""
 
 
 class ErrorReply(Message, frozen=True, kw_only=True, tag="error"):
-    """The request was refused or failed; `code` is that of a `shared.errors` class."""
+    """The request was refused or failed. `code` is the code of a `shared.errors` class."""
 
     code: str
     message: str
@@ -36,4 +36,4 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="error"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """Are you there? Answered with Ok by every service."""
+    """Asks whether a service is there. Every service answers Ok."""

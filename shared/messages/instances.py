@@ -1,4 +1,4 @@
-"""What serves a model now: complete replicas and paths of stages, both called instances."""
+"""The instances that serve a model now: complete replicas, and paths of several stages."""
 
 import enum
 
@@ -21,22 +21,24 @@ class Stage(msgspec.Struct, frozen=True):
 class InstanceState(enum.Enum):
     SERVING = "serving"
     DRAINING = "draining"
-    """No new requests; those it has run to their end."""
+    """Takes no new requests. Those that it has run to their end."""
     MOVING = "moving"
-    """No new requests; those it has are resumed elsewhere, evenly, unless they end sooner."""
+    """Takes no new requests. Those that it has are resumed elsewhere, evenly, unless they would end
+    sooner where they are."""
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     id: InstanceId
     stages: tuple[Stage, ...]
-    """In order, covering every block once. One stage: a complete replica. The first leads."""
+    """The stages in order, which together cover every block once. The first stage's node leads. A
+    complete replica has one stage."""
     state: InstanceState
     capacity: float
     """Throughput in units of one complete replica."""
     slots: int
-    """Sequences it takes at once."""
+    """How many sequences it takes at once."""
     event: EventId | None
-    """The scaling event that made it."""
+    """The scaling event that made the instance."""
 
     @property
     def leader(self) -> NodeId:
@@ -48,27 +50,28 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
-    """Planner -> gateways, on change and every second: the whole truth about one model.
+    """Planner -> gateways, on change and every second: all instances of one model.
 
-    An instance that is missing from a newer revision is gone: its requests are resumed elsewhere.
-    `trace` is that of the scaling event that caused the change.
+    An instance that is missing from a newer revision is gone, and its requests are resumed
+    elsewhere. `trace` is that of the scaling event that caused the change.
     """
 
     name: ModelName
     model_id: ModelId
     epoch: int
-    """Start of the planner process, ns: a new planner's revisions count from 0 again."""
+    """When the planner process started, in nanoseconds. The revisions of a new planner count from 0
+    again."""
     revision: int
     instances: tuple[Instance, ...]
     decode_s: float = 0.0
-    """What a pass of one token through the whole model takes, as nodes measured it; 0: not known.
-    """
+    """Seconds that one token takes through the whole model, as nodes measured it. 0: not known."""
     prefill_s_per_token: float = 0.0
-    """What each token more in a pass adds, as nodes measured it; 0: nothing, or not known."""
+    """Seconds that each further token in a pass adds, as nodes measured it. 0: nothing, or not
+    known."""
 
 
 class InstancesQuery(Message, frozen=True, kw_only=True, tag="instances_query"):
-    """-> InstanceSets, from the planner; for a gateway that starts."""
+    """A gateway that starts -> planner. Answered with InstanceSets."""
 
 
 class InstanceSets(Message, frozen=True, kw_only=True, tag="instance_sets"):

@@ -1,4 +1,4 @@
-"""Load reports, every 100 ms on core NATS: what the planner decides by."""
+"""Load reports of gateways, every 100 ms on core NATS. The planner decides by them."""
 
 import msgspec
 
@@ -7,7 +7,8 @@ from shared.messages.base import Message
 
 
 class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One model at one gateway, now. Tokens are those still to prefill plus those to generate."""
+    """The load of one model at one gateway, now. Tokens count if they are still to prefill or to
+    generate."""
 
     model: ModelName
     queued_requests: int
@@ -15,13 +16,14 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     running_requests: int
     running_tokens: int
     prompt_tokens: int = 0
-    """Of requests, queued or running, that have no token yet from where they are now."""
+    """Prompt tokens of requests, queued or running, that have no token yet from where they are
+    now."""
     instance_requests: dict[InstanceId, int]
-    """Requests in flight on each instance, from this gateway."""
+    """Requests of this gateway in flight on each instance."""
 
 
 class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     gateway: GatewayId
     url: str = ""
-    """Where it serves HTTP."""
+    """The URL at which the gateway serves HTTP."""
     models: tuple[ModelLoad, ...]

@@ -9,7 +9,7 @@ from shared.messages.base import Message
 
 
 class Tier(enum.Enum):
-    """Where a block lies, nearest to execution first."""
+    """Where a block lies. The tier nearest to execution is first."""
 
     GPU = "gpu"
     HOST = "host"
@@ -17,57 +17,60 @@ class Tier(enum.Enum):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node is; the value of its lease."""
+    """The static properties of a node. They are the value of its lease."""
 
     node: NodeId
     generation: Generation
     address: str
-    """Data plane, for example `tcp://10.0.0.7:7001`."""
+    """The address of the data plane, for example `tcp://10.0.0.7:7001`."""
     host: str
-    """Name of the machine; nodes of one host share local links and disks."""
+    """The machine's name. Nodes of one host share local links and disks."""
     device: str
     """`cpu` or `cuda:0`."""
     arena_bytes: int
     """Memory for weights on the device."""
     link_bytes_per_s: int
-    """Rate of its data link each way; 0 when not known."""
+    """The rate of its data link in each direction. 0: not known."""
     slots: int
-    """Sequences that a full replica on this node runs at once."""
+    """How many sequences a full replica on this node runs at once."""
     staging: str = ""
-    """How weights reach the device, in words; empty: it computes where they land."""
+    """How weights reach the device, in words. Empty: the engine computes where they land."""
     rack: str = ""
-    """Nodes of one rack share a trunk to the others, and fail together; empty: not known."""
+    """Nodes of one rack share a trunk to the others, and fail together. Empty: not known."""
     trunk_bytes_per_s: int = 0
-    """Rate of the rack's trunk each way; 0 when not known."""
+    """The rate of the rack's trunk in each direction. 0: not known."""
     local_bytes_per_s: int = 0
-    """Rate to other nodes of the same host (NVLink, shared memory); 0: no faster than the port."""
+    """The rate to other nodes of the same host (NVLink, shared memory). 0: no faster than the
+    port."""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How fast a node runs a model. 0: not measured yet.
 
-    A pass of t tokens through a share x of the model's blocks takes about
-    x (decode_s + (t - 1) prefill_s_per_token).
+    A pass of t tokens through a share x of the model's blocks takes about x (decode_s + (t - 1)
+    prefill_s_per_token) seconds.
     """
 
     model_id: ModelId
     prefill_s_per_token: float = 0.0
     decode_s: float = 0.0
-    """One pass of one token through the whole model: bound by reading the weights."""
+    """Seconds of one pass of one token through the whole model. It is bound by reading the
+    weights."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node has measured itself, rounded so that noise is no news. 0: not measured yet."""
+    """What a node has measured of itself, rounded so that noise does not count as news. 0: not
+    measured yet."""
 
     out_bytes_per_s: float = 0.0
-    """beta: sustained rate of its port when the port was the limit."""
+    """beta: the sustained rate of its port at times when the port was the limit."""
     in_bytes_per_s: float = 0.0
     overhead_s: float = 0.0
-    """alpha: fixed time of a block transfer to it."""
+    """alpha: the fixed time of a block transfer to it."""
     load_bytes_per_s: float = 0.0
-    """At which it brings blocks up from its own lower tiers."""
+    """The rate at which it brings up blocks from its own lower tiers."""
     models: tuple[ModelProfile, ...] = ()
-    """Of those that it ran lately, by id."""
+    """The models that it ran lately, by id."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -78,45 +81,46 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
-    """Node -> registry, planner: all it holds now. On change, on request, every second."""
+    """Node -> registry and planner: everything that the node holds now. Sent on change, on request,
+    and every second."""
 
     node: NodeId
     generation: Generation
     seq: int
-    """Counts up; an older one that arrives late is ignored."""
+    """Counts up. An older status that arrives late is ignored."""
     arena_free: int
     holdings: tuple[Holding, ...]
     running: int = 0
-    """Sequences that it leads or is a stage of."""
+    """Sequences that the node leads or is a stage of."""
     waiting: int = 0
-    """Sequences that it leads and has no room for yet."""
+    """Sequences that the node leads and has no room for yet."""
     kv_used: int = 0
-    """KV cache in use, token positions."""
+    """Token positions of the KV cache in use."""
     kv_capacity: int = 0
-    """0: no model is open, and how many positions there will be depends on the model."""
+    """0: no model is open; the number of positions will depend on the model."""
     tokens_out: int = 0
-    """Tokens drawn here since the node started."""
+    """Tokens drawn since the node started. (The counters below count from then, too.)"""
     prompt_tokens: int = 0
-    """Tokens that sequences which it leads have begun with since then."""
+    """Tokens with which sequences began that this node leads."""
     cached_tokens: int = 0
-    """Those of them whose KV was found in the prefix cache."""
+    """How many of `prompt_tokens` had their KV in the prefix cache."""
     preemptions: int = 0
-    """Times since then that a sequence gave its KV back, so that others had room."""
+    """How often a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0
-    """By speculation, for sequences that it leads, since then; and those of them that were drawn.
-    """
+    """Tokens proposed by speculation, for sequences that this node leads. `tokens_accepted` of them
+    were drawn."""
     tokens_accepted: int = 0
     violations: int = 0
-    """Malformed stage messages that were refused since then."""
+    """Malformed stage messages that were refused."""
     faults: int = 0
-    """Bugs since then that ended requests, but not the node: see its log."""
+    """Bugs that ended requests, but not the node: see its log."""
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
-    """Nodes that it has connections to read from, by what carries the bytes: shm, rdma, tcp."""
+    """The nodes that it has connections to read from, by what carries the bytes: shm, rdma, tcp."""
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
-    """Registry -> all nodes, after a (re)start: send your NodeStatus now."""
+    """Registry -> all nodes, when it (re)starts: send your NodeStatus now."""
 
 
 class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
@@ -124,7 +128,8 @@ class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
 
 
 class NodeGone(Message, frozen=True, kw_only=True, tag="node_gone"):
-    """Registry -> all: the lease ended or was given back. `generation` is over for good."""
+    """Registry -> all: the lease ended or was given back. Nothing of this `generation` counts any
+    more."""
 
     node: NodeId
     generation: Generation
@@ -139,12 +144,12 @@ class Task(enum.Enum):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A published model. The objects lie in the asset store, named by their SHA-256."""
+    """A published model. Its objects lie in the asset store, named by their SHA-256."""
 
     name: ModelName
     model_id: ModelId
     manifest: str
-    """Object name of the encoded manifest."""
+    """The name of the object with the encoded manifest."""
     files: dict[str, str]
     """Tokenizer and template files: file name -> object name. An image classifier has none."""
     nbytes: int
@@ -154,15 +159,16 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_ns: int
     min_instances: int = 0
     max_instances: int = 0
-    """0: as many as there are nodes."""
+    """0: no limit but the number of nodes."""
     chunk_bytes: int = 0
-    """The manifest's. 0: not known (a record from before there was the field); it is then
-    predicted that blocks are relayed whole, which is later than they are."""
+    """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
+    then assume that relays forward whole blocks, which is later than they do."""
     task: Task = Task.TEXT
 
 
 class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):
-    """Node -> registry: a model was imported. Ok, or Conflict if the name means another model."""
+    """Node -> registry: a model was imported. Ok; or Conflict if the name stands for another
+    model."""
 
     record: ModelRecord
 
@@ -172,7 +178,7 @@ class ModelRemove(Message, frozen=True, kw_only=True, tag="model_remove"):
 
 
 class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):
-    """-> Models."""
+    """Answered with Models."""
 
 
 class Models(Message, frozen=True, kw_only=True, tag="models"):
@@ -180,23 +186,24 @@ class Models(Message, frozen=True, kw_only=True, tag="models"):
 
 
 class ModelAdded(Message, frozen=True, kw_only=True, tag="model_added"):
-    """Registry -> all. Nodes fetch the manifest now, so that a plan need not wait for it."""
+    """Registry -> all. Nodes fetch the manifest now, so that a plan does not have to wait for
+    it."""
 
     record: ModelRecord
 
 
 class ModelRemoved(Message, frozen=True, kw_only=True, tag="model_removed"):
-    """Registry -> all: stop serving it, then forget it in every tier."""
+    """Registry -> all: stop serving the model, then forget it in every tier."""
 
     name: ModelName
     model_id: ModelId
 
 
 class SourcesQuery(Message, frozen=True, kw_only=True, tag="sources_query"):
-    """-> Sources: who holds blocks of the model, best first.
+    """Asks who holds blocks of the model. Answered with Sources, best first.
 
-    Memory before disk, complete copies, most blocks; then nodes whose port and engine are idle,
-    and those in the racks of the model's reserved targets.
+    The order: memory before disk, then complete copies, then the number of blocks; then nodes whose
+    port and engine are idle, and nodes in the racks of the model's reserved targets.
     """
 
     model_id: ModelId
@@ -214,11 +221,12 @@ class Sources(Message, frozen=True, kw_only=True, tag="sources"):
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
-    """Planner -> registry: set aside up to `count` nodes for an event. -> Reserved.
+    """Planner -> registry: set aside up to `count` nodes for an event. Answered with Reserved.
 
-    Chosen: alive, room for `nbytes`, not reserved by another event, not in `exclude`; first those
-    that hold blocks of the model already, then those with the most to spare, in at least two racks
-    where there are two (services/registry/core/placement.py has the order).
+    A chosen node is alive, has room for `nbytes`, is not reserved by another event and not in
+    `exclude`. Nodes that already hold blocks of the model come first, then nodes with the most to
+    spare, in at least two racks if there are two (services/registry/core/placement.py has the exact
+    order).
     """
 
     event: EventId
@@ -229,22 +237,24 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
 
 
 class Reserved(Message, frozen=True, kw_only=True, tag="reserved"):
-    """As many targets as could be had, best first; possibly none."""
+    """The targets that could be had, best first; possibly none."""
 
     targets: tuple[NodeInfo, ...]
     reasons: tuple[str, ...] = ()
-    """Why each of them was chosen, for people."""
+    """Why each target was chosen, for people."""
 
 
 class Unreserve(Message, frozen=True, kw_only=True, tag="unreserve"):
-    """The event is over, or `nodes` are no longer part of it (empty: all of the event's)."""
+    """Planner -> registry: the event is over, or `nodes` are no longer part of it. Empty `nodes`:
+    all of the event's."""
 
     event: EventId
     nodes: tuple[NodeId, ...] = ()
 
 
 class NodesQuery(Message, frozen=True, kw_only=True, tag="nodes_query"):
-    """-> Nodes: who is there, without what they hold; of a large pool a small part."""
+    """Asks who is there. Answered with Nodes, without what they hold; of a large pool only a small
+    part."""
 
 
 class Nodes(Message, frozen=True, kw_only=True, tag="nodes"):
@@ -252,7 +262,7 @@ class Nodes(Message, frozen=True, kw_only=True, tag="nodes"):
 
 
 class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
-    """-> PoolState."""
+    """Asks for the whole pool. Answered with PoolState."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

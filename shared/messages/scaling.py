@@ -1,4 +1,4 @@
-"""One scaling event: the plan's parts, the arrivals, and the record of it all."""
+"""One scaling event: the parts of its plan, the arrivals of blocks, and its record."""
 
 import enum
 
@@ -11,7 +11,7 @@ from shared.messages.pool import ModelRecord, NodeInfo, Tier
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """In step `step` (from 1), `src` sends block `block` to `dst`."""
+    """In step `step` (counted from 1), `src` sends block `block` to `dst`."""
 
     step: int
     src: NodeId
@@ -20,7 +20,8 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """A target's view of a Transfer. The step is also its priority on both ports: lowest first."""
+    """A Transfer as its target sees it. The step is also its priority at both ports: the lowest
+    goes first."""
 
     step: int
     block: int
@@ -28,11 +29,12 @@ class Pull(msgspec.Struct, frozen=True):
 
 
 class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
-    """Planner -> node: hold this model, by these pulls. Ok once the arena stands and pulls began.
+    """Planner -> node: hold this model, by these pulls. Ok once the space in the arena is taken and
+    the pulls have begun.
 
-    A newer revision of the same event replaces the older one; blocks held stay, blocks in flight
-    whose source is unchanged go on. `promote` names blocks to bring up from the node's own lower
-    tiers. StaleEpoch if generation or revision is old; CapacityExceeded if the arena is full.
+    A newer revision of the same event replaces the older one. Held blocks stay, and blocks in
+    flight whose source is unchanged go on. `promote` names blocks to bring up from the node's own
+    lower tiers. StaleEpoch if generation or revision is old; CapacityExceeded if the arena is full.
     """
 
     event: EventId
@@ -47,7 +49,7 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
 
 
 class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
-    """Node -> planner and observers: a block is complete, verified and executable here."""
+    """Node -> planner and observers: a block is complete, verified and executable on this node."""
 
     event: EventId
     revision: int
@@ -56,7 +58,7 @@ class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
     model_id: ModelId
     block: int
     source: NodeId
-    """The node itself for a promotion."""
+    """The node itself if the block was promoted from its own lower tiers."""
     transport: str
     nbytes: int
     started_ns: int
@@ -65,7 +67,7 @@ class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
 
 
 class PullFailed(Message, frozen=True, kw_only=True, tag="pull_failed"):
-    """Node -> planner: a block cannot be had from its source; the event needs a new revision."""
+    """Node -> planner: a block cannot be had from its source, so the event needs a new revision."""
 
     event: EventId
     revision: int
@@ -80,7 +82,8 @@ class PullFailed(Message, frozen=True, kw_only=True, tag="pull_failed"):
 class ReleaseModel(Message, frozen=True, kw_only=True, tag="release_model"):
     """Planner -> node: free the device memory of a model. Ok when it is free.
 
-    `keep` HOST keeps a copy in host memory (the pool's last one); None forgets it, except on disk.
+    `keep`: HOST keeps a copy in host memory (the last copy of the pool); None forgets the model,
+    except on disk.
     """
 
     node: NodeId
@@ -90,7 +93,8 @@ class ReleaseModel(Message, frozen=True, kw_only=True, tag="release_model"):
 
 
 class PeerSuspect(Message, frozen=True, kw_only=True, tag="peer_suspect"):
-    """Node -> planner: the data connection to a peer broke. The planner pings it to make sure."""
+    """Node -> planner: the data connection to a peer broke. The planner pings the peer to make
+    sure."""
 
     reporter: NodeId
     node: NodeId
@@ -98,12 +102,12 @@ class PeerSuspect(Message, frozen=True, kw_only=True, tag="peer_suspect"):
 
 
 class ImportModel(Message, frozen=True, kw_only=True, tag="import_model"):
-    """Operator -> node: pack the checkpoint at `path` (on the node's host) and publish it."""
+    """Operator -> node: pack the checkpoint at `path` (on the node's machine) and publish it."""
 
     path: str
     name: ModelName
     blocks: int
-    """How many blocks; 0: chosen from the model's size."""
+    """The number of blocks. 0: chosen from the model's size."""
     min_instances: int = 1
     max_instances: int = 0
 
@@ -113,9 +117,10 @@ class ModelImported(Message, frozen=True, kw_only=True, tag="model_imported"):
 
 
 class SetInstances(Message, frozen=True, kw_only=True, tag="set_instances"):
-    """Operator -> planner: keep exactly this many replicas until told otherwise.
+    """Operator -> planner: keep exactly this many replicas until told otherwise. Answered with
+    ScaleAccepted.
 
-    `instances` None hands the model back to the autoscaler. -> ScaleAccepted.
+    `instances`: None hands the model back to the autoscaler.
     """
 
     name: ModelName
@@ -124,7 +129,7 @@ class SetInstances(Message, frozen=True, kw_only=True, tag="set_instances"):
 
 class ScaleAccepted(Message, frozen=True, kw_only=True, tag="scale_accepted"):
     event: EventId | None
-    """The event that was begun, if one was needed."""
+    """The event that was begun; None if none was needed."""
 
 
 class EventState(enum.Enum):
@@ -138,26 +143,26 @@ class EventState(enum.Enum):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after the decision; None when it has not happened (or was not predicted)."""
+    """Seconds after the decision. None: it has not happened, or was not predicted."""
 
     first_byte_s: float | None = None
     first_path_s: float | None = None
-    """A set of nodes with a partial one in it can serve."""
+    """When a path could first serve, with a node in it that was still loading."""
     first_partial_token_s: float | None = None
-    """Such a set has served a token (reported by a gateway)."""
+    """When such a path first served a token, as a gateway reported."""
     first_complete_s: float | None = None
     all_complete_s: float | None = None
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A scaling event, as stored: enough to explain, draw and replay it."""
+    """A scaling event as it is stored: enough to explain, draw and replay it."""
 
     id: EventId
     name: ModelName
     model_id: ModelId
     state: EventState
     cause: str
-    """In words and numbers: why it was decided."""
+    """Why it was decided, in words and numbers."""
     revision: int
     sources: tuple[NodeId, ...]
     targets: tuple[NodeId, ...]
@@ -166,16 +171,16 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The current revision's schedule."""
     n_blocks: int
     nbytes: int
-    """Size of one copy."""
+    """The size of one copy of the model."""
     detected_ns: int
     decided_ns: int
     history: tuple[tuple[EventState, int], ...]
-    """(state, wall ns) in order."""
+    """(state, wall clock in ns), in order."""
     predicted: Timings
     actual: Timings
     physical_limit_s: float | None
-    """Least seconds in which these links can bring every target a copy, chunk by chunk
-    (`planner.core.costs.physical_limit`); None when no rate is known."""
+    """The least time in which the links can bring every target a copy, chunk by chunk
+    (`planner.core.costs.physical_limit`). None if no rate is known."""
     bytes_moved: int
     trace: str
     """W3C traceparent of the event's root span."""
@@ -189,7 +194,8 @@ class EventChanged(Message, frozen=True, kw_only=True, tag="event_changed"):
 
 
 class FirstPartialToken(Message, frozen=True, kw_only=True, tag="first_partial_token"):
-    """Gateway -> planner: the first token that a new path or replica served (one each)."""
+    """Gateway -> planner: a new path or replica has served its first token (one message for
+    each)."""
 
     event: EventId
     instance: str
@@ -198,7 +204,7 @@ class FirstPartialToken(Message, frozen=True, kw_only=True, tag="first_partial_t
 
 
 class PlannerQuery(Message, frozen=True, kw_only=True, tag="planner_query"):
-    """-> PlannerState."""
+    """Answered with PlannerState."""
 
     events: int = 50
     """How many of the last events to return."""

@@ -1,7 +1,9 @@
-"""One request between the gateway that owns it and the node that leads its path.
+"""The conversation about one request between the gateway that owns it and the node that leads its
+path.
 
-The gateway owns (prompt, sampling, tokens so far); an *attempt* is one try of one instance at the
-rest. Switch, drain and failure all are: cancel the attempt, submit the next one elsewhere.
+The gateway owns the prompt, the sampling and the tokens so far. An *attempt* is one try of one
+instance at the rest of the request. Switch, drain and failure are handled alike: the gateway
+cancels the attempt and submits the next attempt elsewhere.
 """
 
 import msgspec
@@ -12,48 +14,51 @@ from shared.messages.instances import Stage
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How token `i` is drawn: a counter-based generator keyed by (seed, i), no other state."""
+    """How token `i` is drawn: by a counter-based generator keyed by (seed, i), without other
+    state."""
 
     temperature: float = 0.0
-    """0: greedy."""
+    """0 means greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: no limit."""
+    """0 means no limit."""
     min_p: float = 0.0
-    """Tokens less probable than this share of the most probable one are left out."""
+    """Tokens less probable than this share of the most probable token are left out."""
     seed: int = 0
     logprobs: int | None = None
-    """Log probabilities come back with each token, and of so many of the most probable ones."""
+    """How many of the most probable tokens come back with each token, with their log probabilities
+    and its own. None: no log probabilities."""
 
 
 class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is done to logits before a token is drawn, in the order of the fields.
+    """Changes to logits before a token is drawn, in the order of the fields.
 
-    It depends on the tokens so far, where `Sampling` does not.
+    They depend on the tokens so far; `Sampling` does not.
     """
 
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that are in the prompt or were generated, and multiplies
-    negative ones (CTRL; Keskar et al. 2019, section 4.1)."""
+    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or
+    were generated (CTRL; Keskar et al. 2019, section 4.1)."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time that a token was generated."""
+    """Subtracted from a token's logit once for each time that it was generated."""
     presence_penalty: float = 0.0
-    """Subtracted once from tokens that were generated."""
+    """Subtracted once from the logits of tokens that were generated."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """(token, number to add to its logit)."""
     min_tokens: int = 0
-    """Stop ids are not drawn before so many tokens were."""
+    """Stop ids are not drawn before this many tokens were generated."""
     grammar: str = ""
-    """What is generated fits it, and may end where the grammar may; as `shared.grammar` writes
-    it."""
+    """A grammar, in the form of `shared.grammar`, that the generated text follows. It may end where
+    the grammar may."""
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
-    """Gateway -> leader. Ok once queued; CapacityExceeded, NotFound (no such blocks), BadInput.
+    """Gateway -> leader. Ok once queued; else CapacityExceeded, NotFound (a block is missing) or
+    BadInput.
 
-    The same attempt over the same path once more asks whether it goes on: Ok if it waits its turn
-    or runs, StaleEpoch if it is over here, TransportTimeout if it has been in the same micro-batch,
-    with other nodes, since this was asked last.
+    Sending the same attempt again asks whether it goes on. Ok: it waits its turn or runs.
+    StaleEpoch: it is over here. TransportTimeout: it is stuck, in the same micro-batch at other
+    nodes as when this was last asked.
     """
 
     request: RequestId
@@ -63,39 +68,42 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     instance: InstanceId
     stages: tuple[Stage, ...]
     tokens: tuple[int, ...]
-    """The prompt and, on a resumption, the tokens generated so far. A prompt that is an image has
-    a 0 for each of its positions."""
+    """The prompt and, on a resumption, the tokens generated so far. A prompt that is an image has a
+    0 for each of its positions."""
     prompt_tokens: int
-    """How many of `tokens` are the prompt; the next token has index len(tokens) - prompt_tokens."""
+    """How many of `tokens` are the prompt. The next token has the index len(tokens) -
+    prompt_tokens."""
     max_tokens: int
-    """Limit on generated tokens, those of earlier attempts included."""
+    """Limit on generated tokens, including those of earlier attempts."""
     stop_ids: tuple[int, ...]
-    """Generating one of these ends the request; it is sent, as the last token."""
+    """Generating one of these tokens ends the request. It is sent, as the last token."""
     sampling: Sampling
     rules: LogitRules | None = None
     image: bytes = b""
-    """The prompt, for an image classifier, whose one token is the class: rows of pixels, red, green
-    and blue a byte each, of the model's size."""
+    """The prompt of an image classifier, whose single token is the class: rows of pixels, one byte
+    each for red, green and blue, of the model's image size."""
     score_from: int = 0
-    """The prompt's tokens from this one on are scored: their log probabilities come before the
-    first token, as `sampling.logprobs` says. 0: none are; the first token of all has none."""
+    """Tokens of the prompt are scored from this one on: their log probabilities come before the
+    first token, as `sampling.logprobs` says. 0: no token is scored (the very first token never has
+    a score)."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Gateway -> leader, one way: forget the attempt (unknown ones are ignored)."""
+    """Gateway -> leader, one way: forget the attempt. Unknown attempts are ignored."""
 
     request: RequestId
     attempt: int
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities at one position, as the model gives them: before any
+    """Natural logarithms of probabilities at one position, as the model gives them, before any
     rule, temperature or cut."""
 
     drawn: float
-    """Of the token that was drawn, or that the prompt has there."""
+    """The log probability of the token that was drawn, or of the prompt's token at this
+    position."""
     top: tuple[tuple[int, float], ...]
-    """(token, log probability) of the most probable ones, from the first on."""
+    """(token, log probability) of the most probable tokens, the best first."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -113,12 +121,12 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of tokens of the prompt that follow each other."""
+    """Log probabilities of consecutive tokens of the prompt."""
 
     request: RequestId
     attempt: int
     index: int
-    """Of the first of them, counted as tokens are: the prompt's last token has -1."""
+    """The index of the first of them, counted as for tokens: the prompt's last token has -1."""
     logprobs: tuple[Logprobs, ...]
 
 
@@ -126,7 +134,7 @@ class AttemptFailed(msgspec.Struct, frozen=True, array_like=True):
     request: RequestId
     attempt: int
     code: str
-    """Code of a `shared.errors` class; the gateway resumes the request elsewhere."""
+    """The code of a `shared.errors` class. The gateway resumes the request elsewhere."""
     message: str
 
 
@@ -137,4 +145,4 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     tokens: tuple[Token, ...]
     failed: tuple[AttemptFailed, ...] = ()
     scores: tuple[Scores, ...] = ()
-    """They come before the tokens."""
+    """Scores come before the tokens."""

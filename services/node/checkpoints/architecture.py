@@ -1,4 +1,4 @@
-"""Whichever model a config.json, or a manifest, is of."""
+"""Reads the config of whichever kind of model a config.json or a manifest describes."""
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.raw_config import RawConfig
@@ -9,5 +9,6 @@ AnyConfig = ModelConfig | VitConfig
 
 
 def read_config(config: RawConfig) -> AnyConfig:
-    """UnsupportedModel names what is not supported, CorruptCheckpoint the key at fault."""
+    """The typed config. UnsupportedModel names what is not supported, CorruptCheckpoint the key at
+    fault."""
     return VitConfig.from_hf(config) if is_classifier(config) else ModelConfig.from_hf(config)

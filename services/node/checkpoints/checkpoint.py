@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint on disk, opened without reading its weights and without unpickling.
 
-Everything that can be known to be wrong is refused here, by name, before a byte is copied.
+Every fault that can be known at this point is refused here, by name, before a byte is copied.
 """
 
 import os
@@ -37,7 +37,7 @@ FILES = (
 )
 MAX_FILE = 64 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Buffers that older exports wrote beside the weights; they follow from the config.
+# Buffers that older exports wrote beside the weights. They follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
 
 
@@ -45,21 +45,22 @@ DERIVED = (".rotary_emb.inv_freq",)
 class Checkpoint:
     config: AnyConfig
     raw_config: dict[str, Any]
-    """config.json as it is, and in an image classifier's preprocessor_config.json, as a key."""
+    """The content of config.json. An image classifier's also has preprocessor_config.json, as a
+    key."""
     units: tuple[tuple[UnitTensor, ...], ...]
-    """What each unit is packed from, in order."""
+    """The tensors that each unit is packed from, in order."""
     stored: dict[str, tuple[StoredTensor, ...]]
-    """By name in `units`: where the unit tensor's bytes lie, one part after the other."""
+    """For each name in `units`, the stored tensors whose bytes, one after the other, are the unit
+    tensor's."""
     files: dict[str, bytes]
-    """Tokenizer and template files (those of FILES that are there); an image classifier has none.
-    """
+    """Tokenizer and template files (those of FILES that exist). An image classifier has none."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads configs, tokenizer files and safetensors headers of the checkpoint directory `path`.
 
-    Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint,
-    MissingTensor, CorruptCheckpoint; each names the file or tensor at fault.
+    Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint, MissingTensor,
+    CorruptCheckpoint. Each names the file or tensor at fault.
     """
     if not path.is_dir():
         if path.exists():
@@ -83,13 +84,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 class TensorReader:
-    """Reads ranges of stored tensors; keeps the files open. Made by `open_tensors`."""
+    """Reads ranges of stored tensors, and keeps the files open. `open_tensors` makes it."""
 
     def __init__(self, descriptors: Mapping[Path, int]) -> None:
         self._descriptors = descriptors
 
     def read(self, tensor: StoredTensor, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the tensor on. CorruptCheckpoint."""
+        """Fills `into` from byte `offset` of the tensor on. CorruptCheckpoint if the bytes cannot
+        be read."""
         position, done = tensor.offset + offset, 0
         while done < len(into):
             with _readable(tensor.path):
@@ -154,7 +156,8 @@ def _sharded(path: Path) -> dict[str, StoredTensor]:
 def _stored(
     path: Path, config: AnyConfig, found: Mapping[str, StoredTensor]
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """What the config implies must be there, of one supported dtype, and nothing else."""
+    """The stored tensors for every tensor that the config implies. All must exist, in one supported
+    dtype, and nothing else may."""
     sources = {
         name: _source(config.sources(name, shape), found)
         for unit in range(config.n_units)
@@ -168,7 +171,8 @@ def _stored(
 
 
 def _source(sources: Sequence[Shapes], found: Mapping[str, StoredTensor]) -> Shapes:
-    """The way of storing a tensor of which most is there; the last, most usual, if they tie."""
+    """Of the ways to store a tensor, the one of which most is there. If they tie, the last, which
+    is the most usual."""
     return max(
         reversed(sources), key=lambda parts: sum(part in found for part in parts) / len(parts)
     )
@@ -201,7 +205,8 @@ def _check_dtypes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor
 
 
 def _check_unknown(path: Path, used: Set[str], found: Mapping[str, StoredTensor]) -> None:
-    """A tensor that would not be used means another architecture: its output would be wrong."""
+    """Refuses tensors that would not be used: they mean another architecture, whose output would be
+    wrong."""
     unknown = [name for name in found if name not in used and not name.endswith(DERIVED)]
     if unknown:
         raise UnsupportedModel(

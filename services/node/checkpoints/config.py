@@ -1,8 +1,8 @@
-"""What a decoder's config.json says of it: sizes, RoPE, and the tensors it must have.
+"""Reads a decoder's config.json: sizes, RoPE, and the tensors it must have.
 
-Reads both generations of Hugging Face configs: `rope_parameters` and `dtype` (transformers 5), or
-`rope_theta`, `rope_scaling` and `torch_dtype` (before). What the families differ in is told by
-`services.node.checkpoints.families`.
+Both generations of Hugging Face configs are read: `rope_parameters` and `dtype` (transformers 5),
+or `rope_theta`, `rope_scaling` and `torch_dtype` (before). `services.node.checkpoints.families`
+describes how the families of models differ.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What layers of one model may differ in."""
+    """The properties in which layers of one model may differ."""
 
     window: int = 0
-    """Positions that a query sees, its own included; 0: all before it."""
+    """Positions that a query sees, its own included. 0: all positions before it."""
     experts: bool = False
-    """Has a mixture of experts in the place of the MLP."""
+    """Whether the layer has a mixture of experts in place of the MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ExpertsConfig:
     per_token: int
     intermediate_size: int
     normalized: bool
-    """The weights of a token's experts are made to sum to 1."""
+    """Whether the weights of a token's experts are scaled to sum to 1."""
     stored: Mapping[str, tuple[str, ...]]
     """See `families.family.Experts`."""
 
@@ -52,7 +52,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of plain MLPs."""
+    """The size of plain MLPs."""
     layers: tuple[LayerConfig, ...]
     n_heads: int
     n_kv_heads: int
@@ -61,21 +61,22 @@ class ModelConfig:
     rope: RopeConfig
     context_length: int
     eos_ids: tuple[int, ...]
-    """Tokens that end a generation; empty where the config names none."""
+    """Tokens that end a generation. Empty if the config names none."""
     tied_embeddings: bool
-    """The head is the embedding; the checkpoint need not store it twice."""
+    """Whether the head is the embedding, so that the checkpoint need not store it twice."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Each head's query and key is normed before it is rotated."""
+    """Whether each head's query and key is normed before it is rotated."""
     experts: ExpertsConfig | None
     dtype: str
-    """What the config declares: one of DTYPES."""
+    """The dtype that the config declares, one of DTYPES."""
 
     @classmethod
     def from_hf(cls, config: RawConfig) -> "ModelConfig":
-        """UnsupportedModel names what is not supported, CorruptCheckpoint the key at fault."""
+        """Reads a config.json. UnsupportedModel names what is not supported, CorruptCheckpoint the
+        key at fault."""
         family = _family(config)
         _refuse_unsupported(config)
         hidden_size = integer(config, "hidden_size")
@@ -115,10 +116,10 @@ class ModelConfig:
         return self.n_layers + 2
 
     def unit_tensors(self, unit: int) -> Shapes:
-        """The unit's tensors, in the order they are packed in, with their shapes.
+        """The unit's tensors with their shapes, in the order in which they are packed.
 
-        The head's unit always has an `lm_head.weight` of its own, so that it runs on a node that
-        does not hold the embedding; see `sources`.
+        The head's unit always has an `lm_head.weight` of its own, so that it can run on a node
+        without the embedding; see `sources`.
         """
         if unit == 0:
             return {EMBEDDING: (self.vocab_size, self.hidden_size)}
@@ -128,7 +129,8 @@ class ModelConfig:
         return {f"model.layers.{unit - 1}.{name}": shape for name, shape in tensors.items()}
 
     def expected_tensors(self) -> Shapes:
-        """What the checkpoint has, if it stores each tensor in the first way of its `sources`."""
+        """The tensors of a checkpoint that stores each of them in the first way of its
+        `sources`."""
         return {
             part: part_shape
             for unit in range(self.n_units)
@@ -137,8 +139,9 @@ class ModelConfig:
         }
 
     def sources(self, name: str, shape: tuple[int, ...]) -> tuple[Shapes, ...]:
-        """The ways a checkpoint may store the unit tensor `name`: each as tensors whose bytes, one
-        after the other, are its own. The first is as transformers 5 has it in memory."""
+        """The ways in which a checkpoint may store the unit tensor `name`. Each way is a list of
+        tensors whose bytes, one after the other, are the unit tensor's. The first way is how
+        transformers 5 holds it in memory."""
         if name == HEAD and self.tied_embeddings:
             return ({EMBEDDING: shape},)
         layer, _, kind = name.partition(".mlp.")
@@ -185,7 +188,8 @@ class ModelConfig:
 
 
 def linears(parent: str, weights: Shapes, bias: bool) -> Shapes:
-    """Those with the same input: weights side by side, so that they are applied as one."""
+    """Products with the same input. Their weights lie side by side, so that they are applied as
+    one."""
     tensors = {f"{parent}.{name}.weight": shape for name, shape in weights.items()}
     if bias:
         tensors |= {f"{parent}.{name}.bias": shape[:1] for name, shape in weights.items()}
@@ -222,7 +226,8 @@ def _holds(value: Flag, config: RawConfig) -> bool:
 
 
 def _context_length(config: RawConfig, rope: RopeConfig) -> int:
-    """YaRN is added to configs that go on naming the length before it."""
+    """The longest context in positions. YaRN extends configs that still name the length before
+    it."""
     length = integer(config, "max_position_embeddings")
     return (
         max(length, int(rope.factor * rope.original_context_length))
@@ -232,7 +237,7 @@ def _context_length(config: RawConfig, rope: RopeConfig) -> int:
 
 
 def _layer(config: RawConfig, family: Family, layer: int, context_length: int) -> LayerConfig:
-    """A window as long as the context is none."""
+    """The layer's properties. A window as long as the context counts as none."""
     window = family.window(config, layer)
     return LayerConfig(
         window=window if window < context_length else 0,

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and disk errors by name."""
+"""Files that are durable when a call returns, and errors of the disk by name."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ from shared.errors import CapacityExceeded, ModelError
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Creates `path` for writing; its content is durable once the block has ended, and no longer
-    in the page cache, which direct reads make no use of."""
+    """Creates `path` for writing. When the block has ended, its content is durable and no longer in
+    the page cache, which direct reads would not use."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -28,7 +28,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the names in `path` durable."""
+    """Makes the file names in the directory `path` durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -37,7 +37,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def check_room(root: Path, nbytes: int) -> None:
-    """CapacityExceeded now rather than after hours of copying."""
+    """CapacityExceeded if the disk lacks room, rather than after hours of copying."""
     if shutil.disk_usage(root).free < nbytes:
         raise _no_room(root, nbytes)
 

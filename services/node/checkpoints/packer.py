@@ -22,7 +22,7 @@ def block_file(index: int) -> str:
 
 
 def empty_manifest(checkpoint: Checkpoint, blocks: int) -> Manifest:
-    """The model's layout; the digests are still to come. BadInput for more blocks than units."""
+    """The model's layout, still without digests. BadInput for more blocks than units."""
     specs = lay_out(checkpoint.units, blocks)
     return Manifest(
         architecture=checkpoint.raw_config["architectures"][0],
@@ -35,9 +35,9 @@ def empty_manifest(checkpoint: Checkpoint, blocks: int) -> Manifest:
 def pack(
     checkpoint: Checkpoint, layout: Manifest, directory: Path, progress: Progress | None
 ) -> Manifest:
-    """Writes the block files of `layout` and returns the manifest with their digests.
+    """Writes the block files of `layout`, and returns the manifest with their digests.
 
-    Memory: one chunk, whatever the model's size.
+    It holds one chunk in memory, whatever the model's size.
     """
     specs: list[BlockSpec] = []
     written = 0
@@ -58,7 +58,7 @@ def pack(
 def _chunks(
     layout: Manifest, spec: BlockSpec, checkpoint: Checkpoint, reader: TensorReader
 ) -> Iterator[memoryview]:
-    """The block's bytes in chunks; a chunk is overwritten when the next one is asked for."""
+    """The block's bytes in chunks. A chunk is overwritten when the next one is taken."""
     buffer = bytearray(layout.chunk_bytes)
     pieces = _pieces(spec, checkpoint)
     first = 0
@@ -78,7 +78,7 @@ def _chunks(
 
 class _Piece(NamedTuple):
     start: int
-    """Where in the block."""
+    """Its offset in the block."""
     source: StoredTensor
 
     @property
@@ -87,7 +87,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(spec: BlockSpec, checkpoint: Checkpoint) -> list[_Piece]:
-    """What the block is put together from, in order."""
+    """The pieces of the block, in order."""
     pieces: list[_Piece] = []
     for tensor in spec.tensors:
         offset = tensor.offset

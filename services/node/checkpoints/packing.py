@@ -35,11 +35,11 @@ def aligned(nbytes: int) -> int:
 
 
 def default_blocks(units: int) -> int:
-    """One block a unit up to 16; larger models get 16 blocks of several units.
+    """One block for each unit up to 16 units. Larger models get 16 blocks of several units.
 
-    More blocks let the first instance form earlier and fill a multicast pipeline better (a
-    binomial pipeline takes b + log2 N - 1 block times, so at b = 16 the fill costs under a fifth
-    on 16 nodes), but each is a control message per node and a possible hop for activations. The
+    More blocks let the first instance form earlier and fill a multicast pipeline better (a binomial
+    pipeline takes b + log2 N - 1 block times, so at b = 16 filling it costs under a fifth on 16
+    nodes). But each block costs a control message per node and possibly a hop for activations. The
     transfer itself is finer: it goes by chunks.
     """
     return min(units, DEFAULT_BLOCKS)
@@ -48,10 +48,10 @@ def default_blocks(units: int) -> int:
 def chunk_bytes(nbytes: int) -> int:
     """Chunk size for a model of `nbytes`: a power of two from 256 KiB to 4 MiB.
 
-    About 4096 chunks a model: their digests are then 64 KiB of manifest. At 256 KiB the fixed
-    cost of a read (tens of microseconds) is already small, and a relay, which holds back one
-    chunk to check it, adds 0.2 ms on a 10 Gbit/s link; above 4 MiB the relay's delay would grow
-    past a millisecond on 25 Gbit/s and nothing would be gained.
+    A model gets about 4096 chunks, whose digests take 64 KiB of manifest. At 256 KiB the fixed cost
+    of a read (tens of microseconds) is already small, and a relay, which holds back one chunk to
+    check it, adds 0.2 ms on a 10 Gbit/s link. Above 4 MiB the relay's delay would exceed a
+    millisecond on 25 Gbit/s, for no gain.
     """
     size = MIN_CHUNK
     while size < MAX_CHUNK and size * 4096 < nbytes:
@@ -62,8 +62,8 @@ def chunk_bytes(nbytes: int) -> int:
 def partition(sizes: Sequence[int], blocks: int) -> tuple[tuple[int, int], ...]:
     """Cuts units of `sizes` bytes into `blocks` runs: (first, last) of each, inclusive.
 
-    The largest run is as small as it can be, since it sets the pace of a transfer pipeline and of
-    an execution pipeline alike; among such cuts the sum of squares is least, which evens out the
+    The largest run is as small as possible, since it sets the pace of the transfer pipeline and of
+    the execution pipeline. Among such cuts the sum of squares is the least, which evens out the
     rest where one unit (a large embedding) decides the maximum. BadInput if blocks > units.
     """
     if not 1 <= blocks <= len(sizes):
@@ -76,7 +76,8 @@ def partition(sizes: Sequence[int], blocks: int) -> tuple[tuple[int, int], ...]:
 
 
 def _least_maximum(start: list[int], blocks: int) -> int:
-    """Smallest limit under which the units fit into `blocks` runs (bisection over the answer)."""
+    """The smallest limit under which the units fit into `blocks` runs (bisection over the
+    answer)."""
     sizes = [after - before for before, after in pairwise(start)]
     low, high = max(sizes), start[-1]
     while low < high:
@@ -91,9 +92,10 @@ def _least_maximum(start: list[int], blocks: int) -> int:
 
 
 def _least_squares(start: list[int], blocks: int, limit: int) -> tuple[tuple[int, int], ...]:
-    """Dynamic program: best[j] is the least sum of squares of units 0..j-1 in the runs so far.
+    """Dynamic programme: best[j] is the least sum of squares of units 0..j-1 in the runs so far.
 
-    Exactly `blocks` runs exist under `limit` if fewer do: a run of two units can be cut.
+    If fewer than `blocks` runs keep to `limit`, then exactly `blocks` do too: a run of two units
+    can be cut.
     """
     n = len(start) - 1
     best: list[float] = [0, *[math.inf] * n]
@@ -117,10 +119,10 @@ def _least_squares(start: list[int], blocks: int, limit: int) -> tuple[tuple[int
 
 
 def lay_out(units: Sequence[Sequence[UnitTensor]], blocks: int = 0) -> tuple[BlockSpec, ...]:
-    """Blocks with every tensor's place, in the order given; digests are still empty.
+    """Blocks with the place of every tensor, in the order given, still without digests.
 
-    Each tensor starts at a multiple of ALIGN and a block's length is one too; what lies between
-    tensors is zero. `blocks` 0: the default count.
+    Each tensor starts at a multiple of ALIGN, and a block's length is a multiple too; zeros lie
+    between tensors. `blocks`: 0 for the default count.
     """
     sizes = [sum(aligned(tensor.nbytes) for tensor in unit) for unit in units]
     runs = partition(sizes, blocks or default_blocks(len(units)))
@@ -140,9 +142,9 @@ def _block(index: int, first: int, last: int, units: Sequence[Sequence[UnitTenso
 
 
 def digest(chunk: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128, 16 bytes, as manifests carry it."""
+    """xxh3-128, 16 bytes, as in manifests."""
     return xxhash.xxh3_128_digest(chunk)
 
 
 Digest = xxhash.xxh3_128
-"""The same of bytes that come in parts: `update`, then `digest`."""
+"""The same digest for bytes that come in parts: call `update`, then `digest`."""

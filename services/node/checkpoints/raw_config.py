@@ -1,7 +1,7 @@
 """Typed reads of config.json. CorruptCheckpoint names the key at fault.
 
-A key that is null counts as missing, as the exporters mean it. `within`: the object that the key
-is in, for the message.
+A key that is null counts as missing, because exporters mean it so. `within` names the object that
+has the key, for the message.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ RawConfig = Mapping[str, Any]
 
 
 def given(config: RawConfig) -> dict[str, Any]:
-    """Without what is null."""
+    """The config without keys that are null."""
     return {key: value for key, value in config.items() if value is not None}
 
 

@@ -1,6 +1,8 @@
-"""Blocks from a disk, at its speed: straight into their place, past the page cache, with several
-requests under way at all times, over the ends of blocks too. Each thread checks what it has read
-while the others' requests run.
+"""Reads blocks from a disk at its full speed.
+
+The bytes go straight to their place, past the page cache. Several requests are under way at all
+times, also across the ends of blocks. Each thread checks what it has read while the requests of
+other threads run.
 """
 
 import asyncio
@@ -26,35 +28,37 @@ from shared.layout import Manifest
 from shared.threads import to_its_end
 
 REQUEST = 4 << 20
-"""Bytes asked of the disk at a time, in whole chunks."""
+"""Bytes asked of the disk at a time, rounded to whole chunks."""
 DEPTH = 8
-"""Requests under way. With fewer, checking one leaves the disk idle (`benchmarks/disk.py`)."""
+"""Number of requests under way. With fewer, the disk would be idle while a thread checks
+(`benchmarks/disk.py`)."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block to read. `into` has its length; read directly where it begins at a page."""
+    """A block to read. `into` has its length. The read is direct if `into` begins at a page."""
 
     block: int
     into: memoryview
     skip: frozenset[int] = frozenset()
-    """Chunks that are there already: not touched."""
+    """Chunks that are there already, and are not touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Chunks of a block are in place, and right."""
+    """Chunks of a block that are in place, with the right digests."""
 
     block: int
     chunks: Sequence[int]
     began_ns: int
-    """When the disk was asked for them."""
+    """When the disk was asked for them, wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A block cannot be had from this disk; once a block. Its verified chunks are good."""
+    """A block that cannot be had from this disk, told once for each block. Its verified chunks are
+    good."""
 
     block: int
     error: LambdaScaleError
@@ -64,13 +68,14 @@ Outcome = Verified | Unreadable
 
 
 class Files:
-    """Reads ranges of the files of one file system: directly, unless that refuses."""
+    """Reads ranges of the files of one file system: directly, unless the file system refuses
+    that."""
 
     def __init__(self) -> None:
         self._direct = True
 
     def read(self, path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
-        """Fills `into` as far as the file goes. `spare`: a page to use."""
+        """Fills `into` as far as the file goes. `spare`: a page that may be used meanwhile."""
         if self._direct and offset % PAGE == 0 and address(into) % PAGE == 0:
             try:
                 _read_direct(path, offset, into, spare)
@@ -84,12 +89,12 @@ class Files:
 
 
 class Reading:
-    """The reading of some blocks of one model, in order, by every thread that calls `work`."""
+    """The reading of some blocks of one model, in order, by all threads that call `work`."""
 
     def __init__(
         self, files: Files, directory: Path, manifest: Manifest, wanted: Sequence[Wanted]
     ) -> None:
-        """`directory`: of the model's block files."""
+        """`directory`: where the model's block files are."""
         self._files = files
         self._directory = directory
         self._manifest = manifest
@@ -99,7 +104,7 @@ class Reading:
         self._unreadable: set[int] = set()
 
     def work(self, tell: Callable[[Outcome], None]) -> None:
-        """Reads until nothing is left to begin."""
+        """Reads until nothing is left to begin, and calls `tell` with each outcome."""
         spare = memoryview(mmap.mmap(-1, PAGE))
         while request := self._take():
             wanted, chunks = request
@@ -113,7 +118,7 @@ class Reading:
                 tell(Verified(wanted.block, chunks, began))
 
     def stop(self) -> None:
-        """What is under way ends; nothing else begins."""
+        """Begins no more requests. Those under way end."""
         with self._taking:
             self._stopped = True
 
@@ -125,7 +130,7 @@ class Reading:
             return next(left, None)
 
     def _give_up(self, block: int) -> bool:
-        """Whether nobody has before."""
+        """Whether this is the first time that the block is given up."""
         with self._taking:
             first = block not in self._unreadable
             self._unreadable.add(block)
@@ -147,7 +152,8 @@ class Reading:
 
 
 async def read_together(reading: Reading) -> AsyncGenerator[Outcome, None]:
-    """What DEPTH threads read, as it comes. Once it is closed nothing is written any more."""
+    """The outcomes of DEPTH reading threads, as they come. Once it is closed, nothing is written
+    any more."""
     loop = asyncio.get_running_loop()
     outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()
 
@@ -168,7 +174,7 @@ async def read_together(reading: Reading) -> AsyncGenerator[Outcome, None]:
 
 
 def _runs(manifest: Manifest, wanted: Wanted) -> Iterator[range]:
-    """Runs of chunks that are not there, of about REQUEST bytes."""
+    """Runs of missing chunks, of about REQUEST bytes each."""
     most = max(1, REQUEST // manifest.chunk_bytes)
     end = manifest.n_chunks(wanted.block)
     begin = 0
@@ -198,7 +204,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _read_direct(path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
-    """Whole pages only: the last one, of which `into` takes a part, goes by way of `spare`."""
+    """Reads whole pages only. The last page, of which `into` takes a part, goes through `spare`."""
     whole = len(into) // PAGE * PAGE
     last = spare if whole < len(into) else spare[:0]
     done = 0
@@ -213,7 +219,7 @@ def _read_direct(path: Path, offset: int, into: memoryview, spare: memoryview) -
 
 
 def _read_buffered(path: Path, offset: int, into: memoryview) -> None:
-    """Leaves nothing of it in the page cache."""
+    """Reads through the page cache, and leaves nothing there."""
     done = 0
     with _opened(path) as descriptor:
         while done < len(into):

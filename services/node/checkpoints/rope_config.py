@@ -1,4 +1,4 @@
-"""What config.json says of rotary embeddings, in both generations of configs."""
+"""Reads the rotary embeddings of a config.json, in both generations of configs."""
 
 import math
 from dataclasses import dataclass
@@ -11,31 +11,33 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`factor` is used by all but `default`, the rest by the kinds named."""
+    """`default` does not use `factor`. The other fields are used by the kinds that they name."""
 
     theta: float
     kind: str = "default"
     """`default`, `linear`, `llama3` or `yarn`."""
     factor: float = 1.0
     original_context_length: int = 8192
-    """llama3, yarn: what the model was first trained for."""
+    """llama3, yarn: the context length that the model was first trained for."""
     low_freq_factor: float = 1.0
-    """llama3, as the next."""
+    """llama3, like the next field."""
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
-    """yarn, as all that follow: turns in the original context from which a pair is kept ..."""
+    """yarn, like all fields that follow: pairs that turn at least this often in the original
+    context are kept."""
     beta_slow: float = 1.0
-    """... and up to which it is interpolated."""
+    """Pairs that turn at most this often are interpolated."""
     whole_pairs: bool = True
-    """The borders of the ramp between the two are rounded outwards to whole pairs."""
+    """Whether the ends of the ramp between the two are rounded outwards to whole pairs."""
     attention_factor: float = 1.0
-    """Queries and keys are both multiplied by it."""
+    """Queries and keys are both multiplied by this."""
 
 
 def read_rope(config: RawConfig, default_theta: float) -> RopeConfig:
-    """`rope_parameters`, or `rope_theta` with `rope_scaling` (whose kind may be under `type`).
+    """Reads `rope_parameters`, or `rope_theta` with `rope_scaling` (whose kind may be under
+    `type`).
 
-    `default_theta`: what is meant where no rope_theta is given. UnsupportedModel names the kind.
+    `default_theta`: the meaning of a missing rope_theta. UnsupportedModel names the kind.
     """
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     rope = config.get(key)

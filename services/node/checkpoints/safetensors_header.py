@@ -1,7 +1,7 @@
-"""The head of a safetensors file, checked against the file's length before anything is read.
+"""The header of a safetensors file, checked against the file's length before any weight is read.
 
-Format: 8 bytes little-endian header length, a JSON object of
-`name: {dtype, shape, data_offsets: [begin, end]}` (offsets from the end of the header), the data.
+Format: 8 bytes little-endian header length, a JSON object of `name: {dtype, shape, data_offsets:
+[begin, end]}` (offsets from the end of the header), the data.
 """
 
 import math
@@ -24,7 +24,8 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     dtype: str
-    """`float32`, `bfloat16`, `float16`; any other as the file has it, for example `I64`."""
+    """`float32`, `bfloat16` or `float16`. Any other dtype as the file spells it, for example
+    `I64`."""
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -43,7 +44,7 @@ _entry_decoder = msgspec.json.Decoder(_Entry)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of the file by name. CorruptCheckpoint says what of the file is wrong."""
+    """Tensors of the file by name. CorruptCheckpoint says what is wrong with the file."""
     try:
         with path.open("rb") as file:
             length = path.stat().st_size
@@ -76,7 +77,8 @@ def _parse(path: Path, raw: bytes) -> dict[str, _Entry]:
 
 
 def _check_coverage(path: Path, entries: Mapping[str, _Entry], available: int) -> None:
-    """The tensors must cover the data exactly: no gap, no overlap, no byte more or less."""
+    """CorruptCheckpoint unless the tensors cover the data exactly: no gap, no overlap, no byte more
+    or less."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets

@@ -58,7 +58,7 @@ class Imported:
 
 
 class Store:
-    """Imports are serialised, across processes too; reads run beside anything, in any thread."""
+    """Imports run one at a time, across processes too. Reads run beside anything, in any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,12 +68,13 @@ class Store:
     def import_checkpoint(
         self, path: Path, *, blocks: int = 0, progress: Progress | None = None
     ) -> Imported:
-        """Packs the checkpoint directory `path` into `blocks` blocks (0: a sensible number).
+        """Packs the checkpoint directory `path` into `blocks` blocks (0: a number that suits its
+        size).
 
         Reads the weights a chunk at a time. Importing again repairs damaged blocks and takes over
         changed tokenizer files. Errors: those of `open_checkpoint`; BadInput for more blocks than
-        units; CapacityExceeded when the disk is full; ModelError when it fails otherwise. Nothing
-        is left behind after an error.
+        units; CapacityExceeded if the disk is full; ModelError if it fails otherwise. Nothing is
+        left behind after an error.
         """
         checkpoint = open_checkpoint(path)
         layout = empty_manifest(checkpoint, blocks)
@@ -91,10 +92,10 @@ class Store:
         )
 
     def manifests(self) -> dict[ModelId, Manifest]:
-        """Every whole model. A damaged one is logged and left out; importing it again repairs it.
+        """Every whole model. A damaged model is logged and left out; importing it again repairs it.
 
-        Whole: the manifest is the one that the directory is named after, and every block file has
-        its length. The blocks' content is checked when they are read.
+        A model is whole if its manifest is the one that the directory is named after, and if every
+        block file has its length. The content of blocks is checked when they are read.
         """
         found: dict[ModelId, Manifest] = {}
         if not self._root.is_dir():
@@ -113,11 +114,11 @@ class Store:
         return found
 
     async def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
-        """Reads blocks in this order, several requests at a time, and tells of each at once.
+        """Reads blocks in this order, several requests at a time, and tells each outcome at once.
 
-        Close it (`aclosing`): it writes to the buffers until then. Raises nothing; what a block
-        is `Unreadable` for: NotFound, CorruptCheckpoint (the manifest), BadInput (the buffer),
-        DigestMismatch (names the chunk), ModelError (the disk fails).
+        Close it (`aclosing`): it writes to the buffers until then. It raises nothing. A block is
+        `Unreadable` because of NotFound, CorruptCheckpoint (the manifest), BadInput (the buffer),
+        DigestMismatch (names the chunk) or ModelError (the disk fails).
         """
         try:
             reading = await asyncio.to_thread(self._reading, name, wanted)
@@ -130,7 +131,7 @@ class Store:
                 yield outcome
 
     def fill(self, name: ModelId, index: int, into: memoryview) -> None:
-        """Reads one block in this thread. Errors: those that `read` tells of."""
+        """Reads one block in this thread, and raises the errors that `read` tells."""
         outcomes: list[Outcome] = []
         self._reading(name, [Wanted(index, into)]).work(outcomes.append)
         for outcome in outcomes:
@@ -152,15 +153,15 @@ class Store:
         return Reading(self._block_files, self._directory(name), manifest, wanted)
 
     def files(self, name: ModelId) -> dict[str, bytes]:
-        """Tokenizer and template files by name. NotFound if the model is not here."""
+        """Tokenizer and template files by name. NotFound if the model is not in the store."""
         directory = self._directory(name) / _FILES
         if not directory.is_dir():
             raise self._not_here(name)
         return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
     def remove(self, name: ModelId) -> None:
-        """Forgets the model and frees its space. NotFound if it is not here; ModelError if the
-        disk does not let it go."""
+        """Removes the model and frees its space. NotFound if it is not in the store; ModelError if
+        the disk does not let it go."""
         directory = self._directory(name)
         self._verified.pop(name, None)
         grave = self._root / f"{_UNFINISHED}{secrets.token_hex(8)}"
@@ -175,7 +176,7 @@ class Store:
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:
-        """A fresh directory for the one import that runs in this root; gone afterwards."""
+        """A fresh directory for the one import that runs in this root. It is removed afterwards."""
         self._root.mkdir(parents=True, exist_ok=True)
         with (self._root / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -191,8 +192,8 @@ class Store:
     def _publish(self, staging: Path, target: Path) -> None:
         """Moves a finished model into place, or over the copy that is there.
 
-        Blocks and manifest of a copy have the same bytes (or are damaged), so putting them in
-        their place one by one leaves a whole model at every point.
+        Blocks and manifest of the old copy have the same bytes (or are damaged), so replacing them
+        one by one leaves a whole model at every point.
         """
         fsync_directory(staging / _FILES)
         fsync_directory(staging)
@@ -222,7 +223,8 @@ class Store:
         return NotFound(f"model {name} is not stored in {self._root}")
 
     def _manifest(self, name: ModelId) -> Manifest:
-        """Read and checked once. NotFound; CorruptCheckpoint if it is not the one named."""
+        """The manifest, read and checked once. NotFound; CorruptCheckpoint if it is not the one
+        named."""
         if name in self._verified:
             return self._verified[name]
         path = self._directory(name) / _MANIFEST

@@ -1,4 +1,4 @@
-"""What an image classifier's config.json says of it: a ViT (Dosovitskiy et al. 2021) with a head.
+"""Reads an image classifier's config.json: a ViT (Dosovitskiy et al. 2021) with a classifier.
 
 Its units are the embeddings of the patches, the layers, and the final norm with the classifier.
 """
@@ -25,7 +25,7 @@ STORED = {
     "mlp.fc1": "intermediate.dense",
     "mlp.fc2": "output.dense",
 }
-"""How checkpoints name what transformers 5 has in memory under these names."""
+"""The names that checkpoints have for tensors, by their names in transformers 5's memory."""
 ONLY = {
     "hidden_act": "gelu",
     "num_channels": CHANNELS,
@@ -38,14 +38,14 @@ DEFAULTS = {
     "image_size": 224,
     "patch_size": 16,
 }
-"""What a config without the key means."""
+"""The meaning of a config without the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class VitConfig:
     """An encoder of `n_layers + 2` units: embeddings, layers, and final norm with the classifier.
 
-    A sequence is an image: a position for each patch, and one for the class token.
+    A sequence is an image: one position for each patch, and one for the class token.
     """
 
     hidden_size: int
@@ -59,12 +59,12 @@ class VitConfig:
     image: ImageInput
     n_labels: int
     dtype: str
-    """What the config declares: one of DTYPES."""
+    """The dtype that the config declares, one of DTYPES."""
 
     @classmethod
     def from_hf(cls, config: RawConfig) -> "VitConfig":
-        """Of a manifest's config, which has the preprocessor's in it. UnsupportedModel names what
-        is not supported, CorruptCheckpoint the key at fault."""
+        """Reads the config of a manifest, which includes the preprocessor's. UnsupportedModel names
+        what is not supported, CorruptCheckpoint the key at fault."""
         config = DEFAULTS | given(config)
         _refuse_unsupported(config)
         image = image_input(config)
@@ -94,7 +94,7 @@ class VitConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions of an image."""
+        """The positions of an image."""
         return self.n_patches + 1
 
     @property
@@ -102,7 +102,7 @@ class VitConfig:
         return self.n_layers + 2
 
     def unit_tensors(self, unit: int) -> Shapes:
-        """The unit's tensors, in the order they are packed in, with their shapes."""
+        """The unit's tensors with their shapes, in the order in which they are packed."""
         hidden = self.hidden_size
         if unit == 0:
             patch = (hidden, CHANNELS, self.patch_size, self.patch_size)
@@ -154,7 +154,8 @@ def _refuse_unsupported(config: RawConfig) -> None:
 
 
 def _patch_size(config: RawConfig, image: ImageInput) -> int:
-    """Of an image of the size that the positions were learned for: they are not interpolated."""
+    """The patch size. Images must have the size that the positions were learned for: positions are
+    not interpolated."""
     for key in ("image_size", "patch_size"):
         if isinstance(config[key], list):
             raise UnsupportedModel(f"{key} {config[key]} is not supported; only a square's side")

@@ -369,7 +369,7 @@ class TorchSweep:
 
 
 def _check_ids(row: Row, model: Model) -> None:
-    """RowsRefused for positions or tokens out of range: on a GPU they would be out of memory too."""
+    """RowsRefused for positions or tokens out of range: a GPU would read outside of its memory."""
     vocab_size, known = model.manifest.config.get("vocab_size", 0), row.score
     if not model.network.whole and not _are_ids(row.tokens, vocab_size):
         why = BadInput(f"sequence {row.sequence}: ids go from 0 to {vocab_size - 1}")

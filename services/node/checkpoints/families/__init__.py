@@ -1,4 +1,4 @@
-"""The supported families. A new one is a file here, and its line in FAMILIES."""
+"""The supported families of models. A new family is a file here, and a line in FAMILIES."""
 
 from services.node.checkpoints.families.family import Family
 from services.node.checkpoints.families.llama import LLAMA

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, and what shares their architecture."""
+"""Llama 2, 3 and 3.x, and models that share their architecture."""
 
 from services.node.checkpoints.families.family import Family
 

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in all layers, or in some."""
+"""Qwen3 with a mixture of experts in all or some of its layers."""
 
 from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER, Experts, Family
 from services.node.checkpoints.families.windows import all_layers_if_used
@@ -7,7 +7,8 @@ from shared.errors import CorruptCheckpoint
 
 
 def _has_experts(config: RawConfig, layer: int) -> bool:
-    """Every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+    """Whether the layer has experts: every `decoder_sparse_step`-th does, except those in
+    `mlp_only_layers`."""
     plain = given(config).get("mlp_only_layers", [])
     if not isinstance(plain, list):
         raise CorruptCheckpoint(

@@ -1,7 +1,7 @@
-"""In which layers attention has a sliding window, and how wide it is.
+"""Rules that say which layers have a sliding window, and how wide it is.
 
-A rule is asked for each layer, from 0, and tells how many positions a query sees, its own
-included; 0: all before it.
+A rule is called for each layer, counted from 0, and returns how many positions a query sees, its
+own included. 0 means all positions before it.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def no_window(config: RawConfig, layer: int) -> int:
 
 
 def all_layers(config: RawConfig, layer: int) -> int:
-    """`sliding_window`; null: none."""
+    """`sliding_window`; null means no window."""
     return 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
 
 
@@ -27,12 +27,14 @@ def all_layers_or_4096(config: RawConfig, layer: int) -> int:
 
 
 def all_layers_if_used(config: RawConfig, layer: int) -> int:
-    """`sliding_window` (a config without the key means 4096), if `use_sliding_window` says so."""
+    """`sliding_window` (a config without the key means 4096), but only if `use_sliding_window` is
+    true."""
     return all_layers_or_4096(config, layer) if flag(config, "use_sliding_window") else 0
 
 
 def upper_layers_if_used(config: RawConfig, layer: int) -> int:
-    """In the layers that `layer_types` names, or in those from `max_window_layers` on."""
+    """A window only in the layers that `layer_types` names or, without that key, from layer
+    `max_window_layers` on."""
     window = all_layers_if_used(config, layer)
     if config.get("layer_types") is not None:
         return window if _slides(config["layer_types"], layer) else 0
