@@ -271,7 +271,10 @@ async def _chat_prompt(body: ChatRequest, lingo: Lingo) -> list[int]:
     if lingo.template is None:
         invalid("model", "has no chat template; use /v1/completions")
     rendered = lingo.template.render(
-        [message.for_template(index) for index, message in enumerate(body.messages)],
+        [
+            message.for_template(index, developer=lingo.template.developer)
+            for index, message in enumerate(body.messages)
+        ],
         add_generation_prompt=body.add_generation_prompt,
         arguments=body.chat_template_kwargs or {},
     )

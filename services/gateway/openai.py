@@ -1,8 +1,8 @@
 """The OpenAI API's requests and errors, as this gateway takes and gives them.
 
 Fields that are unknown are ignored, as the API's clients expect. Fields that are known and would
-change the answer, but that the engine cannot honour, are refused: a client is never given
-something else than it asked for.
+change the answer, but that the engine cannot honour (`unsupported`), are refused: a client is never
+given something else than it asked for. docs/api.md lists what is what.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
+from services.gateway.unsupported import Unsupported, refusal
 from shared import grammar
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
 from shared.messages.serving import LogitRules, Sampling
@@ -23,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
+ROLES = ("system", "developer", "user", "assistant")
 ANY_OBJECT = {"type": "object"}
 
 
@@ -93,7 +95,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """In llguidance's Lark syntax."""
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class _Common(Unsupported, kw_only=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,6 +105,8 @@ class _Common(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    """Taken where it equals `n`."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -117,11 +121,6 @@ class _Common(msgspec.Struct, kw_only=True):
     """By token id."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Known, and refused.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
     @property
     def streams(self) -> bool:
@@ -140,8 +139,6 @@ class CompletionRequest(_Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Each a text or a list of token ids."""
@@ -170,9 +167,16 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    # Known, and refused.
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
 
-    def for_template(self, index: int) -> dict[str, str]:
-        fields = {"role": self.role, "content": self._text(index)}
+    def for_template(self, index: int, *, developer: str) -> dict[str, str]:
+        """`developer`: what the template calls this role."""
+        role = developer if self.role == "developer" else self.role
+        fields = {"role": role, "content": self._text(index)}
         if self.name is not None:
             fields["name"] = self.name
         if self.reasoning_content is not None:
@@ -196,8 +200,7 @@ class ChatRequest(_Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    echo: bool | None = None
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -260,10 +263,10 @@ def _check_common(body: _Common) -> None:
         message = f"must be {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
         invalid("repetition_penalty", f"{message} (1: no penalty)")
     _check_bias(body.logit_bias or {})
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(body, name) is not None:
-            use = name.removeprefix("guided_")
-            invalid(name, f'is not supported; use structured_outputs: {{"{use}": ...}}')
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        invalid("best_of", "is not supported; leave it out")
+    if refused := refusal(body):
+        invalid(*refused)
 
 
 def _check_range(body: _Common, field: str, least: float, most: float | None = None) -> None:
@@ -287,10 +290,6 @@ def _check_bias(bias: Mapping[str, float]) -> None:
 
 def _check_completion(body: CompletionRequest) -> None:
     _check_range(body, "logprobs", 0, MAX_LOGPROBS)
-    if body.suffix:
-        invalid("suffix", "is not supported; leave it out")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        invalid("best_of", "is not supported; leave it out")
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -300,8 +299,22 @@ def _check_chat(body: ChatRequest) -> None:
     _check_range(body, "top_logprobs", 0, MAX_LOGPROBS)
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs: true")
-    if body.tools or body.functions:
-        invalid("tools", "tool calls are not supported; leave it out")
+    if body.echo:
+        invalid("echo", "is for /v1/completions; leave it out")
+    for index, message in enumerate(body.messages):
+        _check_message(message, f"messages[{index}]")
+
+
+def _check_message(message: "ChatMessage", where: str) -> None:
+    """What a template would not be given must not get lost."""
+    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
+        field = "role" if message.role in ("tool", "function") else "tool_calls"
+        invalid(f"{where}.{field}", "tool calls and their results are not supported yet")
+    if message.role not in ROLES:
+        invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role[:40]!r}")
+    for field in ("refusal", "audio"):
+        if getattr(message, field) is not None:
+            invalid(f"{where}.{field}", "is not supported; send the answer's content")
 
 
 def stops_of(body: _Common) -> tuple[str, ...]:

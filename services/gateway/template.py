@@ -56,6 +56,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: `bos_token` and the like. ModelError if the template is malformed."""
         self._special_tokens = dict(special_tokens)
+        known = "'developer'" in source or '"developer"' in source
+        self.developer = "developer" if known else "system"
+        """The role that it has for the API's `developer`, which most templates do not know."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:

@@ -47,15 +47,16 @@ def output_limit(prompt: int, asked: int | None, default: int | None, context: i
     room = context - prompt
     if room < (0 if asked == 0 else 1):
         raise BadInput(
-            f"the prompt has {prompt} tokens; this model's context is {context} tokens, "
-            "which leaves no room for a completion"
+            f"This model's maximum context length is {context} tokens. However, the prompt has "
+            f"{prompt} tokens, which leaves no room for a completion: shorten it"
         )
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
         raise BadInput(
-            f"this model's context is {context} tokens; {prompt + asked} were asked for "
-            f"({prompt} in the prompt, {asked} for the completion)"
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{prompt + asked} tokens ({prompt} in the prompt, {asked} for the completion): "
+            "shorten either"
         )
     return asked
 

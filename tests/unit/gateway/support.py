@@ -78,8 +78,8 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def text_files() -> dict[str, bytes]:
-    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": CHAT_TEMPLATE}
+def text_files(template: object = CHAT_TEMPLATE) -> dict[str, bytes]:
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": template}
     return {
         "tokenizer.json": TOKENIZER.to_str().encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
@@ -377,6 +377,7 @@ async def running(
     *instances: Instance,
     config: GatewayConfig | None = None,
     model: bool = True,
+    files: dict[str, bytes] | None = None,
     buses: Sequence[Bus] = (),
 ) -> AsyncIterator[Cluster]:
     """A gateway that knows one model with these instances.
@@ -391,7 +392,7 @@ async def running(
         service = GatewayService(own, settings)
         cluster = Cluster(others, service)
         if model:
-            await cluster.store_model()
+            await cluster.store_model(files)
             await cluster.publish(*instances)
         await cluster.answer()
         async with cluster.stack, service:

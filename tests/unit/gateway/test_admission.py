@@ -52,7 +52,7 @@ def test_output_limits(prompt: int, asked: int | None, default: int | None, expe
     ("prompt", "asked"), [(10, 91), (100, None), (100, 1), (500, None), (101, 0)]
 )
 def test_the_context_is_not_exceeded(prompt: int, asked: int | None) -> None:
-    with pytest.raises(BadInput, match="context is 100 tokens"):
+    with pytest.raises(BadInput, match="context length is 100 tokens"):
         output_limit(prompt, asked, 16, context=100)
 
 

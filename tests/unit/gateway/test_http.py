@@ -22,6 +22,7 @@ from tests.unit.gateway.support import (
     ids_of,
     replica,
     running,
+    text_files,
 )
 
 
@@ -580,6 +581,26 @@ async def test_context_length_is_named(http: aiohttp.ClientSession) -> None:
     _, answer = await post(http, {**ASK, "max_tokens": CONTEXT})
     assert answer["error"]["code"] == "context_length_exceeded"
     assert "10 in the prompt" in answer["error"]["message"]
+    said = f"This model's maximum context length is {CONTEXT} tokens. However, "
+    for prompt in ("x", [5] * CONTEXT):
+        _, answer = await post(http, {**ASK, "prompt": prompt, "max_tokens": CONTEXT})
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert answer["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+async def test_a_developer_is_a_system_where_the_template_knows_no_other(knows: bool) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    if knows:
+        template += "{% if messages[0].role == 'developer' %}!{% endif %}"
+    files = text_files(template)
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    async with running(replica(1), files=files) as cluster:
+        async with aiohttp.ClientSession(cluster.service.url) as http:
+            await post(http, {**CHAT, "messages": messages}, "chat/completions")
+        (submit,) = cluster.nodes[1].submits
+    expected = "developer:a;user:b;!" if knows else "system:a;user:b;"
+    assert submit.tokens == tuple(ids_of(expected))
 
 
 async def test_the_template_may_refuse(http: aiohttp.ClientSession) -> None:
@@ -597,7 +618,7 @@ async def test_pictures_are_refused(http: aiohttp.ClientSession) -> None:
 
 
 async def test_unknown_fields_are_ignored(http: aiohttp.ClientSession) -> None:
-    status, _ = await post(http, {**ASK, "store": True, "metadata": {"a": 1}})
+    status, _ = await post(http, {**ASK, "user": "me", "metadata": {"a": 1}, "new": True})
     assert status == 200
 
 

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from services.gateway.openai import ApiError, Body, ChatRequest, CompletionRequest, parse, rules_of
+from services.gateway.unsupported import INSTEAD, SILENT, Unsupported
 
 ASK = {"model": "m", "prompt": "say hello"}
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+USER = {"role": "user", "content": "hi"}
+CHAT = {"model": "m", "messages": [USER]}
 FORMAT = {"response_format": {"type": "json_object"}}
 
 
@@ -56,6 +58,96 @@ def test_bad_values(change: dict[str, Any], param: str) -> None:
     assert said["param"] == param
     assert said["type"] == "invalid_request_error"
     assert len(said["message"]) < 1000
+
+
+ALWAYS_SENT: dict[str, Any] = {
+    "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [],
+    "tool_choice": "none", "parallel_tool_calls": True, "function_call": None, "best_of": 1,
+    "skip_special_tokens": True, "include_stop_str_in_output": False, "length_penalty": 1.0,
+    "use_beam_search": False, "priority": 0, "safety_identifier": "x", "prompt_cache_key": "y",
+}  # fmt: skip
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    parse(msgspec.json.encode({**ASK, **ALWAYS_SENT}), CompletionRequest)
+    parse(msgspec.json.encode({**CHAT, **ALWAYS_SENT}), ChatRequest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"tool_choice": "auto"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"functions": [{"name": "f"}]},
+        {"function_call": "auto"},
+        {"store": True},
+        {"service_tier": "flex"},
+        {"reasoning_effort": "low"},
+        {"best_of": 2},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [5]},
+        {"skip_special_tokens": False},
+        {"include_stop_str_in_output": True},
+        {"truncate_prompt_tokens": 5},
+        {"continue_final_message": True},
+        {"prompt_logprobs": 0},
+        {"use_beam_search": True},
+        {"length_penalty": 0.5},
+        {"chat_template": "x"},
+        {"priority": 1},
+        {"cache_salt": "x"},
+        {"regex": "a"},
+        {"ebnf": "root ::= x"},
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_is_refused_by_name(change: dict[str, Any]) -> None:
+    (name,) = change
+    errors = refused({**ASK, **change}, CompletionRequest), refused({**CHAT, **change}, ChatRequest)
+    for error in errors:
+        assert error.status == 400
+        assert str(error).startswith(f"{name}: is not supported; leave it out")
+        assert msgspec.json.decode(error.body)["error"]["param"] == name
+
+
+def test_the_table_of_what_is_refused_names_fields() -> None:
+    assert set(SILENT) | set(INSTEAD) <= set(Unsupported.__struct_fields__)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "said"),
+    [
+        ({"role": "tool", "content": "5", "tool_call_id": "1"}, "role", "tool calls"),
+        ({"role": "function", "content": "5", "name": "f"}, "role", "tool calls"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "tool_calls", "tool calls"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "tool_calls", "tool calls"),
+        ({"role": "boss", "content": "a"}, "role", "system, developer, user, assistant"),
+        ({"role": "assistant", "refusal": "no"}, "refusal", "not supported"),
+    ],
+    ids=str,
+)
+def test_messages_that_a_template_would_not_be_given(
+    message: dict[str, Any], field: str, said: str
+) -> None:
+    history = [USER, message]
+    error = refused({**CHAT, "messages": history}, ChatRequest)
+    assert error.status == 400
+    assert msgspec.json.decode(error.body)["error"]["param"] == f"messages[1].{field}"
+    assert said in str(error)
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant", "content": "hi", "refusal": None, "audio": None, "annotations": [],
+        "tool_calls": None, "function_call": None,
+    }  # fmt: skip
+    history = [USER, answer]
+    parse(msgspec.json.encode({**CHAT, "messages": history}), ChatRequest)
 
 
 @pytest.mark.parametrize(

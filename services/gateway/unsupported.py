@@ -1,0 +1,105 @@
+"""Parameters of the API, of vLLM and of SGLang that would change the answer, and are refused.
+
+Each is taken with the values that change nothing, which some clients always send.
+"""
+
+from typing import Any
+
+import msgspec
+
+TOOLS = "tool calls are not supported yet"
+SILENT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "bad_words": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "continue_final_message": (False,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "documents": ([],),
+    "no_stop_trim": (False,),
+    "typical_p": (1,),
+    "logits_processors": ([],),
+}
+"""By name, the values that change nothing; for all others null only."""
+INSTEAD = {
+    "tools": TOOLS,
+    "tool_choice": TOOLS,
+    "functions": TOOLS,
+    "function_call": TOOLS,
+    "reasoning_effort": "give the template's own switch in chat_template_kwargs",
+    "verbosity": "say it in a message",
+    "store": "nothing is stored",
+    "guided_json": 'use structured_outputs: {"json": ...}',
+    "guided_regex": 'use structured_outputs: {"regex": ...}',
+    "guided_choice": 'use structured_outputs: {"choice": ...}',
+    "guided_grammar": 'use structured_outputs: {"grammar": ...}',
+    "regex": 'use structured_outputs: {"regex": ...}',
+    "ebnf": 'use structured_outputs: {"grammar": ...}, in Lark syntax',
+    "json_schema": "use response_format",
+    "prompt_logprobs": "use /v1/completions with echo and logprobs",
+    "chat_template": "render the prompt yourself and use /v1/completions",
+}
+"""What a client may do, beside leaving the parameter out."""
+
+
+class Unsupported(msgspec.Struct, kw_only=True):
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    store: Any = None
+    service_tier: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    suffix: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+    continue_final_message: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+    early_stopping: Any = None
+    length_penalty: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    no_stop_trim: Any = None
+    stop_regex: Any = None
+    typical_p: Any = None
+    logits_processors: Any = None
+
+
+_NAMES = tuple(field.name for field in msgspec.structs.fields(Unsupported))
+
+
+def refusal(body: Unsupported) -> tuple[str, str] | None:
+    """The first parameter that can't be honoured, and what to do about it."""
+    for name in _NAMES:
+        value = getattr(body, name)
+        if value is not None and value not in SILENT.get(name, ()):
+            hint = INSTEAD.get(name)
+            return name, f"is not supported; leave it out{f' ({hint})' if hint else ''}"
+    return None
