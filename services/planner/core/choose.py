@@ -1,10 +1,10 @@
-"""Which multicast to use: every sensible one, planned on paper and held against the others.
+"""Chooses a multicast: plans every sensible one on paper and compares their predictions.
 
-A candidate is a strategy and a number of consecutive blocks that move as one unit: alpha makes
-small blocks dear where partners change at every one, large ones take long to fill the pipeline
-(`costs.best_blocks`). The candidate
-of the lowest score wins. One whose score cannot be the lowest, whatever its schedule, is ruled out
-before that is made; on large clusters of equal links all are, but for the winner.
+A candidate is a strategy together with a unit, a number of consecutive blocks that move as one.
+Small units cost alpha at every change of partners; large units take long to fill the pipeline
+(`costs.best_blocks`). The candidate with the lowest score wins. A candidate whose score cannot be
+the lowest, whatever its schedule, is ruled out before its schedule is made; on large clusters with
+equal links that rules out all but the winner.
 """
 
 import math
@@ -29,16 +29,16 @@ from shared.errors import PlanError
 
 AUTO = "auto"
 CANDIDATES = ("binomial", "head", "taps", "chain")
-"""In order of preference between equals. The others are there to be compared with."""
+"""In order of preference among equals. The other strategies exist for comparison."""
 STREAMED = ("head", "chain")
-"""A node gets all that it gets from its source alone."""
+"""Strategies in which a node gets everything from a single node."""
 FOR_UNEQUAL_LINKS = ("taps", "chain")
 EARLY = 0.5
-"""What a second of the whole cluster's service is worth while loading, in seconds of loading."""
+"""The worth of a second of the whole cluster's service while loading, in seconds of loading."""
 LARGE = 16_384
-"""Nodes x blocks from which on closed forms stand in for schedules where they hold; where they do
-not, what is made for such links is tried, with one size of unit, so that the planner is not held
-up for seconds."""
+"""From this number of nodes x blocks on, closed forms stand in for schedules where they hold. Where
+they do not hold, only strategies for unequal links are tried, with one size of unit, so that
+planning does not take seconds."""
 RULED_OUT = "cannot be better: ruled out before it was planned"
 
 
@@ -46,13 +46,13 @@ RULED_OUT = "cannot be better: ruled out before it was planned"
 class Considered:
     strategy: str
     unit: int
-    """Blocks that move as one."""
+    """Number of blocks that move as one."""
     score: float
-    """Seconds until all are complete, less `EARLY` x what serves before then, in seconds of the
-    whole cluster's service. Of a candidate that was ruled out: no less than this."""
+    """Seconds until all nodes are complete, less `EARLY` x the service before then, in seconds of
+    the whole cluster's service. For a candidate that was ruled out, a lower bound."""
     outlook: Outlook
     verdict: str
-    """Why it was not chosen; empty for the one that was."""
+    """Why it was not chosen. Empty for the chosen candidate."""
 
     def __str__(self) -> str:
         return f"{self.strategy} x {self.unit}: {self.score:.3f} s, {self.verdict or 'chosen'}"
@@ -63,13 +63,13 @@ class Choice:
     strategy: str
     unit: int
     schedule: Schedule
-    """Of units: its block u stands for blocks u x unit and the following."""
+    """A schedule of units: its block u stands for the blocks from u x unit on."""
     outlook: Outlook
     considered: tuple[Considered, ...]
-    """The chosen one first, then by score."""
+    """The chosen candidate first, then the others by score."""
 
     def moves(self, blocks: int) -> Iterator[Move]:
-        """Block by block; those of one unit have the same step."""
+        """The moves of single blocks. Blocks of one unit have the same step."""
         for step, src, dst, unit in self.schedule.moves:
             start = unit * self.unit
             for block in range(start, min(start + self.unit, blocks)):
@@ -95,20 +95,20 @@ def choose(
 
 
 def units(task: Task, size: int) -> Task:
-    """The task with `size` consecutive blocks as one."""
+    """The task with every `size` consecutive blocks merged into one."""
     sizes = task.block_bytes
     merged = tuple(sum(sizes[i : i + size]) for i in range(0, len(sizes), size))
     return replace(task, block_bytes=merged)
 
 
 def unit_sizes(task: Task) -> tuple[int, ...]:
-    """Worth a try: single blocks, and what the closed form says for the slowest and the fastest
-    port, with the sizes beside it. The first is the best guess.
+    """The sizes of unit that are worth a try: single blocks, and what the closed form gives for the
+    slowest and for the fastest port, with the neighbouring sizes. The first is the best guess.
 
-    Where relays forward chunks, single blocks only: what a change of partners costs real ports
-    grows with what moves between two changes, so that larger units save nothing. (Measured: four
-    nodes, links of 400 Mbit/s, 64 MiB in chunks of 256 KiB, binomial: 1.06 x the limit in blocks of
-    512 KiB, 1.21 x in blocks of 2 MiB, whose steps alone make it 1.03 x.)
+    If relays forward chunks, only single blocks are tried. On real ports the cost of a change of
+    partners grows with what moves between two changes, so larger units save nothing. (Measured with
+    four nodes, links of 400 Mbit/s, 64 MiB in chunks of 256 KiB, binomial: 1.06 x the limit in
+    blocks of 512 KiB, 1.21 x in blocks of 2 MiB, of which steps alone explain 1.03 x.)
     """
     fabric = task.fabric
     if fabric.overhead_s <= 0 or task.chunk_bytes:
@@ -129,9 +129,9 @@ class _Candidate:
     task: Task
     floor: Outlook
     score: float
-    """No less than this."""
+    """A lower bound."""
     exact: bool
-    """The floor is what it takes, on equal links with equal blocks."""
+    """Whether the floor is exact, as it is on equal links with equal blocks."""
 
 
 class _Judge:
@@ -198,7 +198,7 @@ class _Judge:
                 yield _Candidate(name, size, task, floor, _score(floor), exact)
 
     def _on_equal_links(self, name: str, task: Task) -> Outlook:
-        """What it takes; the capacity is a bound for any schedule."""
+        """The exact time, and a capacity that no schedule can exceed."""
         over = equal_links_seconds(name, task)
         steps = math.ceil(over / (block_seconds(task) - task.fabric.overhead_s) * (1 - 1e-9))
         share = equal_links_capacity(
@@ -218,7 +218,7 @@ class _Judge:
         return schedule, self._simulate(schedule, candidate.task)
 
     def _in_steps(self, name: str, schedule: Schedule, task: Task, outlook: Outlook) -> Outlook:
-        """With what follows from the steps of a schedule on equal links."""
+        """Adds the times that follow from the steps of a schedule on equal links."""
         block_s, over = block_seconds(task), outlook.all_complete_s or 0.0
         if name in STREAMED:
             first = copy_seconds(task)
@@ -245,7 +245,7 @@ class _Judge:
         return outlook
 
     def _serving_units(self, task: Task) -> Serving:
-        """A unit's blocks run one after the other."""
+        """The serving parameters for units, whose blocks run one after the other."""
         block_s, share = self._serving.block_s, self._task.blocks / task.blocks
         if block_s is None:
             return self._serving
@@ -253,14 +253,14 @@ class _Judge:
 
 
 def _fill(name: str, task: Task) -> int:
-    """Hops behind a source at which the strategy's last destination begins."""
+    """How many hops behind a source the strategy's last destination begins."""
     nodes, sources = task.nodes, len(task.sources)
     least = max(lower_bound(nodes, 1, sources) - 1, 0)
     return max(least, -(-nodes // sources) - 2) if name == "chain" else least
 
 
 def _floor(task: Task, fill: int) -> Outlook:
-    """What no schedule with so many hops beats."""
+    """A bound that no schedule with this many hops beats."""
     return Outlook(all_complete_s=least_seconds(task, fill=fill), mean_capacity=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Classes of alike nodes, which paths are planned for in place of nodes."""
+"""Classes of alike nodes, so that paths can be planned over classes instead of nodes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,29 +10,29 @@ from services.planner.core.pricing import Stage, Stages, loads
 LEAST = 0.01
 """Paths of less weight are left out."""
 _APART = 40
-"""Most nodes that are planned for one by one."""
+"""Up to this many nodes are planned for one by one."""
 _CLASSES = 64
-"""Most classes of nodes that are not complete."""
+"""The most classes of incomplete nodes."""
 _TINY = 1e-6
 _INF = float("inf")
 
 
 class Classes:
-    """Nodes that hold the same blocks, taken together: the linear programme then has a row for
-    each class instead of each node. Of a thousand nodes that load at the same pace there are
-    dozens of classes; where paces differ, nodes that differ in little are one class too.
+    """Nodes that hold the same blocks, taken together. The linear programme then has a row for each
+    class instead of each node. A thousand nodes that load at the same pace form dozens of classes;
+    if their paces differ, nodes that differ in little are put into one class too.
 
-    Dealing paths out to the members loses a per cent or two where a path needs two nodes of a
-    class, so that in small clusters every node is a class of its own.
+    Dealing paths out to the members of classes loses one or two per cent where a path needs two
+    nodes of a class. So in small clusters every node is a class of its own.
     """
 
     def __init__(self, held: Sequence[AbstractSet[int]], blocks: int) -> None:
-        """`held`: what nodes hold. Complete nodes are in a class by themselves."""
+        """`held`: what each node holds. Complete nodes are a class by themselves."""
         self._blocks = blocks
         sets = [frozenset(have) for have in held]
         if len(held) <= _APART:
             self._of = list(range(len(held)))
-            self.held = sets  # by class: what all of its members hold
+            self.held = sets  # for each class, the blocks that all its members hold
         else:
             common = _in_common(sets, blocks)
             self.held = list(dict.fromkeys(common.values()))
@@ -42,26 +42,26 @@ class Classes:
             self.members[i].append(node)
 
     def path_of(self, stages: Stages) -> Stages:
-        """Of classes, for a path of nodes."""
+        """The path over classes that corresponds to a path over nodes."""
         return tuple((self._of[node], start, stop) for node, start, stop in stages)
 
     def deal(
         self, packed: Mapping[Stages, float], previous: Mapping[Stages, float], free: list[float]
     ) -> dict[Stages, float]:
-        """Weights of paths of nodes, from those of paths of classes.
+        """Turns weights of paths over classes into weights of paths over nodes.
 
-        Previous ones go on where they fit; new ones take the nodes that are most `free` (by node,
-        what is left of it; changed here).
+        Previous paths go on where they fit. New paths take the nodes that are most `free` (for each
+        node, what is left of it; it is changed here).
         """
         left = dict(packed)
         hand = _Hand(self._blocks, free)
-        # First as much as they had, so that one does not take a node from another; then more.
+        # First as much as they had, so that no path takes a node from another; then more.
         for most in previous, dict.fromkeys(previous, _INF):
             for stages, limit in most.items():
                 of = self.path_of(stages)
                 if left.get(of, 0.0) > 0:
                     left[of] -= hand.give(stages, min(limit, left[of]))
-        # What needs two nodes of a class comes while these are free, and lets all take turns.
+        # A path that needs two nodes of a class comes while these are free, and takes them in turn.
         for of in sorted(left, key=self._turns, reverse=True):
             turn = left[of] / self._turns(of)
             given = _INF
@@ -71,7 +71,8 @@ class Classes:
         return hand.weights
 
     def _turns(self, of: Stages) -> int:
-        """In how many parts a path is dealt out: as many as members where it needs two of them."""
+        """Into how many parts a path is dealt out: the number of members, if it needs two of a
+        class."""
         classes = [i for i, _, _ in of]
         return max(len(self.members[i]) if classes.count(i) > 1 else 1 for i in classes)
 
@@ -85,7 +86,7 @@ class Classes:
 
 
 class _Hand:
-    """Weights given to paths of nodes, within what is free of each node."""
+    """Weights given to paths over nodes, within what is free of each node."""
 
     def __init__(self, blocks: int, free: list[float]) -> None:
         self.weights: dict[Stages, float] = {}
@@ -93,7 +94,7 @@ class _Hand:
         self._free = free
 
     def give(self, stages: Stages, most: float) -> float:
-        """As much as fits; too little to be worth a path is lost."""
+        """Gives as much as fits. A weight too small to be worth a path is lost."""
         load = loads(stages, self._blocks)
         weight = min([most, *(self._free[node] / share for node, share in load.items())])
         for node, share in load.items():
@@ -104,10 +105,11 @@ class _Hand:
 
 
 def _in_common(sets: Sequence[frozenset[int]], blocks: int) -> dict[frozenset[int], frozenset[int]]:
-    """What each kind of holding has in common with its class: all, unless there are too many.
+    """For each kind of holding, the blocks that its class has in common: the holding itself, unless
+    there are too many kinds.
 
-    Then kinds that are alike (neighbours in the order by their most common blocks) are taken
-    together, but for that of the complete nodes.
+    In that case alike kinds (neighbours in the order by their most common blocks) form one class,
+    except for the kind of the complete nodes.
     """
     holders = Counter(block for have in sets for block in have)
     kinds = sorted(

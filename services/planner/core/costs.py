@@ -1,10 +1,10 @@
 """How long moves take: closed forms for equal links, and arrival times on any fabric.
 
 A port carries blocks from or to one peer back to back, at beta bytes/s: nodes ask for blocks ahead
-of time, so that nothing passes between two of them. What costs alpha (`overhead_s`) is the way: the
-first bytes from a new peer come alpha after both ports are free for them, and every byte is with
-the next node alpha after it could have left. A relay forwards a block while it receives it, so that
-it is delta = alpha + c / beta behind, for chunks of c bytes. Alpha and beta are measured.
+of time, so that there is no pause between two blocks. Alpha (`overhead_s`) is paid in two cases.
+The first bytes from a new peer come alpha after both ports are free for them. And every byte is
+with the next node alpha after it could have left. A relay forwards a block while it receives it, so
+that it is delta = alpha + c / beta behind, for chunks of c bytes. Alpha and beta are measured.
 """
 
 import math
@@ -16,29 +16,31 @@ from services.planner.core.multicast.schedule import Move, Schedule
 from services.planner.core.multicast.strategies import lower_bound
 
 Arrivals = Mapping[tuple[int, int], float]
-"""(node, block) -> seconds from the start of the multicast at which the block is there."""
+"""(node, block) -> seconds from the start of the multicast until the node holds the block."""
 
 EQUAL = 0.05
-"""Rates and sizes that differ by less than this share are taken as the same."""
+"""Rates and sizes that differ by less than this share count as the same."""
 
 
 def equal_links_seconds(name: str, task: Task) -> float:
-    """What the strategy takes on equal links with equal blocks (all as fast as the fastest port).
+    """The strategy's time on equal links with equal blocks (all ports as fast as the fastest).
 
-    For b blocks of s bytes, M in all, and g = ceil(D/k) destinations in the largest group; a block
-    that comes from another node than the one before it takes tau = alpha + s / beta:
+    There are b blocks of s bytes, M bytes in all, and g = ceil(D/k) destinations in the largest
+    group. A block that comes from another node than the block before it takes tau = alpha + s /
+    beta.
 
     - chain: alpha + M / beta + (g - 1) delta. The last node's port takes all blocks, one after the
       other from one node, g - 1 hops behind.
-    - binomial, taps (which are the same here): (b + h) tau, h = ceil(log2(N/k)) - 1, however small
-      the chunks: the source's port has a block to carry in each of the b + h steps, all b and the
-      last one h times more, to another node than in the step before. (Where the group is no power
-      of two, twins are as busy in its stead; for 2 < b < h those of just over 2^h nodes change
-      partners less often, and it is up to (b - 2) alpha sooner.) A chain where g = 1.
-    - head: a binomial pipeline from the head to the g - 1 others, delta late: delta +
-      (b + ceil(log2 g) - 1) tau. A chain where g < 3.
+    - binomial, taps (which are the same here): (b + h) tau with h = ceil(log2(N/k)) - 1, however
+      small the chunks. The source's port carries a block in each of the b + h steps (all b blocks,
+      and the last one h times more), each to another node than in the step before. If the group's
+      size is no power of two, twins are as busy in the source's stead; for 2 < b < h, and just over
+      2^h nodes, twins change partners less often, and the multicast is over up to (b - 2) alpha
+      sooner. A chain if g = 1.
+    - head: a binomial pipeline from the head to the g - 1 others, delta late: delta + (b +
+      ceil(log2 g) - 1) tau. A chain if g < 3.
 
-    Any other strategy: 0.
+    Returns 0 for any other strategy.
     """
     if not task.destinations:
         return 0.0
@@ -62,11 +64,11 @@ def equal_links_seconds(name: str, task: Task) -> float:
 
 
 def best_blocks(task: Task, bytes_per_s: float, *, most: int) -> int:
-    """Into how many equal blocks, 1..most, to cut the model for a binomial pipeline to be over
-    first, on links of this rate.
+    """The number of equal blocks, 1..most, in which a binomial pipeline is over soonest on links of
+    this rate.
 
-    (b + h)(alpha + M / (b beta)) is convex in b with its least value at sqrt(h M / (alpha beta)):
-    one of the integers beside.
+    (b + h)(alpha + M / (b beta)) is convex in b, with its least value at sqrt(h M / (alpha beta));
+    the result is one of the two integers beside it.
     """
     alpha, copy = task.fabric.overhead_s, sum(task.block_bytes) / bytes_per_s
     late = max(lower_bound(task.nodes, 1, len(task.sources)) - 1, 0)
@@ -78,12 +80,14 @@ def best_blocks(task: Task, bytes_per_s: float, *, most: int) -> int:
 
 
 def block_seconds(task: Task) -> float:
-    """Of the largest block between two of the fastest ports: no copy of it comes sooner."""
+    """Seconds for the largest block between two of the fastest ports: no copy of it comes
+    sooner."""
     return task.fabric.overhead_s + max(task.block_bytes) / _fastest(task.fabric)
 
 
 def copy_seconds(task: Task) -> float:
-    """Of all blocks between two of the fastest ports: no copy of the model comes sooner."""
+    """Seconds for all blocks between two of the fastest ports: no copy of the model comes
+    sooner."""
     return task.fabric.overhead_s + sum(task.block_bytes) / _fastest(task.fabric)
 
 
@@ -97,9 +101,10 @@ def are_equal(values: Iterable[float]) -> bool:
 
 
 def is_uniform(fabric: Fabric) -> bool:
-    """All links alike: no slower or faster ports, no trunk or local link that makes a difference.
+    """Whether all links are alike: no slower or faster ports, and no trunk or local link that
+    matters.
 
-    A trunk makes none if it is as wide as all of its rack's ports together.
+    A trunk does not matter if it is as wide as all of its rack's ports together.
     """
     ports = fabric.ports
     if not are_equal(rate for port in ports for rate in (port.out, port.into)):
@@ -111,26 +116,27 @@ def is_uniform(fabric: Fabric) -> bool:
 
 
 def least_seconds(task: Task, *, fill: int = 0) -> float:
-    """No schedule of these blocks on this fabric is over sooner.
+    """The least seconds that any schedule of these blocks on this fabric takes.
 
-    The largest of: what a multicast chunk by chunk takes between nodes with the fastest port there
-    is; what each destination's own port takes for a copy; a copy over the sources' ports together,
-    and over the trunk of each rack that has none. Nodes with local links between them count as one,
-    with all their ports. `fill`: chunks that pass before the last destination has its first, if
-    more than ceil(log2(N/k)) - 1.
+    It is the largest of these bounds: the time of a multicast, chunk by chunk, between nodes with
+    the fastest port there is; the time of a copy over each destination's own port, over the ports
+    of all sources together, and over the trunk of each rack without a source. Nodes with local
+    links between them count as one node with all their ports. `fill`: the number of chunks that
+    pass before the last destination has its first, if more than ceil(log2(N/k)) - 1.
 
-    The first: only who has a chunk can send it, and to one node after the other, so that the
-    holders of anything at best double in delta, and the last destination's port, which has a copy
-    to take in, begins h = ceil(log2(N/k)) - 1 times delta late: alpha + M / beta + h delta. A chain
-    meets it where it has no more hops than that. A binomial pipeline of blocks of one chunk does
-    without alpha; with it, all its changes of partners come on top, (b - 1) alpha.
+    For the first bound: only a holder of a chunk can send it, to one node after the other, so that
+    the holders of anything at best double in delta. The last destination's port, which has to take
+    in a whole copy, begins h = ceil(log2(N/k)) - 1 times delta late: alpha + M / beta + h delta. A
+    chain meets the bound if it has no more hops than that. A binomial pipeline of blocks of one
+    chunk meets it without alpha; with alpha, all its changes of partners come on top, (b - 1)
+    alpha.
     """
     fabric, nbytes = task.fabric, sum(task.block_bytes)
     sites = _sites(fabric)
     fed = {site for site, nodes in sites.items() if not nodes.isdisjoint(task.sources)}
     bounds = [0.0]
     if len(sites) < task.nodes:
-        alpha, local, fill = 0.0, fabric.local_bytes_per_s, 0  # transfers side by side
+        alpha, local, fill = 0.0, fabric.local_bytes_per_s, 0  # transfers run side by side
     else:
         alpha, local = fabric.overhead_s, 0.0
     if len(fed) < len(sites):
@@ -150,7 +156,7 @@ def least_seconds(task: Task, *, fill: int = 0) -> float:
 
 
 def _sites(fabric: Fabric) -> dict[Hashable, set[int]]:
-    """Nodes by host, where they have a local link; else each by itself."""
+    """Groups nodes by host if their host has a local link; any other node is by itself."""
     if fabric.local_bytes_per_s <= 0:
         return {node: {node} for node in range(len(fabric.ports))}
     sites: dict[Hashable, set[int]] = {}
@@ -160,10 +166,11 @@ def _sites(fabric: Fabric) -> dict[Hashable, set[int]]:
 
 
 def physical_limit(task: Task) -> float:
-    """Least seconds for this model on these links, without any overhead, however it is scheduled.
+    """The least seconds for this model on these links, without any overhead, however it is
+    scheduled.
 
-    On equal links (copy time) x (B + ceil(log2(N/k)) - 1) / B for B chunks in all, which are blocks
-    where relays forward whole blocks only.
+    On equal links it is (copy time) x (B + ceil(log2(N/k)) - 1) / B for B chunks in all, which are
+    whole blocks if relays forward only whole blocks.
     """
     return least_seconds(replace(task, fabric=replace(task.fabric, overhead_s=0.0)))
 
@@ -175,26 +182,26 @@ def _over(nbytes: float, rate: float) -> float:
 def arrival_times(
     moves: Iterable[Move], task: Task, ready: Arrivals | None = None
 ) -> dict[tuple[int, int], float]:
-    """When each moved block is there; inf for one that crosses a port which may not send.
+    """When each moved block arrives, in seconds; inf if it crosses a port that may not send.
 
-    Moves stand in order of their steps, which is the order of service everywhere. A move takes a
-    port at either end, and the trunks between racks, or the local link of a host instead. Its bytes
-    flow once all of these are free, alpha later at a port whose last move was with another node,
-    and alpha after its sender has the first chunk of its block (or, if it brings the block up by
-    itself, all of it, at `ready`). It holds each for its bytes at that one's own rate, and is over
-    when the slowest is done: a fast sender serves a slow receiver and another one at once. The last
-    chunk can't come sooner than its way after it is with the sender. Nobody waits for a step to end
-    elsewhere. (Real ports serve a later step while an earlier one waits, and steps that share a
-    trunk side by side; that much a prediction may be too late.)
+    Moves are in order of their steps, and every link serves them in this order. A move takes a port
+    at either end and the trunks between racks, or instead the local link of a host. Its bytes flow
+    once all of these are free, alpha later at a port whose last move was with another node, and
+    alpha after its sender has the first chunk of its block (or, if the sender brings the block up
+    by itself, all of it, at `ready`). The move holds each link for its bytes at that link's own
+    rate, and is over when the slowest link is done: so a fast sender serves several slow receivers
+    at once. The last chunk arrives no sooner than its own way after the sender has it. Nobody waits
+    for a step to end elsewhere. (Real ports serve a later step while an earlier one waits, and
+    serve steps that share a trunk side by side; a prediction may be too late by that much.)
     """
     fabric, alpha = task.fabric, task.fabric.overhead_s
     sizes, chunks = task.block_bytes, task.first_chunks
     free: dict[Hashable, float] = {}
     partners: dict[Hashable, int | None] = {}
-    """Of each port, in its last move."""
+    """For each port, the partner in its last move."""
     there: dict[tuple[int, int], float] = dict(ready or {})
     begun: dict[tuple[int, int], float] = dict(there)
-    """When the first chunk is there."""
+    """When the first chunk has arrived."""
     moved: dict[tuple[int, int], float] = {}
     routes: dict[tuple[int, int], list[tuple[Hashable, int | None, float]]] = {}
     for _, src, dst, block in moves:
@@ -222,7 +229,8 @@ def arrival_times(
 
 
 def _route(fabric: Fabric, src: int, dst: int) -> list[tuple[Hashable, int | None, float]]:
-    """What a move crosses: (link, the node at the other end if it is a port, seconds per byte)."""
+    """The links that a move crosses, as (link, the node at the other end if the link is a port,
+    seconds per byte)."""
     if fabric.is_local(src, dst):
         per_byte = 1 / fabric.local_bytes_per_s
         return [(("local out", src), dst, per_byte), (("local in", dst), src, per_byte)]
@@ -239,10 +247,11 @@ def _route(fabric: Fabric, src: int, dst: int) -> list[tuple[Hashable, int | Non
 def schedule_arrivals(
     schedule: Schedule, task: Task, load_bytes_per_s: Mapping[int, float]
 ) -> dict[tuple[int, int], float]:
-    """When each block is on each destination, set-up and loads from lower tiers included.
+    """When each block is on each destination, including set-up and loads from lower tiers.
 
-    `load_bytes_per_s`: by node, what its host memory or disk gives. What a node of `schedule.own`
-    with no known rate loads is left out, and so is what depends on it.
+    `load_bytes_per_s`: for each node, the rate of its host memory or disk. If a node of
+    `schedule.own` has no known rate, its blocks are left out, and so is everything that depends on
+    them.
     """
     own: dict[tuple[int, int], float] = {}
     for node in schedule.own:

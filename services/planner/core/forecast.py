@@ -1,4 +1,4 @@
-"""What a plan is expected to take, in the terms of the event's record."""
+"""What a plan is expected to take, in the terms of an event's record."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from shared.messages.scaling import Timings
 class Forecast:
     predicted: Timings
     physical_limit_s: float | None
-    """Of a multicast to nodes that hold nothing; None for any other."""
+    """For a multicast to nodes that hold nothing; None for any other."""
 
 
 NO_FORECAST = Forecast(Timings(), None)
@@ -32,7 +32,7 @@ def forecast(outlook: Outlook, first_byte_s: float | None, limit_s: float | None
 
 
 def later(timings: Timings, seconds: float) -> Timings:
-    """Counted from so long before: predictions begin with the first transfer, records with the
-    decision."""
+    """The timings, counted from `seconds` earlier. Predictions count from the first transfer,
+    records from the decision."""
     found = msgspec.structs.asdict(timings)
     return Timings(**{name: None if at is None else at + seconds for name, at in found.items()})

@@ -1,8 +1,8 @@
-"""Senders that are much slower than their links are said to be, seen while a plan is carried out.
+"""Finds senders that are much slower than their links should be, while a plan is carried out.
 
-A transfer is due from the moment at which its sender has the block and both are done with what
-came before. From then on it should take alpha + s / beta; what takes far longer is the sender's
-fault, unless the same receiver is late from another one too.
+A transfer is due as soon as its sender has the block and both nodes are done with their earlier
+transfers. From then on it should take alpha + s / beta. If it takes far longer, the sender is at
+fault, unless the same receiver is late from another sender too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,17 +14,18 @@ from shared.messages.scaling import Transfer
 
 FACTOR = 3.0
 SLACK_S = 0.5
-"""Late: more than FACTOR times the expected time, and SLACK_S more than it."""
+"""A transfer is late after more than FACTOR times the expected time, and SLACK_S more than that
+time."""
 
 Arrived = Mapping[tuple[NodeId, int], float]
-"""(node, block) -> when it was there; what was held when the plan began is not in it."""
+"""(node, block) -> when the block arrived. Blocks held when the plan began are not in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
     transfer: Transfer
     took_s: float
-    """So far, if it is not over."""
+    """So far, if the transfer is not over."""
     expected_s: float
 
     def __str__(self) -> str:
@@ -41,9 +42,10 @@ def late_transfers(
     now: float,
     expected_s: Callable[[Transfer], float],
 ) -> Iterator[Late]:
-    """Of a plan's transfers, in order of steps, whose senders have their blocks, those that are
-    late. The plan `began` at that time. One that waits for another at either end is not late: only
-    what it waits for is.
+    """The late ones among a plan's transfers, in order of steps. The plan `began` at that time.
+
+    A transfer is considered once its sender has the block. A transfer that waits for another at
+    either end is not late; only the other may be.
     """
     out_free: dict[NodeId, float] = {}
     in_free: dict[NodeId, float] = {}
@@ -64,17 +66,17 @@ def late_transfers(
 
 
 class Pace:
-    """How an event's transfers keep up with what was expected, revision by revision."""
+    """How an event's transfers keep up with expectations, revision by revision."""
 
     def __init__(self) -> None:
         self.slow: set[NodeId] = set()
         self._began = 0.0
         self._landed: dict[tuple[NodeId, int], float] = {}
         self._sources: dict[NodeId, set[NodeId]] = {}
-        """By receiver, the senders from which it was late."""
+        """For each receiver, the senders from which it was late."""
 
     def begin(self, now: float) -> None:
-        """A revision goes out to the nodes."""
+        """Starts a revision, when it is sent to the nodes."""
         self._began, self._landed = now, {}
 
     def land(self, node: NodeId, block: int, now: float) -> None:
@@ -87,10 +89,11 @@ class Pace:
         now: float,
         expected_s: Callable[[Transfer], float],
     ) -> dict[NodeId, Late]:
-        """Nodes that are found to be slow now, with what shows it; each is named once.
+        """The nodes that are now found to be slow, with the transfer that shows it. Each is named
+        once.
 
-        `held`: what each target holds. A transfer that waits for its block is not late: the one
-        that it waits for is.
+        `held`: what each target holds. A transfer that waits for its block is not late; only the
+        transfer of that block may be.
         """
         watched = [
             t

@@ -1,4 +1,4 @@
-"""What is known of the network, the disks and the engines, as the cost model takes it."""
+"""The network, the disks and the engines, in the form that the cost model takes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo, Profile
 
 PROMPT_TOKENS = 512
-"""Of the first token that is predicted."""
+"""The length of the prompt whose first token is predicted."""
 _UNMEASURED = Profile()
 
 
@@ -19,12 +19,13 @@ class Links:
     nodes: Mapping[NodeId, NodeInfo]
     profiles: Mapping[NodeId, Profile]
     default_bytes_per_s: int
-    """Of nodes that do not say; 0: unknown."""
+    """The rate of nodes that do not say; 0: not known."""
     default_overhead_s: float
 
     def port(self, node: NodeId) -> Port | None:
-        """None where a rate is not known. What a node says of its link is the rate that it keeps
-        to; what it measured is what it saw, which may be less than the link can do."""
+        """The node's port; None if a rate is not known. What a node says of its link is the rate
+        that it keeps to. What it measured counts only without that, because the link may be able to
+        do more."""
         info, profile = self.nodes.get(node), self.profiles.get(node, _UNMEASURED)
         stated = float(info.link_bytes_per_s) if info else 0.0
         out = stated or profile.out_bytes_per_s or self.default_bytes_per_s
@@ -34,7 +35,7 @@ class Links:
         return Port(out, into, info.rack if info else "", info.host if info else "")
 
     def fabric(self, nodes: Sequence[NodeId]) -> Fabric | None:
-        """None where some node's rate is not known."""
+        """The fabric of these nodes; None if some node's rate is not known."""
         ports = [port for port in map(self.port, nodes) if port is not None]
         if len(ports) < len(nodes):
             return None
@@ -44,14 +45,16 @@ class Links:
         return Fabric(tuple(ports), self.overhead_s(nodes), trunks, float(local))
 
     def overhead_s(self, nodes: Iterable[NodeId]) -> float:
-        """The least of what is assumed and what the nodes measured: a node that asks ahead of time,
-        as pipelines do, waits for a block's predecessor too, so that it measures alpha or more."""
+        """alpha: the least of what is assumed and what the nodes measured. A node that asks ahead
+        of time, as pipelines do, also waits for the block before, so that it measures alpha or
+        more."""
         profiles = (self.profiles.get(node, _UNMEASURED) for node in nodes)
         measured = (profile.overhead_s for profile in profiles if profile.overhead_s)
         return min([self.default_overhead_s, *measured])
 
     def block_s(self, nodes: Sequence[NodeId], model: ModelId, blocks: int) -> dict[int, float]:
-        """By index, seconds for a prompt of PROMPT_TOKENS to run one of the model's blocks."""
+        """By index of node, seconds in which a prompt of PROMPT_TOKENS runs through one of the
+        model's blocks."""
         return {
             index: (timed.decode_s + (PROMPT_TOKENS - 1) * timed.prefill_s_per_token) / blocks
             for index, node in enumerate(nodes)
@@ -60,6 +63,6 @@ class Links:
         }
 
     def load_rates(self, nodes: Sequence[NodeId]) -> dict[int, float]:
-        """By index, bytes/s from its own lower tiers, where they are known."""
+        """By index of node, bytes/s from the node's own lower tiers, where known."""
         rates = {i: self.profiles.get(n, _UNMEASURED).load_bytes_per_s for i, n in enumerate(nodes)}
         return {index: rate for index, rate in rates.items() if rate}

@@ -1,4 +1,5 @@
-"""What arrivals mean for serving: the first path, the first token, capacity while loading."""
+"""What arrivals mean for serving: the first path, the first token, and the capacity while
+loading."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,19 +10,20 @@ from services.planner.core.paths import run_end
 from services.planner.core.pricing import Stages
 
 SAMPLES = 24
-"""Moments of the loading window at which the capacity is looked at."""
+"""At how many moments of the loading window the capacity is computed."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How a cluster runs what it holds."""
+    """How a cluster runs the blocks that it holds."""
 
     max_stages: int
     executing: Collection[int] | None = None
-    """The nodes that can be stages; None: all. A source whose copy is in host memory sends blocks
-    but runs none."""
+    """The nodes that can be stages; None: all. (A source whose copy is in host memory sends blocks
+    but runs none.)"""
     block_s: Mapping[int, float] | None = None
-    """By node, seconds that it takes for a prompt to run one block (measured); None: not known."""
+    """For each node, the seconds in which a prompt runs through one block, as measured. None: not
+    known."""
 
     def nodes(self, count: int) -> tuple[int, ...]:
         return tuple(range(count) if self.executing is None else sorted(self.executing))
@@ -29,16 +31,16 @@ class Serving:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Seconds from the start of the multicast; None: never, or not known."""
+    """Predictions in seconds from the start of the multicast. None: never, or not known."""
 
     first_path_s: float | None = None
-    """A receiving node can serve, alone or in a path."""
+    """When a receiving node can first serve, alone or in a path."""
     first_token_s: float | None = None
-    """The first path has run a prompt."""
+    """When the first path has run a prompt."""
     first_complete_s: float | None = None
     all_complete_s: float | None = None
     mean_capacity: float | None = None
-    """Over the loading window, as a share of what serves after it. An upper bound: see
+    """Capacity over the loading window, as a share of the capacity after it. An upper bound: see
     `capacity_bound`."""
 
 
@@ -91,10 +93,10 @@ def _first_path(
 
 
 def _path_around(now: Sequence[AbstractSet[int]], node: int, block: int, blocks: int) -> Stages:
-    """The path of fewest stages with the run of blocks around `block` on `node` as one of them.
+    """The path with the fewest stages in which `node` runs the blocks it holds around `block`.
 
-    One holder may stand on both sides of it; schedules begin at the model's ends, so that a lone
-    source does not.
+    Another holder may stand on both sides of it. But schedules begin at the model's ends, so that a
+    single source does not.
     """
     start = block
     while start - 1 in now[node]:
@@ -106,7 +108,7 @@ def _path_around(now: Sequence[AbstractSet[int]], node: int, block: int, blocks:
 def _cover(
     now: Sequence[AbstractSet[int]], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Fewest stages for the blocks from start to stop, each of which somebody holds."""
+    """The fewest stages for the blocks from start to stop, each of which some node holds."""
     while start < stop:
         further, node = max((run_end(have, start), -node) for node, have in enumerate(now))
         yield -node, start, min(further, stop)
@@ -120,7 +122,7 @@ def mean_capacity(
     over: float,
     serving: Serving,
 ) -> float:
-    """Mean of `capacity_bound` from 0 to `over`, as a share of the capacity at the end."""
+    """The mean of `capacity_bound` from 0 to `over`, as a share of the capacity at the end."""
     stages = serving.nodes(len(held))
     masks = [sum(1 << block for block in have) for have in held]
     total, passed = 0.0, 0
@@ -138,11 +140,12 @@ def mean_capacity(
 
 
 def capacity_bound(held: Iterable[int], blocks: int) -> float:
-    """Most that nodes which hold these blocks (bit masks) can serve, in complete nodes.
+    """The most that nodes holding these blocks (bit masks) can serve, in units of a complete node.
 
-    Every request runs all blocks, so that those of a set S take |S| / b of it, all of it on nodes
-    that hold one of S: capacity <= b |holders of S| / |S|. Taken over the sets of the rarest
-    blocks, which are those that bind while a model spreads; paths reach it nearly always.
+    Every request runs all blocks. The blocks of a set S are |S| / b of its work, and all of that is
+    done by holders of a block in S. Hence capacity <= b |holders of S| / |S|. The bound is taken
+    over sets of the rarest blocks, which limit the capacity while a model spreads; paths reach it
+    nearly always.
     """
     holders = [mask for mask in held if mask]
     if not holders:
@@ -173,12 +176,14 @@ def equal_links_capacity(
     sources_run: bool,
     whole_blocks: bool = True,
 ) -> float:
-    """Mean share of the final capacity over `steps` steps that no schedule on equal links beats.
+    """The mean share of the final capacity over `steps` steps that no schedule on equal links
+    beats.
 
-    k sources put e = min(k, D) new blocks out a step, so that at step t at least b - e(t - j)
-    blocks have at most k 2^j holders: N or k 2^j b / (b - e(t - j)), the least over j; without the
-    sources as stages k (2^j - 1) in place of k 2^j. Unless relays forward `whole_blocks`, only
-    j = 0 holds: a block that has left its source can be everywhere within the step.
+    k sources put out e = min(k, D) new blocks in each step. So at step t at least b - e(t - j)
+    blocks have at most k 2^j holders, and the capacity is at most the least over j of N and k 2^j b
+    / (b - e(t - j)). If sources are no stages, k (2^j - 1) takes the place of k 2^j. Unless relays
+    forward `whole_blocks`, only j = 0 holds: a block that has left its source can be everywhere
+    within the step.
     """
     receivers = nodes - sources
     out, idle = min(sources, receivers), 0 if sources_run else 1

@@ -1,9 +1,9 @@
 """Paths over pools of holders: how nodes that hold parts of a model serve it together.
 
-λScale (Algorithm 2) and FaaScale make fixed groups of destinations. Here any node may run any
-block that it holds, complete nodes and busy sources included, so that capacity reaches its upper
-bound min over sets S of blocks of b |holders of S| / |S| more often and sooner. A request keeps
-its path for life; contiguous stages and their number limit what a path costs in latency.
+λScale (Algorithm 2) and FaaScale make fixed groups of destinations. Here any node may run any block
+that it holds, also complete nodes and busy sources. So the capacity reaches its upper bound, min
+over sets S of blocks of b |holders of S| / |S|, more often and sooner. A request keeps its path for
+life. Stages are contiguous and few, because each stage costs latency.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +16,17 @@ from services.planner.core.pricing import Pricer, Stages, loads
 from shared.errors import BadInput
 
 _PASSES = 24
-"""Most rounds of column generation. Small clusters need fewer than 10; at 64 nodes the limit costs
-a few per cent of capacity at worst, which the next call, beginning from `previous`, wins back."""
+"""The most rounds of column generation. Small clusters need fewer than 10. At 64 nodes the limit
+costs a few per cent of capacity at worst, which the next call, beginning from `previous`, wins
+back."""
 _TOLERANCE = 0.01
 """Columns that gain less than this are not worth a change."""
 _EFFORT = 5_000_000
-"""Most numbers that packing changes: about half a second. What it has then is near the best."""
+"""The most numbers that packing changes, which takes about half a second. The solution is then
+close to the best."""
 REPLICA_FLOOR = 0.05
-"""What a complete node keeps of itself for requests that it serves alone, so that those it has are
-not cut off."""
+"""The share of itself that a complete node keeps for requests that it serves alone, so that its
+running requests are not cut off."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Path:
     stages: Stages
     """In order, covering every block once."""
     weight: float
-    """Throughput given to the path, in units of one complete node."""
+    """The throughput given to the path, in units of one complete node."""
 
 
 def plan_paths(
@@ -45,14 +47,15 @@ def plan_paths(
     keep_gain: float = 0.05,
     replica_floor: float = REPLICA_FLOOR,
 ) -> tuple[Path, ...]:
-    """Paths of the largest total weight such that no node's load exceeds 1.
+    """The paths of the largest total weight for which no node's load exceeds 1.
 
     A node's load is the sum over paths of weight x (its blocks) / blocks. `held[n]` is what node n
-    holds (nothing for a node that is gone). Of a path's unit of capacity `hop_cost` is given up
-    for each hop that it saves. A path of `previous` that can still run, on some node that is not
-    complete, goes only if that gains more than `keep_gain`. Every complete node keeps a path of its
-    own, with a weight of at least `replica_floor`. No node stands twice in a path. Deterministic,
-    ordered by stages; () where no path of at most `max_stages` stages exists.
+    holds (nothing for a node that is gone). `hop_cost` is the capacity, for each unit of a path,
+    that may be given up to save a hop. A path of `previous` that can still run, on some node that
+    is not complete, is dropped only if that gains more than `keep_gain`. Every complete node keeps
+    a path of its own, with a weight of at least `replica_floor`. No node stands in a path twice.
+    The result is deterministic and ordered by stages. It is empty if no path of at most
+    `max_stages` stages exists.
     """
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
@@ -91,7 +94,8 @@ def plan_paths(
 
 
 def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
-    """Least number of stages that run blocks start <= block < stop; None if one has no holder."""
+    """The fewest stages that can run blocks start <= block < stop; None if a block has no
+    holder."""
     stages, reached = 0, start
     while reached < stop:
         further = max((run_end(have, reached) for have in held), default=reached)
@@ -137,7 +141,7 @@ def _pack(
 
 
 def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
-    """Without crumbs, and scaled so that rounding overloads no node."""
+    """The paths without tiny weights, scaled so that rounding overloads no node."""
     totals: dict[int, float] = {}
     for stages, weight in weights.items():
         for node, load in loads(stages, blocks).items():
@@ -151,7 +155,7 @@ def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
 
 
 def _runs(stages: Stages, held: Sequence[AbstractSet[int]], blocks: int, max_stages: int) -> bool:
-    """Whether the path is a path of these holdings."""
+    """Whether the path can run on these holdings."""
     ends = [0, *(stop for _, _, stop in stages)]
     return (
         len(stages) <= max_stages

@@ -1,4 +1,5 @@
-"""From what the registry names to who sends, who receives and who loads by itself."""
+"""Decides, among the nodes that the registry names, who sends, who receives and who loads by
+itself."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +19,20 @@ from shared.messages.scaling import Transfer
 
 Held = Mapping[NodeId, frozenset[int]]
 REPAIR = "repair"
-"""The strategy of what starts from holdings in part, as the record names it."""
+"""The strategy's name, in an event's record, for a schedule that starts from partial holdings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
     sources: tuple[NodeId, ...]
-    """Hold, or bring up from their own lower tier, every block."""
+    """Nodes that hold every block, or bring it up from their own lower tier."""
     promoting: tuple[NodeId, ...]
-    """Targets that fetch nothing from others: they have a lower tier's copy of their own."""
+    """Targets that fetch nothing from others, because they have a copy in a lower tier of their
+    own."""
     receiving: tuple[NodeId, ...]
     """Targets that pull."""
     from_disk: bool
-    """What is promoted comes from disks, as slow as they are."""
+    """Whether promoted copies come from disks, which are slow."""
     loadable: frozenset[NodeId] = frozenset()
     """Receiving targets with a whole copy on their disk, for a strategy that loads it."""
 
@@ -48,9 +50,9 @@ class Plan:
 
 
 def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
-    """Memory copies feed the multicast; a disk copy does only when no memory copy exists.
+    """Copies in memory feed the multicast. A copy on disk does only if there is no copy in memory.
 
-    A target with a copy of its own in memory promotes it. PlanError if nothing is complete.
+    A target with its own copy in memory promotes it. PlanError if no copy is complete.
     """
     complete = [source for source in sources if source.complete]
     memory = [s.info.node for s in complete if s.tier in (Tier.GPU, Tier.HOST)]
@@ -80,12 +82,12 @@ def plan_transfers(
     executing: Collection[NodeId],
     max_stages: int,
 ) -> Plan:
-    """The multicast from the sources to the receiving targets, and what is expected of it.
+    """The multicast from the sources to the receiving targets, and its forecast.
 
-    `held`: what receiving targets have already, left there by an earlier event. With that the
-    multicast is no longer the textbook's, and is planned like one that was interrupted.
-    `executing`: the nodes that run what they hold (a source in host memory does not). PlanError
-    if the strategy has nodes load a copy that they lack.
+    `held`: what receiving targets hold already from an earlier event. Then the strategies for empty
+    targets do not apply, and the multicast is planned like one that was interrupted. `executing`:
+    the nodes that run what they hold (a source in host memory does not). PlanError if the strategy
+    lets nodes load a copy that they do not have.
     """
     nodes = tuple(dict.fromkeys((*roles.sources, *roles.receiving)))
     index = {node: i for i, node in enumerate(nodes)}
@@ -161,7 +163,7 @@ def _from_disks(
     serving: Serving,
     load_rates: Mapping[int, float],
 ) -> Forecast:
-    """The sources bring the model up while they send it."""
+    """The forecast if the sources bring the model up while they send it."""
     index = {node: i for i, node in enumerate(nodes)}
     own = tuple(index[node] for node in (*roles.sources, *plan.loading))
     if not load_rates.keys() >= set(own):
@@ -183,8 +185,8 @@ def repair_transfers(
 ) -> tuple[Transfer, ...]:
     """A schedule from what live nodes hold now until `targets` are complete.
 
-    `reluctant` nodes (failed or slow senders) give only what no other node has. PlanError if the
-    nodes lack a block between them.
+    `reluctant` nodes (senders that failed or are slow) give only what no other node has. PlanError
+    if no node holds some block.
     """
     nodes = tuple(held)
     index = {node: i for i, node in enumerate(nodes)}

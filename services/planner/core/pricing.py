@@ -1,11 +1,12 @@
-"""Cheapest paths of stages over the holders of blocks, when running a block has a node's price.
+"""Finds the cheapest paths of stages over the holders of blocks, given each node's price of running
+a block.
 
-A dynamic programme from the last block to the first gives the least cost of every suffix; paths
-are then read out of it one after the other, each steered away from the nodes that the ones before
-it took, so that one pass yields a whole set of different paths. A node stands in a path at most
-once (it keeps one KV cache a sequence); here "node" may be a class of alike nodes, which stands
-in it at most as often as it has members. The programme ignores that; the reading enforces it, and
-may then miss the cheapest path, so that a best-first search has the last word.
+A dynamic programme from the last block to the first gives the least cost of every suffix. Paths are
+then read out of it one after the other, each steered away from the nodes of the paths before it, so
+that one pass yields a set of different paths. A node stands in a path at most once (it keeps one KV
+cache for a sequence). Here "node" may also be a class of alike nodes, which stands in a path at
+most as often as it has members. The dynamic programme ignores this rule. The reading enforces it
+and may then miss the cheapest path, so a best-first search has the last word.
 """
 
 import heapq
@@ -14,8 +15,8 @@ from collections.abc import Set as AbstractSet
 
 _INF = float("inf")
 _STEER = 1.0
-"""Price added to a node for each unit of load that paths of the same pass put on it. Large enough
-to part nodes of nearly equal price, which is what the first passes over alike nodes need."""
+"""The price added to a node for each unit of load that paths of the same pass put on it. It is
+large enough to separate nodes of nearly equal price, as the first passes over alike nodes need."""
 
 
 Stage = tuple[int, int, int]
@@ -23,15 +24,16 @@ Stage = tuple[int, int, int]
 Stages = tuple[Stage, ...]
 
 _State = tuple[float, int, int, float, Stages]
-"""Of the search: (bound on the path's cost, -last block, its node, cost before it, stages)."""
+"""A state of the search: (bound on the path's cost, -last block, its node, cost before it,
+stages)."""
 
 
 _EXPANSIONS = 500
-"""Most states that the search for a single path visits. Tens are usual."""
+"""The most states that the search for one path visits. Tens are usual."""
 
 
 def loads(stages: Stages, blocks: int) -> dict[int, float]:
-    """What a unit of a path's weight puts on each of its nodes."""
+    """The load that a unit of a path's weight puts on each of its nodes."""
     load: dict[int, float] = {}
     for node, start, stop in stages:
         load[node] = load.get(node, 0.0) + (stop - start) / blocks
@@ -39,7 +41,8 @@ def loads(stages: Stages, blocks: int) -> dict[int, float]:
 
 
 class Pricer:
-    """Finds cheap paths: sum over stages of price(node) x blocks / b, plus hop_cost a hop."""
+    """Finds cheap paths. A path costs the sum over stages of price(node) x blocks / b, plus
+    hop_cost for each hop."""
 
     def __init__(
         self,
@@ -50,7 +53,8 @@ class Pricer:
         max_stages: int,
         hop_cost: float,
     ) -> None:
-        """`counts`: members of each node that is a class; 1 for a single node."""
+        """`counts`: for each node that is a class, the number of its members; 1 for a single
+        node."""
         self.blocks = blocks
         self.counts = counts
         self.max_stages = min(max_stages, blocks)
@@ -61,13 +65,14 @@ class Pricer:
         ]
         self._per_block: list[float] = []
         self._costs: list[list[list[float]]] = []
-        """[s-1][block][node]: least cost of the blocks from this one on, `node` running it, in at
-        most s stages."""
+        """[s-1][block][node]: the least cost of the blocks from this one on, if `node` runs this
+        one, in at most s stages."""
         self._tails: list[list[float]] = []
-        """[s-1][block]: least cost of the blocks from this one on after a hop, in fewer than s."""
+        """[s-1][block]: the least cost of the blocks from this one on after a hop, in fewer than s
+        stages."""
 
     def cheap_paths(self, prices: Sequence[float], limit: float) -> list[Stages]:
-        """At most one path from each holder of block 0, those that cost less than `limit`."""
+        """Paths that cost less than `limit`, at most one from each holder of block 0."""
         self._fill(prices)
         first = self._costs[-1][0]
         load = [0.0] * self.nodes
@@ -85,7 +90,8 @@ class Pricer:
     def cheapest_path(self, limit: float) -> Stages | None:
         """The cheapest path that costs less than `limit`, at the prices of the last pass.
 
-        Best first, with the cost of the rest that the programme found as the (admissible) bound.
+        The search is best first. Its admissible bound is the cost of the rest as the dynamic
+        programme found it.
         """
         first = self._costs[-1][0]
         queue: list[_State] = [
@@ -106,7 +112,7 @@ class Pricer:
         return None
 
     def _extensions(self, stages: Stages, spent: float) -> Iterator[_State]:
-        """All ways to run the next block; `spent` is the cost of the blocks before it."""
+        """All ways to run the next block. `spent` is the cost of the blocks before it."""
         node, start, block = stages[-1]
         left = self.max_stages - len(stages)
         bound = spent + self._costs[left][block][node]
@@ -144,7 +150,8 @@ class Pricer:
         return costs
 
     def _read(self, leader: int, load: Sequence[float]) -> Stages | None:
-        """None where every way on leads through nodes that the path has already used."""
+        """A path from `leader` on; None if every continuation leads through nodes that the path
+        already uses."""
         stages: list[Stage] = []
         used = [leader]
         node, start = leader, 0
@@ -168,7 +175,7 @@ class Pricer:
         return None
 
     def _stay(self, node: int, start: int, left: int) -> int:
-        """Where the node hands over, with `left` stages after its own."""
+        """The block at which the node hands over, with `left` stages after its own."""
         costs, tails = self._costs[left], self._tails[left]
         stop = start + 1
         while stop < self.blocks and costs[stop][node] <= tails[stop]:

@@ -1,10 +1,10 @@
-"""A schedule from any holdings: after a node died, joined or failed a pull, in mid-multicast.
+"""Schedules from any holdings: after a node died, joined or failed a pull during a multicast.
 
-The binomial pipeline needs a clean start. Here every step is a matching between ports, made anew:
-rarest block first (a block that few hold is the one that others will wait for), then augmented
-until no more nodes can receive in the step. On equal links that is within a step or two of a lower
-bound nearly always, from a clean start as well as from the middle of a multicast. On others, whose
-slow nodes would hold up those that they relay to, it is planned with and without them as relays.
+The binomial pipeline needs a clean start. Here every step is a new matching between ports: the
+rarest block first (others will wait for a block that few hold), then augmented until no more nodes
+can receive in the step. On equal links the result is nearly always within a step or two of a lower
+bound, from a clean start as well as from the middle of a multicast. On unequal links slow nodes
+would hold up the nodes that they relay to, so the schedule is made with and without them as relays.
 """
 
 import math
@@ -19,7 +19,7 @@ from services.planner.core.multicast.schedule import Move
 from shared.errors import PlanError
 
 FASTER = 1.25
-"""Rates that differ by less are of one class of speed."""
+"""Rates that differ by less than this factor are in one class of speed."""
 CLASSES = 4
 
 
@@ -30,10 +30,10 @@ def repair_soonest(
     *,
     reluctant: Collection[int] = (),
 ) -> tuple[Move, ...]:
-    """The repair that is over first on the task's links (its sources do not matter here).
+    """The repair that is over first on the task's links (the task's sources do not matter here).
 
-    Of the slow classes of senders none, the slowest, the two slowest and so on are reluctant; the
-    soonest is taken. Those that are named as `reluctant` are so in any case, and more than these.
+    It tries with none of the slow classes of senders reluctant, then the slowest, the two slowest,
+    and so on. Nodes named in `reluctant` are reluctant in any case, and more so than slow ones.
     """
     wanted = tuple(wanted)
     can_send = [node for node, port in enumerate(task.fabric.ports) if port.out > 0]
@@ -58,7 +58,8 @@ def repair_soonest(
 
 
 def _classes(rates: Sequence[float]) -> list[int]:
-    """By node, its class of speed: 0 the slowest. Split at the widest gaps between rates."""
+    """For each node its class of speed, 0 for the slowest. The classes are split at the widest gaps
+    between rates."""
     ordered = sorted(set(rates))
     gaps = [(fast / slow if slow else math.inf, fast) for slow, fast in pairwise(ordered)]
     starts = sorted(fast for ratio, fast in sorted(gaps)[-(CLASSES - 1) :] if ratio >= FASTER)
@@ -77,10 +78,10 @@ def repair(
 ) -> tuple[Move, ...]:
     """Moves, in order of steps from `start_step`, after which the `wanted` nodes hold all blocks.
 
-    `held[n]` is what node n holds now; a node that is gone is left out of `can_send` (None: every
-    node sends). A wanted node that may not send only receives. By node (empty: all alike): a
-    sender gives only what no sender of less `reluctance` has; nodes of higher `speeds` go first, at
-    both ends. PlanError naming the blocks that no sender holds.
+    `held[n]` is what node n holds now. A node that is gone is left out of `can_send` (None: every
+    node sends). A wanted node that may not send only receives. `reluctance` and `speeds` are lists
+    by node (empty: all alike). A sender gives only what no sender of less `reluctance` has; nodes
+    of higher `speeds` go first, at both ends. PlanError names the blocks that no sender holds.
     """
     senders = range(len(held)) if can_send is None else sorted(can_send)
     full = (1 << blocks) - 1
@@ -119,7 +120,7 @@ def _check_sources(
 def _offers(
     have: Sequence[int], senders: Iterable[int], reluctance: Sequence[int]
 ) -> dict[int, int]:
-    """By sender, the blocks that it gives, of those that have any to give."""
+    """For each sender that can give anything, the blocks that it gives."""
     gives: dict[int, int] = {}
     given = 0
     ordered = sorted(senders, key=reluctance.__getitem__)
@@ -132,7 +133,8 @@ def _offers(
 
 
 class _Step:
-    """One step's matching of free send ports to free receive ports, with a block for each pair."""
+    """One step's matching of free send ports with free receive ports, with a block for each
+    pair."""
 
     def __init__(
         self,
@@ -165,8 +167,8 @@ class _Step:
         return self.fed_by
 
     def _rarest_first(self) -> None:
-        """Those of the fastest that hold least send first (they are of least use otherwise) and get
-        first."""
+        """Among the fastest nodes, those that hold least send first (they are of least use
+        otherwise) and receive first."""
         for block in sorted(range(len(self.copies)), key=self.copies.__getitem__):
             sources = [
                 n for n in self.senders if n not in self.feeds and self.gives[n] >> block & 1
@@ -182,7 +184,7 @@ class _Step:
         self.fed_by[dst] = (src, block)
 
     def _augment(self, dst: int, tried: set[int]) -> bool:
-        """Finds a sender for dst, moving others to other senders (Kuhn's algorithm)."""
+        """Finds a sender for dst, moving other receivers to other senders (Kuhn's algorithm)."""
         lacks = ~self.have[dst]
         for src in self.senders:
             offer = self.gives[src] & lacks

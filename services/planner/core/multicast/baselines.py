@@ -1,4 +1,5 @@
-"""What the binomial pipeline is compared with: chains, binary trees, a library's broadcast."""
+"""The strategies that the binomial pipeline is compared with: chains, binary trees, a library's
+broadcast."""
 
 from collections.abc import Sequence
 
@@ -8,15 +9,17 @@ from services.planner.core.multicast.schedule import Move, by_step
 
 
 def chain_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> list[Move]:
-    """A chain a source, blocks in order, for unequal links. BlitzScale, section 5.1, Algorithm 1.
+    """One chain for each source, with blocks in order, for unequal links. BlitzScale, section 5.1,
+    Algorithm 1.
 
-    A chain whose edges take tau_1, tau_2, .. a block has its i-th node complete after
-    tau_1 + .. + tau_i + (b - 1) max(tau_1..tau_i): fastest first is best for every one of them.
-    (Less (b - 1) alpha where blocks follow each other without it, which is the same for all.)
-    The fastest node left joins the chain on which it would be complete first; an edge runs at the
-    least of what its sender gets, sends, and its receiver takes. (The paper's line 10 forgets what
-    the sender itself receives; and its rule, the chain of the highest rate whatever its length,
-    leaves sources idle.) On equal links the chains are balanced: b + ceil(D/k) - 1 steps.
+    In a chain whose edges take tau_1, tau_2, .. for a block, the i-th node is complete after tau_1
+    + .. + tau_i + (b - 1) max(tau_1..tau_i). So the order from the fastest to the slowest is best
+    for each of them. (Where blocks follow each other without alpha it is (b - 1) alpha less,
+    equally for all.) The fastest node left joins the chain on which it would be complete first. An
+    edge runs at the least of what its sender gets, what its sender sends, and what its receiver
+    takes. The paper's line 10 forgets what the sender itself receives; and its rule (the chain of
+    the highest rate, whatever its length) leaves sources idle. On equal links the chains are
+    balanced: b + ceil(D/k) - 1 steps.
     """
     chains = [_Chain(task, source) for source in sources]
     for node in _fastest_first(task.fabric, sources, relays):
@@ -38,7 +41,8 @@ def line_moves(nodes: Sequence[int], blocks: int) -> list[Move]:
 
 
 def _fastest_first(fabric: Fabric, sources: Sequence[int], nodes: Sequence[int]) -> list[int]:
-    """Equally fast nodes of one rack stand together, so that the trunks are crossed seldom."""
+    """The nodes, fastest first. Equally fast nodes of one rack stand together, so that the chain
+    seldom crosses trunks."""
     racks = list(dict.fromkeys(fabric.ports[node].rack for node in (*sources, *nodes)))
 
     def key(node: int) -> tuple[float, int]:
@@ -57,7 +61,7 @@ class _Chain:
         self.slowest_s = 0.0
 
     def finish(self, node: int) -> float:
-        """Seconds after which the node would be complete as the chain's next."""
+        """Seconds after which `node` would be complete as the chain's next node."""
         tau = self._block_s(node)
         return self.fill_s + tau + (self.task.blocks - 1) * max(self.slowest_s, tau)
 
@@ -74,7 +78,8 @@ class _Chain:
 
 def broadcast_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -> list[Move]:
     """One ring through the nodes, rack by rack, from the best source: NCCL's broadcast as the
-    papers used it. b + D - 1 steps after forming the group; other sources are of no use to it."""
+    papers used it. It takes b + D - 1 steps after the group is formed, and makes no use of other
+    sources."""
     if not relays:
         return []
     racks = [task.fabric.ports[sources[0]].rack]
@@ -84,7 +89,8 @@ def broadcast_moves(task: Task, sources: Sequence[int], relays: Sequence[int]) -
 
 
 def tree_moves(groups: Sequence[Group], blocks: int) -> list[Move]:
-    """A binary tree a source; a node sends each block to two children in turn. FaaSNet, section 3.
+    """One binary tree for each source, in which a node sends each block to two children in turn.
+    FaaSNet, section 3.
 
     An inner node's port carries every block twice, so loading takes about twice as long.
     """

@@ -1,15 +1,15 @@
 """The binomial pipeline from one node to any number, in b + ceil(log2 N) - 1 steps: the optimum.
 
-Source: Ganesan and Seshadri 2005 (hypercube and twins); RDMC 2018 uses it for powers of two.
+Source: Ganesan and Seshadri 2005 (hypercube and twins). RDMC 2018 uses it for powers of two.
 
-The nodes sit on the V = 2^h vertices of a hypercube, h = floor(log2 N), the source alone on
-vertex 0. In step t (from 0) every vertex sends to its neighbour across dimension t mod h. Where N
-is no power of two, N - V vertices hold two nodes, twins: in each step one of them is the vertex's
+The nodes sit on the V = 2^h vertices of a hypercube, h = floor(log2 N), with the source alone on
+vertex 0. In step t (from 0) every vertex sends to its neighbour across dimension t mod h. If N is
+no power of two, N - V vertices hold two nodes, called twins. In each step one twin is the vertex's
 Receiver and the other its Sender, and the Receiver also hands its twin a block that it lacks.
 
-The source takes nothing in, so its neighbour's Sender rests in every step: an output tap, which
-can hand the blocks on, in order, to somebody outside. What comes out of a tap can feed another
-pipeline as a source does, since the source needs not be one node (see `taps.py`).
+The source takes nothing in, so its neighbour's Sender has nothing to send in any step. It is an
+output tap, which can pass the blocks on, in order, to a node outside. A tap can feed another
+pipeline as a source does, since the source need not be one node (see `taps.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,22 +24,22 @@ _Exchange = tuple[int, int, int]
 @dataclass(frozen=True)
 class Pipeline:
     moves: list[Move]
-    """In order of their steps, the first of which is `start` + 1."""
+    """In order of their steps. The first step is `start` + 1."""
     taps: Sequence[int]
-    """taps[m] holds order[m] and sends nothing in step start + lag + m + 1."""
+    """taps[m] holds order[m], and sends nothing in step start + lag + m + 1."""
     lag: int
-    """floor(log2 N): steps from the source's sending of a block to the tap's."""
+    """floor(log2 N): the steps between the source's sending of a block and the tap's."""
 
 
 def pipeline(
     roots: Sequence[int], nodes: Sequence[int], order: Sequence[int | None], start: int = 0
 ) -> Pipeline:
-    """The blocks from a source to nodes that hold nothing: N - 1 of them.
+    """Sends the blocks from a source to N - 1 nodes that hold nothing.
 
-    The source may be one node or another in every step: roots[m] sends order[m] in step
-    start + m + 1 (nothing, where that is None), and the last of them the last block in up to
-    floor(log2 N) steps after that. No block is sent to its holder. Where every step has its block,
-    the nodes hold all between them at step start + len(order).
+    A different node may be the source in every step: roots[m] sends order[m] in step start + m + 1
+    (nothing if that is None). The last root sends the last block in up to floor(log2 N) further
+    steps. No block is sent to a node that holds it. If every step has a block, the nodes together
+    hold all blocks at step start + len(order).
     """
     if not nodes:
         return Pipeline([], roots, 0)
@@ -59,8 +59,9 @@ def _shift(w: int, i: int, h: int) -> int:
 def _twin_shift(v: int, i: int, h: int) -> int:
     """In a step t of dimension i, the Receiver of vertex v hands its twin virtual block t + shift.
 
-    That is what came in the step before; or, if it was the Sender then (roles change after a step
-    of a set bit), what it got when it last was the Receiver in such a step.
+    It is the block that came in the step before. If the node was the Sender then (roles change
+    after a step of a set bit), it is the block that it got when it was last the Receiver in such a
+    step.
     """
     back = 1
     if v >> ((i - 1) % h) & 1:
@@ -69,10 +70,11 @@ def _twin_shift(v: int, i: int, h: int) -> int:
 
 
 class _Build:
-    """The state of the construction: which twin receives on each vertex, and who has finished.
+    """The state of the construction: which twin receives on each vertex, and which nodes have
+    finished.
 
-    A vertex gets each virtual block once, so only of the last block, which stands in for all
-    later ones, it must be remembered who holds it.
+    A vertex gets each virtual block once. Only for the last block, which stands in for all later
+    ones, the construction must remember who holds it.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class _Build:
     def _send(
         self, t: int, src: Sequence[int], exchanges: Iterable[_Exchange], dst: Sequence[int]
     ) -> None:
-        """From src[v] to dst[w] for every exchange. (Most of the time of planning goes by here.)"""
+        """Sends from src[v] to dst[w] for every exchange. (This takes most of the time of
+        planning.)"""
         step, order, moves = self.start + t + 1, self.order, self.moves
         last = len(order) - 1
         for v, w, shift in exchanges:

@@ -1,8 +1,8 @@
-"""What moves blocks: the nodes' ports, the racks' trunks, and the links within a host.
+"""The links that move blocks: nodes' ports, racks' trunks, and local links within a host.
 
-A node has one port each way (full duplex). Nodes of one rack reach those of others through the
-rack's trunk, nodes of one host reach each other over a local link (NVLink, shared memory) that
-takes nothing from the ports.
+A node has one port in each direction (full duplex). Nodes of one rack reach those of others through
+the rack's trunk. Nodes of one host reach each other over a local link (NVLink, shared memory),
+which takes nothing from the ports.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,28 @@ class Port:
     """One node's connection. Rates in bytes/s."""
 
     out: float
-    """0: it sends nothing, since its out-link carries serving traffic (the KV of a prefill node:
-    BlitzScale, section 5.1)."""
+    """0: the node sends nothing, because its out-link carries serving traffic (the KV of a prefill
+    node: BlitzScale, section 5.1)."""
     into: float
     rack: str = ""
     host: str = ""
-    """Nodes of the same (named) host share a local link."""
+    """Nodes with the same host (not empty) share a local link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
     ports: tuple[Port, ...]
-    """By node, 0..N-1."""
+    """The port of each node, 0..N-1."""
     overhead_s: float
-    """alpha: of every hop, and of every change of partner at a port (see `costs`)."""
+    """alpha: paid for every hop, and for every change of partner at a port (see `costs`)."""
     trunks: Mapping[str, float] = field(default_factory=dict)
-    """Rack -> bytes/s each way between it and all others; a rack that is not here has no limit."""
+    """Rack -> bytes/s in each direction between it and all others. A rack that is missing has no
+    limit."""
     local_bytes_per_s: float = 0.0
-    """Between nodes of one host; 0: no faster than their ports."""
+    """The rate between nodes of one host. 0: no faster than their ports."""
 
     def is_local(self, src: int, dst: int) -> bool:
-        """The move crosses no port."""
+        """Whether the move goes over a local link, so that it takes no port."""
         host = self.ports[src].host
         return self.local_bytes_per_s > 0 and host != "" and host == self.ports[dst].host
 
@@ -44,14 +45,15 @@ class Fabric:
         return None if out == into else (out, into)
 
     def tight_racks(self) -> frozenset[str]:
-        """Racks whose trunk is slower than their nodes' ports together, so that it can hold up."""
+        """Racks whose trunk is slower than their nodes' ports together, so that it can be the
+        bottleneck."""
         needs: dict[str, float] = {}
         for port in self.ports:
             needs[port.rack] = needs.get(port.rack, 0.0) + max(port.out, port.into)
         return frozenset(rack for rack, rate in self.trunks.items() if rate < needs.get(rack, 0.0))
 
     def rate(self, src: int, dst: int) -> float:
-        """bytes/s of a move that has its links for itself."""
+        """bytes/s of a move that does not share its links."""
         if self.is_local(src, dst):
             return self.local_bytes_per_s
         racks = self.crosses(src, dst) or ()
@@ -60,22 +62,24 @@ class Fabric:
 
 
 def uniform(nodes: int, bytes_per_s: float = 1.0, overhead_s: float = 0.0) -> Fabric:
-    """N equal nodes in one rack. The default is the step model: a block of one byte a step."""
+    """N equal nodes in one rack. The default is the step model: one step moves a block of one
+    byte."""
     return Fabric((Port(bytes_per_s, bytes_per_s),) * nodes, overhead_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Every block of a model to every node of a fabric, from those that have them all."""
+    """The task of a multicast: take every block of a model from the sources to every node of a
+    fabric."""
 
     fabric: Fabric
     block_bytes: tuple[int, ...]
     sources: tuple[int, ...]
     """Nodes that hold every block, best first."""
     chunk_bytes: int = 0
-    """Relays forward a block while they receive it, by chunks; 0: only when it is complete."""
+    """Relays forward a block chunk by chunk while they receive it. 0: only when it is complete."""
     group_setup_s: float = 0.3
-    """What it takes a collective library to form a group (NCCL: hundreds of ms)."""
+    """How long a collective library takes to form a group (NCCL: hundreds of ms)."""
 
     @property
     def nodes(self) -> int:
@@ -87,7 +91,7 @@ class Task:
 
     @property
     def first_chunks(self) -> tuple[int, ...]:
-        """By block, the bytes that a relay must have of it before it forwards any."""
+        """For each block, the bytes that a relay must have of it before it forwards any."""
         return tuple(min(self.chunk_bytes or size, size) for size in self.block_bytes)
 
     @property

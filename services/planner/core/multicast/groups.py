@@ -1,8 +1,9 @@
-"""Many sources: the destinations are split into groups, one source each, that load side by side.
+"""Several sources: the destinations are split into groups, one for each source, that load side by
+side.
 
-λScale, section 4.2, Algorithm 1: each group starts at another chunk of the model and goes round,
-so that the groups hold all blocks between them after b / (number of groups) steps. Here the groups
-are balanced (the paper's sizes do not sum to N), and every second chunk runs backwards, so that a
+λScale, section 4.2, Algorithm 1: each group starts at another chunk of the model and goes round, so
+that the groups hold all blocks between them after b / (number of groups) steps. Here the groups are
+balanced (the paper's sizes do not sum to N). And every second chunk is sent backwards, so that a
 chunk's last blocks and the next chunk's first ones meet: paths then need fewer stages.
 """
 
@@ -24,16 +25,18 @@ class Group:
 
 
 def make_groups(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of a cluster of equal nodes. BadInput where `check_inputs` says so."""
+    """The groups of a cluster of equal nodes. BadInput as in `check_inputs`."""
     check_inputs(nodes, blocks, sources)
     taken = set(sources)
     return split(sources, [node for node in range(nodes) if node not in taken], blocks)
 
 
 def split(sources: Sequence[int], destinations: Sequence[int], blocks: int) -> tuple[Group, ...]:
-    """min(k, D) groups for k sources and D destinations, of floor or ceil of D/k destinations.
+    """min(k, D) groups for k sources and D destinations. Each group has floor or ceil of D/k
+    destinations.
 
-    With more sources than destinations some sources rest, and each destination has its own.
+    With more sources than destinations, each destination has a source of its own and some sources
+    rest.
     """
     count = min(len(sources), len(destinations))
     parts = balanced(destinations, count)
@@ -50,9 +53,10 @@ def balanced(items: Sequence[int], parts: int) -> list[Sequence[int]]:
 
 
 def orders(blocks: int, count: int) -> list[tuple[int, ...]]:
-    """An order of all blocks for each group: from its own chunk on and round; odd chunks backwards.
+    """An order of all blocks for each group: it starts with the group's own chunk and goes round;
+    odd chunks run backwards.
 
-    After ceil(b / count) steps the sources have sent every block between them.
+    After ceil(b / count) steps the sources together have sent every block.
     """
     chunks = balanced(range(blocks), count)
     turned = [chunk[::-1] if i % 2 else chunk for i, chunk in enumerate(chunks)]
@@ -63,13 +67,14 @@ def orders(blocks: int, count: int) -> list[tuple[int, ...]]:
 
 
 def binomial(nodes: int, blocks: int, sources: Sequence[int]) -> Schedule:
-    """The least number of steps on equal links: b + ceil(log2(N/k)) - 1, no move redundant."""
+    """A schedule with the fewest steps on equal links, b + ceil(log2(N/k)) - 1, and no redundant
+    move."""
     moves = binomial_moves(make_groups(nodes, blocks, sources))
     return Schedule(nodes, blocks, tuple(sources), tuple(moves))
 
 
 def binomial_moves(groups: Sequence[Group]) -> list[Move]:
-    """A binomial pipeline a group, in order of steps."""
+    """One binomial pipeline for each group, in order of steps."""
     moves: list[Move] = []
     for group in groups:
         moves += pipeline([group.source], group.destinations, group.order).moves
@@ -79,9 +84,10 @@ def binomial_moves(groups: Sequence[Group]) -> list[Move]:
 def head_moves(groups: Sequence[Group]) -> list[Move]:
     """Each source feeds only the head of its group, and the head feeds the group, a step behind.
 
-    The heads hold every block between them at step ceil(b / groups): no set of one node a group
-    can be earlier. All nodes are complete at b + ceil(log2(L - 1)) for L nodes a group, source
-    included: a step after the optimum at most, and in the same step where L is 2^m + 1.
+    The heads together hold every block at step ceil(b / groups); no set of one node from each group
+    can be earlier. All nodes are complete at b + ceil(log2(L - 1)) for L nodes in a group, the
+    source included. That is at most a step after the optimum, and the optimum itself if L is 2^m +
+    1.
     """
     moves: list[Move] = []
     for group in groups:
@@ -92,11 +98,11 @@ def head_moves(groups: Sequence[Group]) -> list[Move]:
 
 
 def fixed_pipelines(nodes: int, blocks: int, sources: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """λScale's execution pipelines (Algorithm 2): one destination of every group each.
+    """λScale's execution pipelines (Algorithm 2), which have one destination of every group each.
 
-    Nodes left over where the groups' sizes differ join the last pipelines instead of making a
-    short one, which could run no sooner than it is complete. For comparison only:
-    requests are routed over `paths.plan_paths`.
+    If the groups' sizes differ, the nodes left over join the last pipelines, since a short pipeline
+    could run no sooner than it is complete. For comparison only: requests are routed over
+    `paths.plan_paths`.
     """
     groups = make_groups(nodes, blocks, sources)
     if not groups:

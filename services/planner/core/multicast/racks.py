@@ -1,11 +1,12 @@
 """Many racks behind narrow trunks: a binomial pipeline whose nodes are racks.
 
-A row of racks (`taps.py`) adds floor(log2(n + 1)) steps a rack. But a rack that takes in a block a
-step can also send one out, `lag` steps later, while it spreads them inside: it is a node of the
-step model with another clock. So the blocks go in batches of `lag` from rack to rack by the
-binomial pipeline of R racks, in turns of `lag` steps; in a rack the first node takes in what comes
-and is the source of a binomial pipeline of the rack, one of whose idle nodes sends what goes out.
-About b + lag * ceil(log2 R) + ceil(log2 n) steps instead of b + R * floor(log2(n + 1)).
+A row of racks (`taps.py`) adds floor(log2(n + 1)) steps for each rack. But a rack that takes in one
+block in each step can also send one out, `lag` steps later, while it spreads the blocks inside: it
+is a node of the step model with a slower clock. So the blocks go in batches of `lag` from rack to
+rack, by the binomial pipeline of R racks, in turns of `lag` steps. Inside a rack, the first node
+takes in what comes and is the source of a binomial pipeline of the rack; one of the nodes that this
+leaves idle sends what goes out. That takes about b + lag * ceil(log2 R) + ceil(log2 n) steps
+instead of b + R * floor(log2(n + 1)).
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from services.planner.core.multicast.binomial import pipeline
 from services.planner.core.multicast.schedule import Move, by_step
 
 _TRIES = 4
-"""Lags to try, from the least that can do: a larger one may fit the number of blocks better."""
+"""How many lags to try, from the least possible one on. A larger lag may fit the number of blocks
+better."""
 
 
 def rack_moves(racks: Sequence[Sequence[int]], order: Sequence[int]) -> list[Move] | None:
-    """From racks[0][0] to all others, in order of steps; None if no lag is found that does.
+    """Moves from racks[0][0] to all other nodes, in order of steps; None if no lag works.
 
-    In a step a rack sends one block to others and takes in one, at most.
+    In a step a rack sends at most one block to other racks and takes in at most one.
     """
     least = max(len(rack).bit_length() for rack in racks)
     turns = (len(racks) - 1).bit_length() - 1
@@ -35,10 +37,11 @@ def rack_moves(racks: Sequence[Sequence[int]], order: Sequence[int]) -> list[Mov
 
 
 def _with_lag(racks: Sequence[Sequence[int]], order: Sequence[int], lag: int) -> list[Move] | None:
-    first = len(racks[0]).bit_length() - 1  # a block leaves the first rack so long after the source
+    # This many steps after the source, a block leaves the first rack.
+    first = len(racks[0]).bit_length() - 1
     batches = range(-(-len(order) // lag))
     turns = pipeline([0], range(1, len(racks)), batches).moves
-    # Moves between racks, by their places in `racks`.
+    # Moves between racks. They name racks by their places in `racks`.
     crossing = [
         Move(first + (turn - 1) * lag + i + 1, src, dst, order[place])
         for turn, src, dst, batch in turns
@@ -63,7 +66,7 @@ def _with_lag(racks: Sequence[Sequence[int]], order: Sequence[int], lag: int) ->
 
 
 def _spread(nodes: Sequence[int], coming: Sequence[Move]) -> list[Move]:
-    """What comes to nodes[0], a block a step with pauses, goes on to the others of the rack."""
+    """Spreads what comes to nodes[0], at most one block a step, to the others of the rack."""
     start, stop = coming[0].step, coming[-1].step
     stream: list[int | None] = [None] * (stop - start + 1)
     for move in coming:

@@ -1,11 +1,13 @@
-"""What of a task a strategy plans itself, and how the rest is added to its moves.
+"""Reduces a task to the part that a strategy plans itself, and adds the rest to the strategy's
+moves.
 
-A strategy spreads the blocks from nodes that send to nodes that receive and send. Nodes apart:
+A strategy spreads the blocks from nodes that send, to nodes that receive and send. Two kinds of
+nodes are added afterwards:
 
-- Of a host whose nodes share a local link (NVLink), one is planned; the others copy every block
-  from it a step later, or from a source among them, and take no port for it.
+- Of a host whose nodes share a local link (NVLink), one node is planned. The others copy every
+  block from it a step later, or from a source on their host, and take no port for it.
 - Nodes that only receive (`Port.out` 0: prefill nodes, whose out-link carries KV) relay nothing.
-  They take blocks from ports that the strategy leaves idle: its taps, nodes that are complete.
+  They take blocks from ports that the strategy leaves idle: its taps, and nodes that are complete.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +23,7 @@ from shared.errors import BadInput, PlanError
 class Core:
     task: Task
     sources: tuple[int, ...]
-    """Hold every block and send."""
+    """Nodes that hold every block and send."""
     relays: tuple[int, ...]
     """Destinations that receive and send."""
     leaves: tuple[int, ...]
@@ -31,8 +33,8 @@ class Core:
 
 
 def core_of(task: Task) -> Core:
-    """BadInput for a task that makes no sense; PlanError if none of its sources may send though
-    some destination needs it."""
+    """The part of the task for a strategy. BadInput for a task that makes no sense; PlanError if no
+    source may send although some destination needs it."""
     check_task(task)
     ports = task.fabric.ports
     copies = _copies(task)
@@ -68,7 +70,8 @@ def check_task(task: Task) -> None:
 
 
 def _copies(task: Task) -> dict[int, tuple[int, ...]]:
-    """By host, from its best source, or else from its node that sends fastest."""
+    """Who copies from whom within a host: from the best source there, or else from the node that
+    sends fastest."""
     fabric = task.fabric
     hosts: dict[str, list[int]] = {}
     if fabric.local_bytes_per_s > 0:
@@ -85,7 +88,7 @@ def _copies(task: Task) -> dict[int, tuple[int, ...]]:
 
 
 def complete(core: Core, moves: Sequence[Move]) -> tuple[Move, ...]:
-    """The strategy's moves and those of the nodes apart, in order of steps."""
+    """The strategy's moves and those of the added nodes, in order of steps."""
     copies = [
         Move(block + 1, source, mate, block)
         for source in core.task.sources
@@ -109,17 +112,17 @@ def _local_copies(core: Core, moves: Iterable[Move]) -> list[Move]:
 
 
 class _Feeding:
-    """Step by step, the ports that rest are given to the leaves, which hold least first.
+    """Step by step, gives the ports that rest to the leaves. Leaves that hold least come first.
 
-    A leaf is fed from its own rack if anybody sends there, and else through the trunks, where
-    those that are tight carry one block a step each way, the strategy's own included.
+    A leaf is fed from its own rack if any node there sends, and otherwise through the trunks. A
+    tight trunk carries one block a step in each direction, including the strategy's own.
     """
 
     def __init__(self, core: Core, spread: Sequence[Move]) -> None:
         self.fabric: Fabric = core.task.fabric
         tight = self.fabric.tight_racks()
         self.zone = [port.rack if port.rack in tight else "" for port in self.fabric.ports]
-        """By node: its rack, if that has a tight trunk."""
+        """For each node its rack, if that has a tight trunk; else an empty string."""
         self.blocks = core.task.blocks
         self.leaves = core.leaves
         self.by_step: dict[int, list[Move]] = {}
@@ -135,7 +138,7 @@ class _Feeding:
         self.first = {
             leaf: self.blocks * i // len(self.leaves) for i, leaf in enumerate(self.leaves)
         }
-        """Where a leaf begins, so that leaves soon hold every block between them."""
+        """The block at which each leaf begins, so that leaves together soon hold every block."""
 
     def run(self) -> list[Move]:
         full = (1 << self.blocks) - 1
@@ -157,7 +160,7 @@ class _Feeding:
         busy = {move.src for move in taken}
         trunks = {end for move in taken for end in self._trunks(move.src, move.dst)}
         held = [have.bit_count() for have in self.have]
-        # Who holds little can help few: it is asked first.
+        # A sender that holds little can help few leaves, so it is asked first.
         resting = sorted((n for n in self.senders if n not in busy), key=held.__getitem__)
         idle = dict.fromkeys(resting)
         batch: list[Move] = []
@@ -180,7 +183,7 @@ class _Feeding:
         return self.zone[leaf] not in self.zones and not trunks & self._trunks(src, leaf)
 
     def _trunks(self, src: int, dst: int) -> set[tuple[str, bool]]:
-        """(rack, inwards) of the tight trunks that a move takes."""
+        """The tight trunks that a move takes, as (rack, inwards)."""
         out, into = self.zone[src], self.zone[dst]
         if out == into:
             return set()
@@ -188,7 +191,7 @@ class _Feeding:
 
 
 def _first_from(blocks: int, first: int) -> int:
-    """The first block of a set (by bit), counted round from `first`."""
+    """The first block of a set (a bit mask), counting from `first` and round."""
     ahead = blocks >> first
     if ahead:
         return first + (ahead & -ahead).bit_length() - 1

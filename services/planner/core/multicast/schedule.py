@@ -1,8 +1,9 @@
-"""What a multicast is: moves of blocks between nodes, step by step, and the rules they keep.
+"""A multicast as data: moves of blocks between nodes, step by step, and the rules that they keep.
 
 Step model (RDMC 2018; λScale, section 4.1): nodes are 0..N-1 and blocks 0..b-1. In one step a node
 sends at most one block and receives at most one (full duplex); it sends only what it held at the
-end of the step before. Steps count from 1; a block "arrives at step s" if it is held at its end.
+end of the step before. Steps count from 1. A block "arrives at step s" if it is held at the end of
+step s.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ class Move(NamedTuple):
 
 
 def by_step(moves: Iterable[Move]) -> list[Move]:
-    """In order of steps; what is of one step stays as it stands."""
+    """The moves in order of steps. Moves of one step keep their order."""
     return sorted(moves, key=_step)
 
 
@@ -39,12 +40,12 @@ class Schedule:
     nodes: int
     blocks: int
     sources: tuple[int, ...]
-    """They hold every block from the start."""
+    """Nodes that hold every block from the start."""
     moves: tuple[Move, ...]
     own: tuple[int, ...] = ()
-    """Destinations that bring the model up from their own host memory or disk instead."""
+    """Destinations that load the model from their own host memory or disk instead."""
     setup_s: float = 0.0
-    """What must happen first, such as forming a group, takes so long."""
+    """Seconds for what must happen first, such as forming a group."""
 
     @property
     def steps(self) -> int:
@@ -62,7 +63,7 @@ class Schedule:
         return first
 
     def arrival(self, node: int, block: int) -> int | None:
-        """Step at whose end the node holds the block (sources: 0); None if it never does."""
+        """The step at whose end the node holds the block (0 for sources); None if it never does."""
         return 0 if node in self.sources else self._arrivals.get((node, block))
 
     def held(self, step: int) -> tuple[frozenset[int], ...]:
@@ -80,7 +81,8 @@ class Schedule:
 
 
 def check_inputs(nodes: int, blocks: int, sources: Sequence[int]) -> None:
-    """BadInput unless there are nodes and blocks, and the sources are distinct nodes, 1 or more."""
+    """BadInput unless there are nodes and blocks, and at least one source, and the sources are
+    distinct nodes."""
     if nodes < 1 or blocks < 1:
         raise BadInput(f"{nodes} nodes and {blocks} blocks: both must be at least 1")
     if not sources or len(set(sources)) != len(sources):
@@ -90,10 +92,11 @@ def check_inputs(nodes: int, blocks: int, sources: Sequence[int]) -> None:
 
 
 def check(schedule: Schedule, fabric: Fabric | None = None) -> None:
-    """PlanError naming the first rule that the schedule breaks; a valid one leaves all complete.
+    """Raises PlanError with the first rule that the schedule breaks. A valid schedule makes all
+    nodes complete.
 
-    Nodes of `own` need get nothing: they load by themselves. With a fabric its links count as
-    well: see `check_moves`.
+    Nodes of `own` need not get anything, because they load by themselves. With a fabric, its links
+    count as well: see `check_moves`.
     """
     check_inputs(schedule.nodes, schedule.blocks, schedule.sources)
     wanted = set(range(schedule.nodes)).difference(schedule.own)
@@ -107,12 +110,13 @@ def check_moves(
     wanted: Iterable[int],
     fabric: Fabric | None = None,
 ) -> None:
-    """Checks moves that start from any holdings; the `wanted` nodes must end complete.
+    """Checks moves that start from any holdings and must make the `wanted` nodes complete.
+    PlanError.
 
-    Rules: moves stand in order of their steps, from 1; one send and one receive a node and step;
-    only blocks held since the step before are sent; nothing is sent to its holder. PlanError.
-    In a fabric, moves within a host take no ports (one a receiver and step all the same), and a
-    port that sends nothing does not.
+    Rules: moves are in order of their steps, counted from 1. In a step a node sends at most once
+    and receives at most once. It sends only blocks that it has held since the step before, and
+    never to a node that holds them. In a fabric, moves within a host take no ports (but a node
+    still receives at most once a step over its local link), and a port that may not send does not.
     """
     now = [set(have) for have in held]
     links, arriving, step = _Links(fabric), set[tuple[int, int]](), 0
@@ -134,7 +138,7 @@ def check_moves(
 
 
 class _Links:
-    """What one step's moves have taken of ports and local links."""
+    """The ports and local links that the moves of one step take."""
 
     def __init__(self, fabric: Fabric | None) -> None:
         self._fabric = fabric

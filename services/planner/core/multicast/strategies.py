@@ -1,4 +1,5 @@
-"""Every way to multicast, by the name that users give it, and the bound that none can beat."""
+"""The multicast strategies by the names that users give them, and a bound that none of them can
+beat."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +12,8 @@ from services.planner.core.multicast.taps import taps_moves
 from shared.errors import BadInput
 
 Strategy = Callable[[Task], Schedule]
-"""BadInput for a task that makes no sense; PlanError where none of its sources may send."""
+"""Plans a task. BadInput for a task that makes no sense; PlanError if none of its sources may
+send."""
 
 
 def _binomial(core: Core) -> list[Move]:
@@ -35,13 +37,13 @@ def _broadcast(core: Core) -> list[Move]:
 
 
 def _local(task: Task) -> Schedule:
-    """Nothing moves: every destination loads by itself (ServerlessLLM's disk or host cache)."""
+    """Moves nothing: every destination loads by itself (ServerlessLLM's disk or host cache)."""
     check_task(task)
     return Schedule(task.nodes, task.blocks, task.sources, (), own=task.destinations)
 
 
 def _strategy(moves: Callable[[Core], list[Move]], *, forms_group: bool = False) -> Strategy:
-    """A strategy for what sends and receives, made one for any task."""
+    """Extends a strategy for nodes that send and receive to any task."""
 
     def plan(task: Task) -> Schedule:
         core = core_of(task)
@@ -72,10 +74,10 @@ def strategy(name: str) -> Strategy:
 
 
 def lower_bound(nodes: int, blocks: int, sources: int) -> int:
-    """Least steps that any schedule can take: b + ceil(log2(N/k)) - 1 (0 if k = N).
+    """The fewest steps that any schedule can take: b + ceil(log2(N/k)) - 1 (0 if k = N).
 
-    Holders of any block at best double in a step, so that the last destination gets its first
-    block at step ceil(log2(N/k)) or later, and then one block a step.
+    The holders of a block at best double in a step. So the last destination gets its first block at
+    step ceil(log2(N/k)) or later, and then one block in each step.
     """
     if nodes <= sources:
         return 0

@@ -1,20 +1,20 @@
-"""Binomial pipelines in a row, each fed by the output tap of the one before.
+"""Binomial pipelines in a row, each fed by the output tap of the pipeline before.
 
-A binomial pipeline has a node to spare in every step (`binomial.Pipeline.taps`). So racks behind
-narrow trunks are loaded one after the other: each is a pipeline of its own, whose source is the tap
-of the one before. One block a step crosses a trunk, each block once (the last one up to
-floor(log2(n_r + 1)) times more). With n_1 nodes in the first rack, source included, and n_r in
-rack r, rack r is complete at
+A binomial pipeline leaves one node free to send in every step (`binomial.Pipeline.taps`). So racks
+behind narrow trunks are loaded one after the other: each rack is a pipeline of its own, whose
+source is the tap of the rack before. One block in each step crosses a trunk, and each block crosses
+it once (the last block up to floor(log2(n_r + 1)) times more). With n_1 nodes in the first rack,
+source included, and n_r in rack r, rack r is complete at
 
     lag_1 + .. + lag_{r-1} + b + ceil(log2(n_r + 1)) - 1,
     lag_1 = floor(log2 n_1), lag_q = floor(log2(n_q + 1)).
 
-Nodes of different speed are kept apart too, the fast before the slow, since a pipeline runs at its
-slowest node's pace. What leaves a pipeline at a slower pace than it runs itself leaves from one of
-its nodes that is taken out of it to do nothing else: a tap would hold its pipeline up.
+Nodes of different speed are kept apart in the same way, fast before slow, since a pipeline runs at
+the pace of its slowest node. If the next pipeline is slower, one node is taken out of the faster
+one and does nothing but feed the next: a tap would slow its own pipeline down.
 
 Many racks of one speed form a binomial pipeline of racks instead of a row (`racks.py`). Racks that
-hold sources are fed by these, the others by whichever row is shortest.
+hold sources are fed by these, other racks by whichever row is shortest.
 """
 
 import math
@@ -29,23 +29,23 @@ from services.planner.core.multicast.reduction import Core
 from services.planner.core.multicast.schedule import Move, by_step
 
 _ALIKE = 0.8
-"""Nodes of a speed class have at least this share of the speed of its fastest."""
+"""Nodes of a speed class have at least this share of the speed of its fastest node."""
 
 
 @dataclass
 class _Zone:
-    """The nodes of one rack (those behind wide trunks together) and one speed class."""
+    """The nodes of one rack and one speed class. All racks behind wide trunks count as one rack."""
 
     speed: float
     rack: str
-    """"" behind a trunk that holds nothing up."""
+    """Empty if the rack's trunk is no bottleneck."""
     sources: list[int] = field(default_factory=list)
     relays: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Row:
-    """A source with the nodes that it feeds, and the zones that hang on them, one on the other."""
+    """A source, the nodes that it feeds, and the zones that follow, each fed by the one before."""
 
     source: int
     zone: _Zone
@@ -54,13 +54,13 @@ class _Row:
 
     @property
     def lag(self) -> int:
-        """Steps behind the source of whatever would hang on the row's end."""
+        """Steps between the source and a zone that would be added at the row's end."""
         sizes = [len(self.fed), *(len(zone.relays) for zone in self.hanging)]
         return sum((1 + size).bit_length() - 1 for size in sizes)
 
 
 def taps_moves(core: Core) -> list[Move]:
-    """The moves in order of steps; a binomial pipeline where there is one zone."""
+    """The moves in order of steps. With a single zone this is a binomial pipeline."""
     zones = _zones(core)
     rows = [row for zone in zones for row in _own_rows(zone)]
     for zone in sorted(zones, key=lambda zone: (-zone.speed, -len(zone.relays))):
@@ -74,7 +74,8 @@ def taps_moves(core: Core) -> list[Move]:
 
 
 def _zones(core: Core) -> list[_Zone]:
-    """Nobody counts for faster than the fastest source, beyond which no class is of use."""
+    """The zones of the task. No node counts as faster than the fastest source, since it could not
+    use more."""
     fabric = core.task.fabric
     top = max((fabric.ports[source].out for source in core.sources), default=0.0)
     speeds = {source: fabric.ports[source].out for source in core.sources}
@@ -92,7 +93,7 @@ def _zones(core: Core) -> list[_Zone]:
 
 
 def _classes(speeds: Iterable[float]) -> Mapping[float, float]:
-    """Speed -> the speed of its class's fastest."""
+    """Speed -> the speed of the fastest node of its class."""
     classes: dict[float, float] = {}
     fastest = 0.0
     for speed in sorted(set(speeds), reverse=True):
@@ -103,7 +104,8 @@ def _classes(speeds: Iterable[float]) -> Mapping[float, float]:
 
 
 def _own_rows(zone: _Zone) -> list[_Row]:
-    """One a source of the zone. Those that feed nobody in it are free to feed others."""
+    """One row for each source of the zone. Sources that feed no node of the zone are free to feed
+    other zones."""
     count = min(len(zone.sources), len(zone.relays))
     parts = [list(part) for part in balanced(zone.relays, count)]
     parts += [[] for _ in zone.sources[count:]]
@@ -111,9 +113,10 @@ def _own_rows(zone: _Zone) -> list[_Row]:
 
 
 def _choose(rows: Sequence[_Row], zone: _Zone) -> _Row:
-    """The row for the zone to hang on: as fast as it, ending in its rack if there is one, short.
+    """The row that the zone should follow: as fast as the zone, ending in its rack if there is such
+    a row, and short.
 
-    Of a rack's sources one alone feeds other racks, through the one trunk.
+    Only one source of a rack feeds other racks, through the one trunk.
     """
     feeding = {row.zone.rack: row for row in rows if row.hanging and row.zone.rack}
 
@@ -129,7 +132,7 @@ def _choose(rows: Sequence[_Row], zone: _Zone) -> _Row:
 
 
 def _moves(row: _Row, order: Sequence[int], fabric: Fabric) -> list[Move]:
-    """One pipeline after the other, or, where that takes fewer steps, a pipeline of racks."""
+    """One pipeline after the other, or a pipeline of racks if that takes fewer steps."""
     moves = _row_moves(_pipelines(row, fabric), order, row.source)
     if not _is_even(row, fabric):
         return moves
@@ -141,7 +144,7 @@ def _moves(row: _Row, order: Sequence[int], fabric: Fabric) -> list[Move]:
 
 
 def _is_even(row: _Row, fabric: Fabric) -> bool:
-    """Several racks of one speed class, whose trunks are no slower."""
+    """Whether these are several racks of one speed class, with trunks that are no slower."""
     return len(row.hanging) > 1 and all(
         zone.speed == row.zone.speed <= _trunk(row.zone, zone, fabric) / _ALIKE
         for zone in row.hanging
@@ -149,7 +152,7 @@ def _is_even(row: _Row, fabric: Fabric) -> bool:
 
 
 def _pipelines(row: _Row, fabric: Fabric) -> list[list[int]]:
-    """The nodes of the row's pipelines, each fed by the tap of the one before."""
+    """The nodes of the row's pipelines. Each pipeline is fed by the tap of the one before."""
     done = [list(row.fed)]
     before = row.zone
     for zone in _sorted(row):
@@ -158,7 +161,8 @@ def _pipelines(row: _Row, fabric: Fabric) -> list[list[int]]:
             done.append([done[-1].pop()])
         relays = list(zone.relays)
         if trunk < _ALIKE * zone.speed:
-            # The last block would cross the trunk again and again: one node takes all from it.
+            # Without a relay the last block would cross the trunk several times, so one node takes
+            # all from it.
             done.append([relays.pop(0)])
         done.append(relays)
         before = zone
@@ -166,8 +170,9 @@ def _pipelines(row: _Row, fabric: Fabric) -> list[list[int]]:
 
 
 def _sorted(row: _Row) -> list[_Zone]:
-    """Fast zones first; first in a class one in the rack where the row is; then large ones, which
-    soonest serve much. One of 2^m - 1 nodes is last if there is one: that saves a step."""
+    """Fast zones first. In a class, first a zone in the rack where the row is, then large zones,
+    which soonest serve much. A zone of 2^m - 1 nodes comes last if there is one: that saves a
+    step."""
     done: list[_Zone] = []
     for speed in sorted({zone.speed for zone in row.hanging}, reverse=True):
         rack = [row.zone, *done][-1].rack
@@ -183,7 +188,7 @@ def _sorted(row: _Row) -> list[_Zone]:
 
 
 def _trunk(before: _Zone, zone: _Zone, fabric: Fabric) -> float:
-    """bytes/s between the zones, as far as it is the trunks' to say."""
+    """bytes/s between the zones as far as trunks limit it; infinite if they do not."""
     racks = {before.rack, zone.rack} if before.rack != zone.rack else set()
     return min((fabric.trunks[rack] for rack in racks if rack), default=math.inf)
 

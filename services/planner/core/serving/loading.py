@@ -1,4 +1,4 @@
-"""What a serving strategy is asked: who serves what while the model's weights spread."""
+"""The input of a serving strategy: who holds what while the model's weights spread."""
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,7 +17,7 @@ class Loading:
     """Nodes that were complete before the loading began."""
     max_stages: int
     hop_cost: float
-    """Share of a pass through the model that one more stage costs."""
+    """The share of a pass through the model that one more stage costs."""
     previous: tuple[Path, ...] = ()
     """Paths that serve now."""
 
@@ -28,14 +28,15 @@ class Loading:
 
 
 ServingStrategy = Callable[[Loading], tuple[Path, ...]]
-"""The paths that take new requests, and how much each: no node's load exceeds 1, no node stands
-twice in a path, every complete node has a path of its own. Deterministic, ordered by stages."""
+"""The paths that take new requests, with their weights. No node's load exceeds 1, no node stands in
+a path twice, and every complete node has a path of its own. Deterministic, ordered by stages."""
 
 
 def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]:
-    """Paths of several stages, and each complete node alone with what they leave of it.
+    """Adds to paths of several stages each complete node alone, with the share that they leave of
+    it.
 
-    That is `REPLICA_FLOOR` at least: a path that would leave less is given less.
+    That share is at least `REPLICA_FLOOR`: a path that would leave less gets less weight.
     """
     spare = dict.fromkeys(loading.replicas, 1.0)
     chosen: list[Path] = []

@@ -1,4 +1,5 @@
-"""λScale's execution pipelines (Algorithm 2): fixed groups of destinations, one path each."""
+"""λScale's execution pipelines (Algorithm 2): fixed groups of destinations, one path for each
+group."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,16 +10,16 @@ from services.planner.core.pricing import Stages
 from services.planner.core.serving.loading import Loading, beside_replicas
 
 _WIDTH = 256
-"""Most sets of nodes that the search for a pipeline's path goes on with after each stage, the
-furthest first: all of them where a pipeline has up to ten nodes and four stages."""
+"""The most sets of nodes with which the search for a pipeline's path goes on after each stage, the
+furthest first. That is all of them for pipelines of up to ten nodes and four stages."""
 
 
 def pipelines(loading: Loading) -> tuple[Path, ...]:
-    """A pipeline serves once its members hold all blocks between them, each a contiguous run of
-    them, until it is complete; complete nodes, sources too, serve alone.
+    """A pipeline serves as soon as its members together hold all blocks, each member a contiguous
+    run, until it is complete. Complete nodes, also sources, serve alone.
 
-    Without sources among the nodes (they are in host memory or on disk) the destinations make one
-    pipeline.
+    If no source is among the nodes (the sources are in host memory or on disk), the destinations
+    form one pipeline.
     """
     found: list[Path] = []
     for members in _groups(loading):
@@ -39,10 +40,10 @@ def _groups(loading: Loading) -> Sequence[Sequence[int]]:
 
 
 def fastest(held: Mapping[int, AbstractSet[int]], blocks: int, max_stages: int) -> Stages | None:
-    """The path over these nodes whose longest stage is shortest, and of those with the fewest
-    stages; None if there is none."""
+    """Of the paths over these nodes, the one whose longest stage is shortest, with the fewest
+    stages among equals; None if there is no path."""
     for longest in range(-(-blocks // max(1, min(len(held), max_stages))), blocks + 1):
-        # Of the paths over the same nodes the one that reaches furthest is as good as any.
+        # Among paths over the same nodes, the one that reaches furthest is at least as good as any.
         reach: dict[frozenset[int], Stages] = {frozenset(): ()}
         for _ in range(min(len(held), max_stages)):
             reach = _one_more(reach, held, longest)

@@ -6,17 +6,17 @@ from services.planner.core.paths import Path, plan_paths
 from services.planner.core.serving.loading import Loading, beside_replicas
 
 _WORTH = 0.25
-"""What paths must add to the capacity of complete nodes for those to serve over paths as much as
-they can: about what a hop adds to the time of a decode step."""
+"""Complete nodes serve over paths as much as they can only if paths add at least this share to
+their capacity. It is about what a hop adds to the time of a decode step."""
 
 
 def pools(loading: Loading) -> tuple[Path, ...]:
-    """Complete nodes, busy sources too, are stages like any other."""
+    """Complete nodes and busy sources are stages like any other node."""
     return beside_replicas(loading, _paths(loading))
 
 
 def pools_of_targets(loading: Loading) -> tuple[Path, ...]:
-    """Destinations only are stages; sources send, and serve alone (λScale)."""
+    """Only destinations are stages. Sources send, and serve alone (λScale)."""
     held = [
         frozenset[int]() if node in loading.sources else have
         for node, have in enumerate(loading.held)
@@ -27,9 +27,9 @@ def pools_of_targets(loading: Loading) -> tuple[Path, ...]:
 def _paths(loading: Loading) -> list[Path]:
     """Paths of several stages.
 
-    The most capacity may take all of the complete nodes for paths, even where that gains little
-    and makes every request slower. So they get as much of it as the paths' gain is of `_WORTH`:
-    paths open with the first block that helps, and grow with the gain.
+    The most capacity might take all of the complete nodes for paths, even where that gains little
+    and makes every request slower. So paths get as large a share of them as the gain is of
+    `_WORTH`. Paths open with the first block that helps, and grow with the gain.
     """
     planned = plan_paths(
         loading.held,

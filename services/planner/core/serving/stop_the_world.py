@@ -1,4 +1,4 @@
-"""A node serves once it is complete: what systems without execute-while-load do."""
+"""A node serves once it is complete, as in systems that do not execute while they load."""
 
 from services.planner.core.paths import Path
 from services.planner.core.serving.loading import Loading, beside_replicas

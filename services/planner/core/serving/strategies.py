@@ -1,4 +1,4 @@
-"""Every way to serve while a model's weights spread, by the name that users give it."""
+"""The ways to serve while a model's weights spread, by the names that users give them."""
 
 from collections.abc import Mapping
 

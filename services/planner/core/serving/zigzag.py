@@ -1,8 +1,8 @@
 """Live scaling (BlitzScale, section 5.2): a target runs the layers it has, a source the rest.
 
-BlitzScale splits batch by batch. Requests are routed one by one here, so the rule becomes a path of
-two stages for each target, over a complete node. Made for chains, where a target loads from the
-first block on.
+BlitzScale splits batch by batch. Here requests are routed one by one, so the rule becomes a path of
+two stages for each target, over a complete node. It is made for chains, in which a target loads
+from the first block on.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from services.planner.core.serving.loading import Loading, beside_replicas
 
 
 def live_scaling(loading: Loading) -> tuple[Path, ...]:
-    """Of each target the path (blocks up to the first that it lacks | a complete node), with as
-    much as both can run; a complete node shares itself out evenly between its targets."""
+    """For each target the path (blocks up to the first that it lacks | a complete node), with as
+    much weight as both can run. A complete node divides itself evenly among its targets."""
     if loading.max_stages < 2:
         return beside_replicas(loading, ())
     blocks = loading.blocks
@@ -29,7 +29,7 @@ def live_scaling(loading: Loading) -> tuple[Path, ...]:
 
 
 def _partners(loading: Loading) -> Mapping[int, int]:
-    """Target -> the complete node that it had, or the one with the fewest targets."""
+    """Target -> the complete node that it had before, or the one with the fewest targets."""
     replicas = loading.replicas
     targets = [
         node for node, have in enumerate(loading.held) if 0 in have and len(have) < loading.blocks
