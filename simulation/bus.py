@@ -1,17 +1,19 @@
 """The control bus with time and faults: latency, loss, cuts, outages, stopped and dead processes.
 
-A fault does to a `MemoryBus` what it does to a client of NATS (`shared/bus/nats_connection.py`):
+A fault does to a `MemoryBus` what it would do to a client of NATS
+(`shared/bus/nats_connection.py`):
 
-- A connection that is cut is only silent at first: what either side sends passes late if the cut
-  ends in time. After DETECT_S the client knows. What was on its way is lost then; what the client
-  publishes is kept, up to BUFFER_BYTES, until it has connected again; its requests and bucket
-  calls wait for that, and time out; its watches learn what changed meanwhile.
-- An outage of the broker is the same for all, and noticed at once. Buckets and objects survive it.
-- A stopped process (SIGSTOP) neither sends nor receives, and goes on as if nothing had been.
-- A dead one is gone at once: nothing that its bus is still asked to send arrives anywhere, so it
-  can be torn down unseen. Its calls end by their timeouts.
+- A connection that is cut is only silent at first: what either side sends arrives late if the cut
+  ends in time. After DETECT_S the client knows. What was on its way is lost then. What the client
+  publishes is kept, up to BUFFER_BYTES, until it has connected again. Its requests and bucket calls
+  wait for that, or time out. Its watches learn what changed meanwhile.
+- An outage of the broker is the same for all clients, and noticed at once. Buckets and objects
+  survive it.
+- A stopped process (SIGSTOP) neither sends nor receives, and goes on as if nothing had happened.
+- A dead process is gone at once: nothing that its bus is still asked to send arrives anywhere, so
+  that it can be torn down unseen. Its calls end by their timeouts.
 
-Order is kept by connection and subject. What is random follows from the seed.
+Order is kept by connection and subject. Everything random follows from the seed.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 DETECT_S = 6.0
-"""A NATS client pings every 2 s; it gives up when the third finds two unanswered."""
+"""Seconds. A NATS client pings every 2 s, and gives up when the third ping finds two unanswered."""
 RECONNECT_S = 0.2
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 5.0
@@ -42,32 +44,32 @@ _TRY_S = 0.1
 
 @dataclass(slots=True)
 class _Held:
-    """What a client sends and cannot yet."""
+    """A message that a client sends and that cannot leave yet."""
 
     at: float
     act: Callable[[], object]
     caller: "asyncio.Future[Any] | None"
-    """Who waits for what comes of it; None: nobody does, it is kept."""
+    """Who waits for the outcome. None: nobody waits, and the message is kept."""
 
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """Between one bus and the broker."""
+    """The connection between one bus and the broker."""
 
     open: bool = True
-    """Neither cut nor stopped."""
+    """Whether it is neither cut nor stopped."""
     cuts: set[str] = field(default_factory=set)
-    """Why nothing passes."""
+    """The reasons why nothing passes."""
     noticed_at: float = 0.0
-    """When the client knows, while something cuts it."""
+    """When the client notices, while something cuts the connection."""
     stopped: bool = False
     dead: bool = False
     upward: list[_Held] = field(default_factory=list)
     buffered: int = 0
-    """Bytes of `upward` that were published since it was noticed."""
+    """Bytes of `upward` that were published since the client noticed."""
     downward: list[Callable[[], object]] = field(default_factory=list)
     last: dict[str, float] = field(default_factory=dict)
-    """When the last message of each subject arrives, where latencies differ."""
+    """When the last message of each subject arrives, if latencies differ."""
     calls: "dict[asyncio.Future[Any], None]" = field(default_factory=dict)
 
     @property
@@ -84,10 +86,9 @@ class SimBroker(MemoryBroker):
         loss: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """`latency_s` of a message from client to client, and of a call and its answer. Each
-        receiver has up to `jitter_s` more. `loss`: the probability that one who should get a
-        message, or an answer, does not; bucket calls and watches lose nothing.
-        """
+        """`latency_s`: of a message from client to client, and of a call with its answer. Each
+        receiver has up to `jitter_s` more. `loss`: the probability that a receiver does not get a
+        message or an answer. Bucket calls and watches lose nothing."""
         super().__init__()
         self.loss = loss
         self._latency_s = latency_s
@@ -100,7 +101,7 @@ class SimBroker(MemoryBroker):
     # --- faults ---
 
     def cut(self, name: str) -> None:
-        """Parts the buses of this name, and those that will be opened, from the broker."""
+        """Separates the buses of this name, also those opened later, from the broker."""
         self._cut.add(name)
         for _, wire in self._named(name):
             _break(wire, "cut", now() + DETECT_S)
@@ -111,7 +112,7 @@ class SimBroker(MemoryBroker):
             self._mend(bus, "cut")
 
     def fail(self) -> None:
-        """The outage of the broker."""
+        """Begins an outage of the broker."""
         self._down = True
         for wire in self._wires.values():
             _break(wire, "outage", now())
@@ -131,7 +132,7 @@ class SimBroker(MemoryBroker):
             self._release(wire)
 
     def crash(self, name: str) -> None:
-        """Who opens a bus under this name later is another process."""
+        """Ends a process. Whoever opens a bus under this name later is another process."""
         for bus, wire in self._named(name):
             wire.dead, wire.open = True, False
             wire.upward.clear()
@@ -163,7 +164,7 @@ class SimBroker(MemoryBroker):
 
     def answer(self, bus: MemoryBus, reply: Reply, data: bytes) -> None:
         if not self._lost():
-            with suppress(BusError):  # the buffer is full: NATS' client would log it
+            with suppress(BusError):  # the buffer is full; NATS' client would log it
                 self._up(bus, partial(super().answer, bus, reply, data), None, len(data))
 
     def hand(self, subscription: MemorySubscription, data: bytes, reply: Reply | None) -> None:
@@ -189,7 +190,7 @@ class SimBroker(MemoryBroker):
         def at_server() -> None:
             try:
                 self.down(bus, "", _give, done, act())
-            except Exception as error:  # whatever it is, it is the caller's
+            except Exception as error:  # whatever it is, it belongs to the caller
                 self.down(bus, "", _fail, done, error)
 
         wire = self._wires[bus]
@@ -262,7 +263,7 @@ class SimBroker(MemoryBroker):
         self._release(wire)
 
     def _release(self, wire: _Wire) -> None:
-        """What was held passes, if nothing holds it any more."""
+        """Lets through what was held, if nothing holds it any more."""
         if wire.cuts or wire.stopped or wire.dead:
             return
         wire.open = True

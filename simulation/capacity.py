@@ -1,4 +1,5 @@
-"""What one complete node does on paper: what workloads are fitted to and SLOs are multiples of."""
+"""What one complete node can do on paper. Workloads are fitted to this, and SLOs are multiples of
+it."""
 
 from dataclasses import dataclass, field
 
@@ -9,14 +10,14 @@ from simulation.hardware import Hardware
 from simulation.models import Model
 
 MEMORY_SHARE = 0.9
-"""Of an accelerator's, for weights and KV cache."""
+"""The share of an accelerator's memory for weights and KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of a node that runs nothing but this model, in seconds of the modelled engine.
+    """The capacity of a node that runs nothing but this model, in seconds of the modelled engine.
 
-    BadInput if it does not fit.
+    BadInput if the model does not fit.
     """
 
     model: Model
@@ -24,7 +25,7 @@ class Capacity:
     slots: int
     """Requests that run at once, if their KV cache fits."""
     step_tokens: int = NodeConfig().step_tokens
-    """Of a prompt, in one pass."""
+    """Tokens of a prompt that one pass takes."""
     _costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,16 +45,16 @@ class Capacity:
         return passes_s + self._costs.head(1)
 
     def step_s(self, batch: int, context: int) -> float:
-        """Time between tokens where `batch` requests run, each with so many positions of KV."""
+        """Time between tokens while `batch` requests run, each with `context` positions of KV."""
         read = batch * context
         return self._pass_s(batch, read, read) + self._costs.head(batch)
 
     def batch(self, length: int) -> int:
-        """How many requests of that many tokens run at once; at least one."""
+        """How many requests of `length` tokens run at once; at least one."""
         return max(1, min(self.slots, int(self._room / (length * self.model.kv_bytes))))
 
     def work_s(self, prompt: int, output: int) -> float:
-        """What a request takes of a node that is full of its like."""
+        """Seconds that a request takes of a node that is full of requests like it."""
         batch = self.batch(prompt + output)
         return self.prefill_s(prompt) + (output - 1) / batch * self.step_s(
             batch, prompt + output // 2
@@ -61,7 +62,7 @@ class Capacity:
 
     @property
     def _room(self) -> float:
-        """Bytes for KV cache."""
+        """Bytes for the KV cache."""
         return MEMORY_SHARE * self.hardware.memory_bytes - self.model.nbytes
 
     def _pass_s(self, positions: int, context: int, pairs: float) -> float:

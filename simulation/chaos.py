@@ -1,7 +1,7 @@
-"""A seed's scenario, played in virtual time: `python -m simulation.chaos SEED [--log FILE]`.
+"""Plays a seed's scenario in virtual time: `python -m simulation.chaos SEED [--log FILE]`.
 
-Prints the scenario in words, the log and what was violated; exit code 1 if anything was. A seed
-does the same thing every time.
+Prints the scenario in words, the log, and what was violated. The exit code is 1 if anything was. A
+seed does the same thing every time.
 """
 
 import argparse
@@ -43,18 +43,18 @@ from simulation.faults import Field, Role
 from simulation.scenario import Arrival, Scenario, scenario
 
 LOOK_S = 0.1
-"""How often what nodes hold is looked at."""
+"""Seconds between two looks at what nodes hold."""
 ANSWER_S = 150.0
-"""After the last request and the last fault, all requests must have ended."""
+"""Seconds after the last request and the last fault by which all requests must have ended."""
 REST_S = 120.0
-"""After that, the cluster must have come to rest."""
+"""Seconds after that by which the cluster must have come to rest."""
 LIMIT_S = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     log: tuple[str, ...]
-    """What happened, one line each: virtual time, what."""
+    """What happened, one line for each event: virtual time and text."""
     violations: tuple[str, ...]
 
 
@@ -64,7 +64,7 @@ def play(played: Scenario) -> Verdict:
     with _logged(log):
         try:
             loop.run(_play(played, log, violations), seed=played.seed, limit_s=LIMIT_S)
-        except Exception as error:  # whatever it is, it is what the run is about
+        except Exception as error:  # whatever it is, the run is meant to find it
             log += "".join(traceback.format_exception(error)).splitlines()
             violations.append(f"the cluster failed: {_root(error)!r}")
     return Verdict(tuple(log), tuple(violations))
@@ -90,7 +90,7 @@ async def _play(played: Scenario, log: list[str], violations: list[str]) -> None
 
 
 class Watch:
-    """Sees what passes the bus, and what nodes hold; writes the log."""
+    """Watches what passes over the bus and what nodes hold, and writes the log."""
 
     def __init__(self, cluster: Cluster, log: list[str], violations: list[str]) -> None:
         self.said: dict[NodeId, NodeStatus] = {}
@@ -152,7 +152,7 @@ class Watch:
             self._events.planner_died()
 
     async def look(self) -> None:
-        """For ever."""
+        """Looks again and again, without end."""
         while True:
             self._look()
             await asyncio.sleep(LOOK_S)
@@ -208,7 +208,7 @@ class Play:
         self._watch = watch
         self._open: dict[RequestId, Replay] = {}
         self._answered = asyncio.Event()
-        """No request is open."""
+        """Set while no request is open."""
         self._answered.set()
         self._start = now()
 
@@ -274,7 +274,7 @@ class Play:
     # --- the end ---
 
     async def _rest(self) -> None:
-        """Until nothing is wrong with a cluster at rest."""
+        """Waits until nothing is wrong with a cluster at rest."""
         give_up = now() + REST_S
         while True:
             wrong = await self._wrong_at_rest()
@@ -339,7 +339,7 @@ def _token(vocab: int, request: RequestId, index: int) -> int:
 
 @contextmanager
 def _logged(log: list[str]) -> Iterator[None]:
-    """What services log goes to the log too."""
+    """Writes what services log to the log as well."""
 
     def take(
         _: object, level: str, event: structlog.typing.EventDict

@@ -1,8 +1,9 @@
-"""Clients of the simulated cluster: requests go in through a gateway's front end, tokens come out.
+"""Clients of the simulated cluster: requests enter through a gateway's front end, and tokens come
+out.
 
-Everything but HTTP and text is the gateway's own: admission, queue, routing, streams, resumption.
-Every token is checked against what the engine's model gives for (request, index), so that a token
-that was lost, repeated or changed anywhere shows.
+Everything but HTTP and text is the gateway's own code: admission, queue, routing, streams,
+resumption. Every token is compared with what the engine's model gives for (request, index), so that
+a token that was lost, repeated or changed anywhere is found.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +19,12 @@ from shared.messages.serving import Sampling
 from simulation.results import RequestResult
 
 TokenOf = Callable[[RequestId, int], int]
-"""(request, index) -> the token that a right engine gives."""
+"""(request, index) -> the token that a correct engine gives."""
 
 
 @dataclass(slots=True)
 class Bins:
-    """Counts by bins of equal length from a start."""
+    """Counts in bins of equal length from a start."""
 
     start: float
     bin_s: float
@@ -83,7 +84,7 @@ class Replay:
             self._end(f"{error.code}: {error}")
 
     def leave(self, frontend: Frontend) -> None:
-        """The client hangs up."""
+        """Hangs up, as a client would."""
         if self._call is not None:
             call, self._call = self._call, None
             frontend.end(call)
@@ -105,7 +106,7 @@ class Replay:
             self._end(self.error)
 
     def result(self, start: float) -> RequestResult:
-        """Times count from `start`."""
+        """The outcome, with times counted from `start`."""
         return RequestResult(
             model=self.model,
             arrival_s=self._arrived - start,

@@ -46,21 +46,22 @@ from simulation.transport import Ends
 from simulation.worker import ModelledWorker
 
 USABLE = 0.9
-"""Share of an accelerator's memory for weights and KV; the rest is activations and workspace."""
+"""The share of an accelerator's memory for weights and KV; the rest is for activations and
+workspace."""
 WEIGHTS = 0.6
-"""Of that, the weights' part, or what one copy of the largest model takes, if that is more."""
+"""The weights' share of that. It is more if one copy of the largest model takes more."""
 LEAST_KV = 0.05
 """A model that leaves less than this share for KV does not fit."""
 QUEUE = 1 << 20
 QUEUE_TIMEOUT_S = 600.0
-"""A simulation measures how long requests wait; it turns none away."""
+"""Long, because a simulation measures how long requests wait, and turns none away."""
 LEAST_UNIT = 4096
 REAL_BYTES = 1 << 30
-"""Most that the arenas of a cluster take of this machine's memory, about."""
+"""The most memory of this machine that the arenas of a cluster take, roughly."""
 LATENCY_S = 10e-6
-"""Of a byte between two nodes."""
+"""Seconds that a byte takes between two nodes, besides the rate."""
 REGISTRY, PLANNER, GATEWAY, NODE = "registry", "planner", "gateway", "node-"
-"""Names of processes; a node's begins so."""
+"""Names of processes. A node's name begins with NODE."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ class ClusterSpec:
     nodes: int
     racks: int = 1
     trunk_bytes_per_s: float = 0.0
-    """Of each rack, each way; 0: no limit."""
+    """For each rack, in each direction. 0: no limit."""
     blocks: int = 16
     chunks: int = 1
-    """Of the largest block: what a relay forwards before it has the block."""
+    """Chunks of the largest block. A relay forwards chunks before it has the block."""
     slots: int = 16
     step_tokens: int = 2048
     min_instances: int = 1
     idle_s: float = 2.0
     keep_alive_s: float = 60.0
-    """Of host-memory caches."""
+    """For host-memory caches."""
 
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
@@ -99,8 +100,8 @@ class ClusterSpec:
 
     @cached_property
     def unit(self) -> int:
-        """Modelled bytes that one real byte stands for: so many that all arenas fit into
-        REAL_BYTES."""
+        """The modelled bytes that one real byte stands for. It is chosen so that all arenas fit
+        into REAL_BYTES."""
         unit = LEAST_UNIT
         while self.nodes * self.arena_bytes > REAL_BYTES * unit:
             unit *= 2
@@ -108,13 +109,13 @@ class ClusterSpec:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Positions, of the model that needs most for one."""
+        """KV positions, for the model that needs most for one position."""
         free = USABLE * self.hardware.memory_bytes - self.arena_bytes
         return int(free / max(model.kv_bytes for model in self.models))
 
 
 class NodeParts:
-    """One node's parts, as `services.node.parts.Parts` wants them."""
+    """The parts of one node, as `services.node.parts.Parts` asks for them."""
 
     def __init__(self, cluster: "Cluster", index: int) -> None:
         spec = cluster.spec
@@ -152,7 +153,7 @@ class NodeParts:
         return self._store
 
     def device(self, memory: Memory) -> None:
-        """The modelled worker has its own."""
+        """Returns None: the modelled worker has its own device."""
 
     def worker(
         self, device: DeviceArena | None, *, send: SendTo, emit: EmitTo, ran: Ran
@@ -193,7 +194,7 @@ class NodeParts:
 
 
 class Cluster:
-    """Every service on a bus of its own, as if on a machine of its own."""
+    """Every service, each on a bus of its own, as if on a machine of its own."""
 
     def __init__(self, spec: ClusterSpec, broker: SimBroker | None = None) -> None:
         self.spec = spec
@@ -214,9 +215,9 @@ class Cluster:
             for model, manifest in zip(spec.models, self.manifests, strict=True)
         }
         self.bus = MemoryBus(self.broker, "observer")
-        """For whoever watches."""
+        """A bus for observers."""
         self.processes: dict[str, Process[Any]] = {}
-        """By name; those that ended too, until another is begun under their name."""
+        """By name. A process that has ended stays until another begins under its name."""
         self.parts: dict[str, NodeParts] = {}
         self._stack = AsyncExitStack()
         self._group = asyncio.TaskGroup()
@@ -239,7 +240,7 @@ class Cluster:
         await self._stack.__aexit__(exc_type, exc, traceback)
 
     async def _stop(self, _: object, exc: BaseException | None, __: object) -> None:
-        """In order, last one first; after an error the group cancels them."""
+        """Stops all in order, the last one first. After an error the group cancels them."""
         if exc is None:
             for process in reversed(self.processes.values()):
                 await process.stop()
@@ -251,7 +252,7 @@ class Cluster:
 
     @property
     def nodes(self) -> dict[str, NodeService]:
-        """Those that are up."""
+        """The nodes that are up."""
         services = {name: process.service for name, process in self.processes.items()}
         return {n: service for n, service in services.items() if isinstance(service, NodeService)}
 
@@ -268,19 +269,19 @@ class Cluster:
     # --- processes ---
 
     async def begin(self, name: str) -> None:
-        """A process of this name, the first or the next; returns once it is up."""
+        """Begins a process of this name, the first or the next. Returns once it is up."""
         process: Process[Any] = Process(self.broker, name, self._maker(name))
         self.processes[name] = process
         await process.begin(self._group)
 
     async def stop(self, name: str) -> None:
-        """SIGTERM."""
+        """Ends a process as SIGTERM does."""
         await self.processes[name].stop()
         if name in self.network:
             self.network.kill(name)
 
     def crash(self, name: str) -> None:
-        """SIGKILL. Of a node, its machine's links go down too."""
+        """Ends a process as SIGKILL does. If it is a node, its machine's links go down, too."""
         self.processes[name].kill()
         if name in self.network:
             self.network.kill(name)
@@ -303,7 +304,7 @@ class Cluster:
         return lambda bus: NodeService(bus, parts.config, parts)
 
     async def serving(self, timeout_s: float = 600.0) -> None:
-        """Until every model has as many replicas as it should have at least."""
+        """Waits until every model has at least its minimum of replicas."""
         wanted = dict.fromkeys(self.model_ids, self.spec.min_instances)
         async with asyncio.timeout(timeout_s):
             while True:

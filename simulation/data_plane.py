@@ -1,7 +1,7 @@
 """A node's data plane without a thread: the real mover over a modelled transport, on one loop.
 
-The twin of `services/node/moving/data_plane.py`, with its methods; none of them takes virtual time
-by itself.
+It is the twin of `services/node/moving/data_plane.py` and has its methods, none of which takes
+virtual time by itself.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class ModelledDataPlane:
         self._ended.set()
 
     async def wait(self) -> None:
-        """Until it is closed."""
+        """Waits until the data plane is closed."""
         await self._ended.wait()
 
     async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
@@ -96,12 +96,12 @@ class ModelledDataPlane:
         await self._do(self._transport.connect(address))
 
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
-        """Queues a message; messages to one peer keep their order."""
+        """Queues a message. Messages to one peer keep their order."""
         if self._open:
             self._outboxes.put(address, header, payload)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """What was begun goes on if this is cancelled."""
+        """Runs work, which goes on if this call is cancelled."""
         if not self._open:
             work.close()
             raise _closed()
@@ -120,7 +120,7 @@ class ModelledDataPlane:
     def _over(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
         if not task.cancelled():
-            task.exception()  # whoever asked has it, or is no longer there
+            task.exception()  # whoever asked has it already, or has gone
 
     def _check_open(self) -> None:
         if not self._open:

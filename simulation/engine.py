@@ -1,11 +1,11 @@
 """An engine that takes the time of a real one, and draws right tokens without computing them.
 
-Times are rooflines, block by block: a run of layers over n positions reads its weights once or
+Times are rooflines, block by block. A run of layers over n positions reads its weights once or
 computes n times, whichever takes longer; so does attention, with the keys and values of the
-sequences. Tokens are a hash of the request and the index, so that every path gives the same ones
-and whoever reads them can tell. What the torch engine refuses is refused here too: blocks that are
-not attached, sequences that do not go on where they ended, more KV than there is. No prompt begins
-like another: nothing is cached.
+sequences. Tokens are a hash of the request and the index, so that every path gives the same tokens
+and every reader can check them. This engine refuses what the torch engine refuses: blocks that are
+not attached, sequences that do not continue where they ended, more KV than there is. No prompt
+begins like another, so nothing is cached.
 """
 
 import mmap
@@ -34,16 +34,17 @@ from simulation.hardware import Hardware
 from simulation.models import Model
 
 _ZEROS = memoryview(mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-"""What all hidden states are views of. Nothing reads or writes it: it costs address space only."""
+"""All hidden states are views of this memory. Nothing reads or writes it, so it only costs address
+space."""
 
 
 def token_of(request: str, index: int, vocab: int) -> int:
-    """The token with that index of a request, in [0, vocab)."""
+    """The token of a request with this index, in [0, vocab)."""
     return xxhash.xxh3_64_intdigest(request.encode(), seed=index) % vocab
 
 
 class Costs:
-    """Seconds that a model's parts take on one kind of accelerator."""
+    """Seconds that the parts of a model take on one kind of accelerator."""
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
         read, compute = hardware.read_bytes_per_s, hardware.compute_flops
@@ -57,7 +58,7 @@ class Costs:
         self.sweep_overhead = hardware.sweep_overhead_s
 
     def layers(self, layers: int, positions: int, context: int, pairs: float) -> float:
-        """`context`: positions of KV that are read; `pairs`: (query, key) pairs of attention."""
+        """`context`: positions of KV that are read. `pairs`: (query, key) pairs of attention."""
         weights = max(self._read_layer, positions * self._run_layer)
         attention = max(context * self._read_kv, pairs * self._run_pair)
         return layers * (weights + attention + self._layer_overhead)
@@ -77,24 +78,25 @@ class _Sequence:
     live: bool = True
 
     def kv(self, length: int) -> int:
-        """Positions of the KV budget that so many take; a stage without layers needs none."""
+        """Positions of the KV budget that `length` positions take. A stage without layers needs
+        none."""
         return whole_pages(length) if self.layers else 0
 
 
 @dataclass(slots=True)
 class _Open:
-    """A model that is open."""
+    """An open model."""
 
     model: Model
     manifest: Manifest
     costs: Costs
     layers: tuple[int, ...]
-    """Of the blocks before each block, and of all."""
+    """Number of layers before each block, and then of all blocks."""
     hidden: torch.Tensor
     """[very many, hidden size]"""
     held: set[int] = field(default_factory=set)
     stages: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Live sequences by their (start, stop)."""
+    """Number of live sequences by their (start, stop)."""
 
 
 @dataclass(slots=True)
@@ -140,7 +142,8 @@ class ModelledEngine:
         return iter(())
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
-        """AssertionError if the bytes are not the manifest's: who attaches them verified them."""
+        """AssertionError if the bytes are not the manifest's, because whoever attaches them must
+        have verified them."""
         assert isinstance(weights, memoryview)
         model = self.open(model_id)
         manifest = model.manifest
@@ -153,14 +156,14 @@ class ModelledEngine:
         model.held.add(block)
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
-        """Nothing: tokens are no text."""
+        """Does nothing, because tokens are no text."""
 
     def make_rules(self, model_id: ModelId, context: Context) -> Callable[[], Rules]:
-        """Nothing: tokens are no text."""
+        """Does nothing, because tokens are no text."""
         return lambda: None
 
     def use_rules(self, model_id: ModelId, sequence: SequenceKey, rules: Rules) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def held(self, model_id: ModelId) -> frozenset[int]:
         model = self._models.get(model_id)
@@ -210,7 +213,8 @@ class ModelledEngine:
         return self._models[model_id]
 
     def admit(self, model_id: ModelId, model: _Open, part: StagePart) -> list[_Sequence]:
-        """The rows' sequences, new ones made, each with its row's positions. All or nothing."""
+        """The rows' sequences, new or known, each with its row's positions. An error changes
+        nothing."""
         stage = part.start, part.stop
         found, cost = [], 0
         layers = model.layers[part.stop] - model.layers[part.start]
@@ -257,8 +261,8 @@ class ModelledEngine:
 class ModelledSweep:
     """Implements services.node.engine.base.Sweep.
 
-    It goes at once from each block where somebody may get on or off to the next one: where parts
-    aboard or sequences that live here have their starts and stops.
+    It goes at once from each block at which somebody may join or leave to the next such block.
+    These are the blocks at which parts aboard, or sequences that live here, start and stop.
     """
 
     def __init__(self, engine: ModelledEngine, model_id: ModelId) -> None:
@@ -322,7 +326,7 @@ class ModelledSweep:
         return left
 
     def _next_stop(self, model: _Open) -> int:
-        """The next block where somebody gets on or off, or a live sequence's part might."""
+        """The next block at which somebody joins or leaves, or a part of a live sequence might."""
         stop = min(rider.part.stop for rider in self._aboard.values())
         for start, _ in model.stages:
             if self._at < start < stop:
@@ -330,7 +334,7 @@ class ModelledSweep:
         return stop
 
     def _cost(self, model: _Open, stop: int) -> float:
-        """Seconds that the blocks from here to `stop` take for all aboard."""
+        """Seconds that the blocks from here to `stop` take for everybody aboard."""
         aboard = self._aboard.values()
         layers = model.layers[stop] - model.layers[self._at]
         cost = model.costs.layers(
@@ -344,7 +348,7 @@ class ModelledSweep:
         return cost if self._due_s else cost + model.costs.sweep_overhead
 
     def _drop_freed(self) -> dict[int, PartResult]:
-        """Takes rows of freed sequences out; parts that nothing is left of get off."""
+        """Takes out rows of freed sequences. Parts without any rows left leave."""
         self._changes = self._engine.changes
         left: dict[int, PartResult] = {}
         for riders in (self._waiting, self._aboard):

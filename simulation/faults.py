@@ -1,8 +1,8 @@
-"""What may go wrong in a cluster, each with a time, and what makes it so.
+"""What may go wrong in a cluster, each fault with its time and the code that causes it.
 
-Whom a fault hits may be a node by name, or by what it does: then the fault waits for such a node,
-and hits a named one if none shows. Nodes that crash or are cut off are never so many that fewer
-than two work; a fault that would make it so is skipped.
+A fault hits a node by name, or by its role. With a role, the fault waits for a node that has it,
+and hits a named node if none appears. At least two nodes are always left working; a fault that
+would leave fewer is skipped.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from simulation.cluster import Cluster
 
 POLL_S = 0.01
 PATIENCE_S = 8.0
-"""How long a fault waits for a node of a role."""
+"""Seconds that a fault waits for a node with its role."""
 WORKING = 2
-"""Nodes that are always left alone."""
+"""Number of nodes that are always left alone."""
 
 
 class Role(enum.Enum):
@@ -34,14 +34,14 @@ class Role(enum.Enum):
 class Whom:
     role: Role | None
     otherwise: str
-    """The node's name, if it has no role or nobody has that role."""
+    """The name of the node to hit if there is no role, or if no node has it."""
 
     def __str__(self) -> str:
         return f"{self.role.value}, else {self.otherwise}" if self.role else self.otherwise
 
 
 class Field:
-    """Where faults happen."""
+    """The place where faults happen."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Field:
         say: Callable[[str], None],
         crashed: Callable[[str], None],
     ) -> None:
-        """`find`: nodes that have a role now; `crashed` is told before a process is killed."""
+        """`find`: nodes that have a role now. `crashed` is called before a process is killed."""
         self.cluster = cluster
         self.say = say
         self.crashed = crashed
@@ -58,7 +58,7 @@ class Field:
         self._hit: set[str] = set()
 
     async def look_for(self, whom: Whom) -> str:
-        """Nodes that have the role and are well come first."""
+        """A node that has the role. Nodes that are well come first."""
         give_up = now() + PATIENCE_S
         while whom.role is not None and now() < give_up:
             for name in self._find(whom.role):
@@ -69,7 +69,8 @@ class Field:
 
     @contextmanager
     def hit(self, what: str, *names: str) -> Iterator[bool]:
-        """Whether the nodes may be hit; they are taken until the end, which is said too."""
+        """Whether the nodes may be hit. If so, no other fault gets them until the block ends. The
+        log has the begin and the end."""
         left = [n for n in self.cluster.nodes if n not in self._hit and n not in names]
         if len(left) < WORKING or self._hit & set(names):
             self.say(f"skipped: {', '.join(names)} {what}")
@@ -92,12 +93,12 @@ class Fault(ABC):
 
     @abstractmethod
     async def happen(self, field: Field) -> None:
-        """From its time on, until it is over."""
+        """Runs the fault from its time on, until it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash(Fault):
-    """A node dies; a new process comes back under its name."""
+    """A node dies, and a new process comes back under its name."""
 
     whom: Whom
 
@@ -113,7 +114,7 @@ class Crash(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Fault):
-    """A node ends in good order; a new process comes back under its name."""
+    """A node ends in good order, and a new process comes back under its name."""
 
     whom: Whom
 
@@ -129,7 +130,7 @@ class Leave(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause(Fault):
-    """A node's process is stopped (SIGSTOP): its connections stand and say nothing."""
+    """A node's process is stopped (SIGSTOP): its connections stay open and say nothing."""
 
     whom: Whom
 
@@ -146,7 +147,7 @@ class Pause(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusCut(Fault):
-    """A node is parted from the bus, not from its peers."""
+    """A node is cut off from the bus, but not from its peers."""
 
     whom: Whom
 
@@ -161,7 +162,7 @@ class BusCut(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCut(Fault):
-    """Two nodes do not reach each other, and everybody else does."""
+    """Two nodes cannot reach each other; everybody else can."""
 
     whom: Whom
     other: str
@@ -181,7 +182,7 @@ class PeerCut(Fault):
 class SlowLink(Fault):
     whom: Whom
     share: float
-    """Of its rate, both ways."""
+    """The share of its rate that remains, in both directions."""
 
     async def happen(self, field: Field) -> None:
         name = await field.look_for(self.whom)
@@ -209,7 +210,7 @@ class Corrupt(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage(Fault):
-    """The bus is away for all."""
+    """The bus is away for everybody."""
 
     async def happen(self, field: Field) -> None:
         field.say("the bus is away")
@@ -222,7 +223,7 @@ class Outage(Fault):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Fault):
     share: float
-    """Of messages."""
+    """The share of messages that is lost."""
 
     async def happen(self, field: Field) -> None:
         field.say(f"the bus loses {self.share:.1%} of messages")
@@ -234,7 +235,7 @@ class Loss(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter(Fault):
-    """Messages take their time, each subject its own: they come in another order."""
+    """Messages are delayed, each subject by its own time, so that they arrive in another order."""
 
     up_to_s: float
 
@@ -248,7 +249,7 @@ class Jitter(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart(Fault):
-    """Of the planner or the registry: killed, or stopped in good order."""
+    """The planner or the registry ends, killed or in good order, and comes back."""
 
     process: str
     killed: bool

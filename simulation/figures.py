@@ -1,4 +1,4 @@
-"""Pictures of a comparison, one PNG a question, all under one setting.
+"""Figures of a comparison, one PNG for each question, all under one setting.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; line styles differ too.
 """
@@ -48,13 +48,13 @@ LOOKS: Mapping[str, Look] = {
 OTHER = Look("0.5")
 OFFERED = {"color": "0.88", "linewidth": 0, "zorder": 1, "label": "asked for on arrival"}
 POINTS = 300
-"""Bins of the whole run at most."""
+"""The most bins for the whole run."""
 ZOOM_S = (-5.0, 45.0)
-"""Shown around the steepest burst."""
+"""The window around the steepest burst, in seconds."""
 
 
 def draw_all(folder: Path, setting: Setting, runs: Mapping[str, SystemRun]) -> list[Path]:
-    """Writes the PNGs into `folder`, which is made if need be; returns their paths."""
+    """Writes the PNGs into `folder`, which is made if necessary, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     ordered = list(runs.values())
     written: list[Path] = []
@@ -71,7 +71,7 @@ def draw_all(folder: Path, setting: Setting, runs: Mapping[str, SystemRun]) -> l
 
 
 def throughput(runs: Sequence[SystemRun]) -> plt.Figure:
-    """Tokens a second: the whole run, and the steepest burst large."""
+    """Tokens per second: the whole run, and the steepest burst enlarged."""
     figure, (whole, zoom) = _panels(2, 1, (11, 7.5))
     burst = steepest_burst(runs[0].requests)
     start, end = max(0.0, burst + ZOOM_S[0]), burst + ZOOM_S[1]
@@ -93,7 +93,7 @@ def throughput(runs: Sequence[SystemRun]) -> plt.Figure:
 
 
 def _rates(axis: plt.Axes, run: SystemRun, bin_s: float) -> float:
-    """Draws a system's rate over bins of at least `bin_s`; returns the highest."""
+    """Draws a system's rate over bins of at least `bin_s`, and returns the highest rate."""
     together = max(1, round(bin_s / run.token_bin_s))
     tokens = np.array(run.tokens_by_bin, dtype=float)
     padded = np.pad(tokens, (0, -len(tokens) % together))
@@ -104,7 +104,7 @@ def _rates(axis: plt.Axes, run: SystemRun, bin_s: float) -> float:
 
 
 def _asked(run: SystemRun, bin_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Output tokens of the requests that arrive, a second; the same for every system."""
+    """Output tokens per second that arriving requests ask for. It is the same for every system."""
     bins = np.zeros(int(run.virtual_s / bin_s) + 1)
     for request in run.requests:
         bins[min(int(request.arrival_s / bin_s), len(bins) - 1)] += request.output_tokens
@@ -115,7 +115,8 @@ def _asked(run: SystemRun, bin_s: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ttft(runs: Sequence[SystemRun]) -> plt.Figure:
-    """Distribution of the time to the first token; requests without one keep a curve below 1."""
+    """The distribution of the time to the first token. Requests without a token keep a curve below
+    1."""
     figure, (all_of_it, tail) = _panels(1, 2, (12, 5), width_ratios=(1.25, 1))
     for run in runs:
         values = sorted(r.ttft_s * 1000 for r in run.requests if r.ttft_s is not None)
@@ -149,7 +150,7 @@ def ttft(runs: Sequence[SystemRun]) -> plt.Figure:
 
 
 def gpus(runs: Sequence[SystemRun]) -> plt.Figure:
-    """Nodes held over time, a strip a system, and what that sums up to."""
+    """Nodes held over time, a strip for each system, and the sum."""
     figure = plt.figure(figsize=(13, max(4.0, 1.05 * len(runs) + 1.2)), layout="constrained")
     grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.7, 1))
     most = max((sample.gpus for run in runs for sample in run.samples), default=1)
@@ -183,7 +184,7 @@ def _strip(axis: plt.Axes, run: SystemRun, most: int) -> None:
 
 
 def host_cache(runs: Sequence[SystemRun]) -> plt.Figure:
-    """Memory that model copies take on hosts, over time."""
+    """Memory that copies of models take on hosts, over time."""
     figure, (axis,) = _panels(1, 1, (11, 4.8))
     for run in runs:
         at, held = _steps(run, lambda sample: sample.host_bytes / 1e9)
@@ -265,7 +266,7 @@ def _look(run: SystemRun) -> Look:
 
 
 def _end_s(runs: Sequence[SystemRun]) -> float:
-    """Of the longest run: one that is behind takes longer."""
+    """The end of the longest run: a system that is behind takes longer."""
     return max(run.virtual_s for run in runs)
 
 
@@ -285,7 +286,7 @@ def _plain(axis: plt.Axes) -> plt.Axes:
 
 
 def _steps(run: SystemRun, value: Callable[[Sample], float]) -> tuple[list[float], list[float]]:
-    """A line of steps, drawn on to the end of the run."""
+    """A line of steps, continued to the end of the run."""
     at = [sample.at_s for sample in run.samples]
     values = [value(sample) for sample in run.samples]
     return [*at, run.virtual_s], [*values, *values[-1:]] if values else [0.0]
@@ -302,5 +303,5 @@ def _totals(axis: plt.Axes, runs: Sequence[SystemRun], value: Callable[[Sample],
 
 
 def _legend(axis: plt.Axes, loc: str) -> None:
-    """In a corner that is free by the nature of the curves."""
+    """A legend in a corner that these curves never reach."""
     axis.legend(loc=loc, frameon=False, fontsize=9)

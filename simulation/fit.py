@@ -1,11 +1,11 @@
-"""The rate of a recorded workload, fitted to a cluster of another size.
+"""Fits the rate of a recorded workload to a cluster of another size.
 
-The time axis stays: how steep a burst is and how long the lulls are, against the seconds that a
-scale-out takes, is what a comparison is about, and stretching time would change both. Below 1, a
-factor keeps every 1/f-th request of each model; so every stretch of n requests keeps f·n of them
-to within one, where a random choice would smear small bursts. Above 1, the copies of a request
-follow it, evenly on the way to the next one of its model, at most a peak's window later: the shape
-stays, its noise included, which a larger service would have less of. Order and lengths stay.
+The time axis stays. A comparison is about how steep a burst is, and how long the lulls are, against
+the seconds that a scale-out takes; stretching time would change both. A factor f below 1 keeps
+every 1/f-th request of each model. So every stretch of n requests keeps f·n of them to within one,
+where a random choice would smear small bursts. With a factor above 1, copies of a request follow
+it, evenly spaced on the way to the next request of its model, at most a peak's window later. The
+shape stays, with its noise, of which a larger service would have less. Order and lengths stay.
 """
 
 from collections import defaultdict, deque
@@ -16,15 +16,15 @@ from shared.errors import BadInput
 from simulation.traces import Row, Workload
 
 PEAK_WINDOW_S = 10.0
-"""Long against a request's first token, short against a lull."""
+"""Long compared with a request's first token, short compared with a lull."""
 ENOUGH = 0.005
-"""Factors nearer to 1 than this change nothing worth a note."""
+"""A factor closer to 1 than this changes nothing worth a note."""
 
 
 def peak(
     rows: Iterable[Row], work: Callable[[Row], float], window_s: float = PEAK_WINDOW_S
 ) -> float:
-    """The most work that arrives in any `window_s`, per second; rows in order of arrival."""
+    """The most work that arrives in any `window_s`, per second. Rows are in order of arrival."""
     inside: deque[tuple[float, float]] = deque()
     total = most = 0.0
     for row in rows:
@@ -40,14 +40,14 @@ def peak(
 def fitting_factor(rows: Iterable[Row], work: Callable[[Row], float], capacity: float) -> float:
     """The factor at which the peak just fits.
 
-    `work` is what a request takes, `capacity` what the cluster does of it a second when every node
+    `work`: what a request takes. `capacity`: what the cluster does per second when every node
     serves (in node-seconds: the number of nodes).
     """
     return capacity / peak(rows, work)
 
 
 def scale_rate(workload: Workload, factor: float, why: str = "") -> Workload:
-    """The workload with `factor` times its requests; a note says so, and `why`."""
+    """The workload with `factor` times its requests. A note says so, and `why`."""
     if not 0 < factor < float("inf"):
         raise BadInput(f"a rate factor of {factor} leaves no workload: it must be more than 0")
     if abs(factor - 1) < ENOUGH:
@@ -66,7 +66,8 @@ def scale_rate(workload: Workload, factor: float, why: str = "") -> Workload:
 
 
 def _copies(rows: Sequence[Row], factor: float) -> list[int]:
-    """How often each row stays: of the first n of a model factor·n in all, to within one half."""
+    """How many copies of each row stay: of the first n rows of a model factor·n in all, to within
+    one half."""
     seen: dict[str, int] = defaultdict(int)
     counts: list[int] = []
     for row in rows:

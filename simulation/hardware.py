@@ -1,4 +1,5 @@
-"""Hardware as data: what nodes, links and memories are modelled with (`data/hardware/*.toml`)."""
+"""Hardware as data: the parameters that nodes, links and memories are modelled with
+(`data/hardware/*.toml`)."""
 
 import asyncio
 import tomllib
@@ -19,36 +20,37 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator, and its share of the machine that it is in. Rates: bytes/s, one way."""
+    """One accelerator with its share of the machine that it is in. Rates are bytes/s in one
+    direction."""
 
     name: str
     memory_bytes: Positive
-    """Of the accelerator."""
+    """The accelerator's memory."""
     hbm_bytes_per_s: Positive
     mbu: Share
-    """Part of the memory's rate that reading weights and KV reaches."""
+    """The share of the memory's rate that reading weights and KV reaches."""
     flops: Positive
-    """Peak, dense, in the models' dtype (bf16)."""
+    """Peak rate of dense products in the models' dtype (bf16)."""
     mfu: Share
-    """Part of it that a prefill reaches."""
+    """The share of the peak that a prefill reaches."""
     sweep_overhead_s: NotNegative
-    """Of a pass over any run of blocks: scheduling, sampling, launch."""
+    """For a pass over any run of blocks: scheduling, sampling, launch."""
     layer_overhead_s: NotNegative
-    """Of a layer: the launches of its kernels."""
+    """For a layer: the launches of its kernels."""
     pcie_bytes_per_s: Positive
-    """Host memory to accelerator, as reached."""
+    """From host memory to the accelerator, as reached in practice."""
     nic_bytes_per_s: Positive
-    """Line rate of the node's link, each way."""
+    """Line rate of the node's link in each direction."""
     nic_efficiency: Share
-    """Part of it that a large transfer reaches."""
+    """The share of the line rate that a large transfer reaches."""
     alpha_s: NotNegative
-    """The planner's; modelled links themselves have their latency only."""
+    """alpha of the planner's predictions. The modelled links themselves have only their latency."""
     ssd_bytes_per_s: Positive
-    """Reading weights from the disk into the accelerator, as reached."""
+    """From the disk into the accelerator, for weights, as reached in practice."""
     host_bytes: Positive
     """Host memory for copies of models, per accelerator."""
     nvlink_bytes_per_s: NotNegative
-    """Between accelerators of one machine, each way; 0: there is none."""
+    """Between accelerators of one machine, in each direction. 0: there is no such link."""
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -56,7 +58,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Of the accelerator's memory."""
+        """The rate at which the accelerator reads its memory in practice."""
         return self.hbm_bytes_per_s * self.mbu
 
     @property
@@ -65,12 +67,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def hardware(name: str) -> Hardware:
-    """ConfigError: there is none of that name, or its file is not right."""
+    """The hardware of this name. ConfigError if there is none, or if its file is wrong."""
     return read_data(DATA, name, Hardware)
 
 
 def read_data(folder: Path, name: str, kind: type[T]) -> T:
-    """The file `<name>.toml` of a folder, whose `name` is its file's."""
+    """The file `<name>.toml` of a folder. The `name` inside must be the file's."""
     known = sorted(path.stem for path in folder.glob("*.toml"))
     if name not in known:
         raise ConfigError(f"no {name!r} in {folder}: there are {', '.join(known)}")
@@ -91,8 +93,8 @@ class Channel:
         self._free_at = 0.0
 
     async def carry(self, nbytes: float) -> None:
-        """Until so many bytes are across, behind all that was given before. What was begun is
-        carried to its end, also when this is cancelled."""
+        """Returns when `nbytes` bytes are across, behind everything that was given before. What was
+        begun is carried to its end, even if this call is cancelled."""
         start = max(now(), self._free_at)
         self._free_at = start + nbytes / self._bytes_per_s
         await asyncio.sleep(self._free_at - now())

@@ -1,4 +1,5 @@
-"""What must hold of a cluster at all times, whatever goes wrong; and what must hold once it rests.
+"""What must hold of a cluster at all times, whatever goes wrong, and what must hold once it is at
+rest.
 
 Everything here only looks: at messages that reach the bus, and at what living nodes really hold.
 """
@@ -19,7 +20,8 @@ from shared.messages.scaling import EventRecord, PlannerState
 
 EPSILON = 1e-6
 LEARN_S = 2.0
-"""How long after a node's end was announced the planner may still decide without knowing it."""
+"""How long after the announcement of a node's end the planner may still decide without knowing
+it."""
 
 Say = Callable[[str], None]
 
@@ -49,13 +51,13 @@ def of_set(instances: InstanceSet, blocks: int) -> list[str]:
 
 
 class Events:
-    """A node is a target of one running event at most."""
+    """A node is a target of at most one running event."""
 
     def __init__(self) -> None:
         self.running: dict[EventId, EventRecord] = {}
         self._gone: dict[EventId, set[NodeId]] = {}
-        """Targets that ended since the event was planned last: it may not have got round to them.
-        Who comes back under such a name is another's to have."""
+        """Targets that ended after the event was last planned. The event may not have noticed yet,
+        and another event may have whoever comes back under such a name."""
 
     def changed(self, record: EventRecord) -> list[str]:
         before = self.running.pop(record.id, None)
@@ -78,7 +80,7 @@ class Events:
             gone.add(node)
 
     def planner_died(self) -> None:
-        """Its events end with it."""
+        """Ends all events, because they end with their planner."""
         self.running.clear()
         self._gone.clear()
 
@@ -89,25 +91,25 @@ class Events:
 @dataclass(slots=True)
 class _Copies:
     nodes: frozenset[str] = frozenset()
-    """That hold a full copy in memory."""
+    """Nodes that hold a full copy in memory."""
     was: bool = False
-    """There has been one, and no crash took the last one since."""
+    """Whether there was a copy, and no crash took the last one since."""
 
 
 @dataclass(slots=True)
 class Pool:
     """A model that was loaded stays in some node's memory, unless a crash takes the last copy.
 
-    What the planner decides before it can know of a crash is the crash's fault.
+    Decisions that the planner takes before it can know of a crash are the crash's fault.
     """
 
     models: Mapping[ModelId, int]
-    """-> number of blocks"""
+    """Number of blocks of each model."""
     _copies: dict[ModelId, _Copies] = field(default_factory=dict)
     _crashed: dict[tuple[str, int], tuple[ModelId, ...]] = field(default_factory=dict)
-    """(node, generation) whose end nobody knows yet -> what it held a copy of"""
+    """(node, generation) whose end nobody knows yet -> the models that it held a copy of."""
     _learnt_at: dict[ModelId, float] = field(default_factory=dict)
-    """When the end of a node with a copy was announced last."""
+    """When the end of a node with a copy was last announced."""
 
     @property
     def kept(self) -> list[ModelId]:
@@ -128,7 +130,7 @@ class Pool:
         return wrong
 
     def crashed(self, node: NodeService) -> None:
-        """It is about to."""
+        """Records what the node holds, because it is about to crash."""
         held = tuple(m for m, b in self.models.items() if has_copy(node, m, b))
         self._crashed[node.info.node, node.info.generation] = held
         for model in held:
@@ -142,7 +144,7 @@ class Pool:
 
 
 def has_copy(node: NodeService, model: ModelId, blocks: int) -> bool:
-    """Whether the node has all of it in host or device memory."""
+    """Whether the node has all of the model in host or device memory."""
     held: set[int] = set()
     for holding in node.holdings():
         if holding.model_id == model and holding.tier is not Tier.DISK:
@@ -155,10 +157,10 @@ def has_copy(node: NodeService, model: ModelId, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """All that is known of a cluster that should be at rest."""
+    """Everything that is known of a cluster that should be at rest."""
 
     nodes: Mapping[str, NodeService]
-    """Those that live."""
+    """The nodes that live."""
     pool: PoolState
     """What the registry says."""
     planner: PlannerState
@@ -169,7 +171,7 @@ class Rest:
     manifests: Mapping[ModelName, Manifest]
     ids: Mapping[ModelName, ModelId]
     replicas: int
-    """That each model should have."""
+    """How many replicas each model should have."""
     loaded: Iterable[ModelId]
     """Models that must have a copy in memory."""
     arena_bytes: int
@@ -204,7 +206,8 @@ class Rest:
         return wrong
 
     def _of_copies(self) -> list[str]:
-        """One in host memory, where none is on a device and one must be."""
+        """Models that do not have exactly one copy for each replica, or one copy in memory if there
+        are no replicas and one must exist."""
         wrong = []
         for name, model in self.ids.items():
             blocks = self.manifests[name].n_blocks
@@ -259,7 +262,7 @@ def _serves_alone(instance: Instance) -> bool:
 
 
 def brief(instance: Instance) -> str:
-    """For people."""
+    """The instance in a few words, for people."""
     stages = " ".join(f"{s.node}[{s.start}:{s.stop}]" for s in instance.stages)
     return f"({stages} {instance.state.value} {instance.capacity:.3f})"
 

@@ -1,6 +1,6 @@
-"""Runs the systems of a comparison, each in its own process, so that none can touch another's.
+"""Runs the systems of a comparison, each in its own process, so that no system can disturb another.
 
-Their hash seeds are fixed: a run gives the same numbers every time.
+Their hash seeds are fixed, so a run gives the same numbers every time.
 """
 
 import asyncio
@@ -35,10 +35,11 @@ async def run_all(
     tell: Callable[[str], None],
     command: Sequence[str] = COMMAND,
 ) -> dict[str, SystemRun]:
-    """The runs in the order of `systems`, at most `jobs` at a time; `tell` gets progress in words.
+    """The runs in the order of `systems`, at most `jobs` at a time. `tell` gets the progress in
+    words.
 
-    The first that fails ends the others, as does cancelling: BadInput if it cannot be run as asked,
-    SimulationFailed otherwise.
+    The first failure ends the other runs, and so does cancelling. BadInput if the setting cannot be
+    run; SimulationFailed for any other failure.
     """
     turns = asyncio.Semaphore(jobs)
     with tempfile.TemporaryDirectory(prefix="lambdascale-simulate-") as name:
@@ -67,7 +68,8 @@ async def _run(
         *command, system, str(folder / "setting"), str(result),
         env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": path},
         stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE,
-        start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends that one
+        # The terminal's Ctrl-C goes to this process, which then ends the other.
+        start_new_session=True,
     )  # fmt: skip
     try:
         _, said = await asyncio.gather(_follow(process, system, setting, tell), _errors(process))

@@ -1,9 +1,9 @@
 """Virtual time: an event loop whose clock jumps to the next timer when nobody has work to do.
 
-Nothing here is concurrent and nothing does I/O: sockets are refused, what is meant for a thread
-(`asyncio.to_thread`) runs at once, in the loop. Timers fire in the order of their times, equal
-ones in the order in which they were set, and only when everything that was ready before has run.
-Work that draws its clocks and ids from `shared` does the same thing in every run of a seed.
+Nothing here is concurrent and nothing does I/O. Sockets are refused, and work meant for a thread
+(`asyncio.to_thread`) runs at once, in the loop. Timers fire in the order of their times, timers of
+equal time in the order in which they were set, and only when everything that was ready before has
+run. Work that draws its clocks and ids from `shared` does the same thing in every run of a seed.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 EPOCH_NS = 1_700_000_000 * 10**9
-"""Wall clock at virtual time 0."""
+"""Wall clock at virtual time 0, in nanoseconds."""
 STALL_TURNS = 1_000_000
-"""Turns of the loop at one moment after which it is taken to go round in circles."""
+"""After this many turns of the loop at one moment, the loop is taken to go round in circles."""
 _WATCHED_TURNS = 1_000
-"""So many more are watched, to name who keeps it going."""
+"""For this many further turns it records who keeps it going."""
 _NAMED = 8
-"""Tasks that an error names."""
+"""How many tasks an error names."""
 
 
 class Stalled(RuntimeError):
-    """Virtual time cannot go on, or went further than it was allowed to."""
+    """Virtual time cannot go on, or went further than allowed."""
 
 
 class _Timer(asyncio.TimerHandle):
     __slots__ = ()
     _scheduled: bool
-    """Is it among the loop's timers?"""
+    """Whether it is among the loop's timers."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -50,7 +50,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _check_closed: Callable[[], None]
 
     def __init__(self, *, late_s: float = 0.0, limit_s: float = math.inf) -> None:
-        """`late_s`: by how much timers fire late. `limit_s`: Stalled if time would go beyond."""
+        """`late_s`: how late timers fire. `limit_s`: Stalled is raised if time would go beyond
+        it."""
         super().__init__()
         self._now = 0.0
         self._late_s = late_s
@@ -59,7 +60,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._set = 0
         self._cancelled = 0
         self._turns = 0
-        """Since time went on."""
+        """Turns since time went on."""
         self._busy: Counter[str] = Counter()
 
     def time(self) -> float:
@@ -71,7 +72,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """As the base's, without what it checks in debug mode."""
+        """The base's method without its checks in debug mode."""
         self._check_closed()
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
@@ -104,11 +105,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Runs the function now; takes no virtual time."""
+        """Runs the function at once, in no virtual time."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # whatever it is, it is the caller's
+        except Exception as error:  # whatever it is, it belongs to the caller
             done.set_exception(error)
         return done
 
@@ -125,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _jump(self) -> None:
-        """To the next timer; what is due then becomes ready."""
+        """Jumps to the next timer, and makes everything ready that is due then."""
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             self._drop(heapq.heappop(timers)[2])
@@ -134,7 +135,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         when = timers[0][0]
         if when > self._now:
             if when > self._limit_s:
-                self._limit_s = math.inf  # what it interrupts may clean up
+                self._limit_s = math.inf  # the work that it interrupts may clean up
                 raise Stalled(f"virtual time would pass its limit, {self._now} s so far")
             self._now = when + self._late_s
             self._turns = 0
@@ -176,14 +177,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
     def _write_to_self(self) -> None:
-        """Wakes a loop that sleeps in the kernel; this one never does."""
+        """Would wake a loop that sleeps in the kernel; this loop never does."""
 
     def _process_events(self, event_list: object) -> None:
         raise NotImplementedError("no I/O in virtual time")
 
 
 def _name(handle: asyncio.Handle) -> str:
-    """Of the task that the handle is a step of, or of its function."""
+    """The name of the task that the handle is a step of, or else of its function."""
     callback: Any = handle._callback  # type: ignore[attr-defined]
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):
@@ -193,7 +194,8 @@ def _name(handle: asyncio.Handle) -> str:
 
 @contextmanager
 def reproducible(loop: VirtualLoop, seed: int) -> Iterator[None]:
-    """Wall clock, ids and `random` follow from the loop's time and the seed, until the end."""
+    """Until the block ends, wall clock, ids and `random` follow from the loop's time and the
+    seed."""
     draw = random.Random(seed)
     before = clock.wall_source, ids.id_source, random.getstate()
     clock.wall_source = lambda: EPOCH_NS + round(loop.time() * 1e9)

@@ -1,4 +1,5 @@
-"""What is compared between systems: latencies, the share of requests served in time, and cost."""
+"""The measures that systems are compared by: latencies, the share of requests served in time, and
+cost."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,19 +12,20 @@ from simulation.results import RequestResult, Sample, SystemRun
 
 PERCENTILES = (50, 90, 99)
 REFERENCE = "lambdascale"
-"""What the others are set against."""
+"""The system that the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request may take, in seconds: the SLO, which can depend on its length."""
+    """The time that a request may take, in seconds: the SLO, which can depend on its length."""
 
     ttft_s: Callable[[RequestResult], float]
     tpot_s: Callable[[RequestResult], float]
     words: str
 
     def met(self, request: RequestResult) -> bool:
-        """A request that did not complete met nothing; one token has no time per token."""
+        """Whether the request kept it. A request that did not complete did not. A single token has
+        no time per token."""
         if not request.completed or request.ttft_s is None:
             return False
         in_time = request.ttft_s <= self.ttft_s(request)
@@ -32,7 +34,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In milliseconds, of the requests that have the value; None where none has."""
+    """In milliseconds, over the requests that have the value. None if no request has it."""
 
     p50: float | None
     p90: float | None
@@ -46,14 +48,15 @@ class Measures:
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     slo_attainment: float
-    """Share of all requests, also of those that failed."""
+    """The share of all requests, failed ones included."""
     gpu_seconds: float
-    """Nodes with device memory set aside, over time; the same time for all that are compared."""
+    """Nodes with device memory set aside, integrated over the same time for all compared
+    systems."""
     host_cache_gb_mean: float
-    """Model copies in host memory, 10^9 bytes over all nodes, mean over time."""
+    """Copies of models in host memory, in 10^9 bytes over all nodes, mean over time."""
     scale_events: int
     errors: dict[str, int]
-    """How often each."""
+    """How often each error occurred."""
     gpus_most: int
     scale_ms: Percentiles
     """From a scaling event's decision until its last node is complete."""
@@ -63,20 +66,21 @@ class Measures:
     tokens: int
     virtual_s: float
     wall_s: float
-    """What the simulation itself cost: this, CPU time and memory at its peak."""
+    """The cost of the simulation itself: this time, CPU time, and memory at its peak."""
     cpu_s: float
     peak_gb: float
 
 
 def measure_all(runs: Mapping[str, SystemRun], objective: Objective) -> dict[str, Measures]:
-    """What runs cost is counted until the end of the longest: who still works off a backlog pays
-    for it, and who was done before pays for what it goes on holding."""
+    """Measures every run. Costs are counted until the end of the longest run. So a system that
+    still works off a backlog pays for that, and a system that finished before pays for what it goes
+    on holding."""
     end_s = max((run.virtual_s for run in runs.values()), default=0.0)
     return {system: measure(run, objective, end_s) for system, run in runs.items()}
 
 
 def measure(run: SystemRun, objective: Objective, end_s: float) -> Measures:
-    """`end_s`: until when what it holds is counted; not before the run's end."""
+    """`end_s`: the time until which costs are counted; not before the run's end."""
     requests, events = run.requests, run.events
     met = sum(map(objective.met, requests))
     return Measures(
@@ -116,7 +120,7 @@ def percentiles(seconds: Iterable[float | None]) -> Percentiles:
 
 
 def integral(run: SystemRun, value: Callable[[Sample], float], end_s: float) -> float:
-    """From 0 to `end_s`; a sample holds until the next one, the last until the end."""
+    """From 0 to `end_s`. A sample holds until the next sample, the last one until the end."""
     return cumulative(run, value, end_s)[1][-1]
 
 
@@ -141,13 +145,13 @@ RATIOS: Mapping[str, Callable[[Measures], float | None]] = {
     "GPU time": lambda measures: measures.gpu_seconds,
     "host cache": lambda measures: measures.host_cache_gb_mean,
 }
-"""Of all of which less is better."""
+"""Measures of which less is better."""
 
 
 def ratios(systems: Mapping[str, Measures]) -> dict[str, dict[str, float | None]]:
-    """Each system's values as multiples of the reference's; empty without the reference.
+    """Each system's values as multiples of the reference's. Empty if there is no reference.
 
-    None where there is no value, or nothing to be a multiple of.
+    None where a value is missing, or where the reference's is 0 or missing.
     """
     base = systems.get(REFERENCE)
     if base is None:
@@ -166,7 +170,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def steepest_burst(requests: Sequence[RequestResult], window_s: float = 10.0) -> float:
-    """When the window begins in which most more tokens are asked for than in the one before."""
+    """The start of the window that asks for the most more tokens than the window before."""
     if not requests:
         return 0.0
     bins: Counter[int] = Counter()

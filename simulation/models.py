@@ -1,8 +1,8 @@
 """Models as data: their shapes, from the published config.json, and manifests that stand for them.
 
 A modelled manifest cuts the model into blocks as the packer would, but its blocks hold few bytes:
-one real byte stands for `unit` modelled ones. Those bytes are real, with real digests, so that
-the services move and check them as they would the weights.
+one real byte stands for `unit` modelled bytes. Those bytes are real, with real digests, so that the
+services move and check them as they would move and check weights.
 """
 
 import hashlib
@@ -42,7 +42,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str
     """A key of `ITEMSIZE`."""
     tied: bool = False
-    """The head's weights are the embedding's; a block carries its own copy (see packing)."""
+    """Whether the head's weights are the embedding's. A block carries its own copy (see
+    packing)."""
     qkv_bias: bool = False
 
     @property
@@ -57,41 +58,41 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def head_parameters(self) -> int:
-        """With the final norm."""
+        """Includes the final norm."""
         return self.vocab * self.hidden + self.hidden
 
     @property
     def parameters(self) -> int:
-        """As they are counted: tied embeddings once."""
+        """Counts tied embeddings once, as is usual."""
         embedding = 0 if self.tied else self.vocab * self.hidden
         return embedding + self.layers * self.layer_parameters + self.head_parameters
 
     @property
     def unit_bytes(self) -> tuple[int, ...]:
-        """Embedding, layers, head (`shared.layout`)."""
+        """Bytes of the embedding, each layer, and the head (`shared.layout`)."""
         embedding = self.vocab * self.hidden
         layers = (self.layer_parameters,) * self.layers
         return tuple(n * self.itemsize for n in (embedding, *layers, self.head_parameters))
 
     @property
     def nbytes(self) -> int:
-        """Of a copy, in memory or on the wire."""
+        """Bytes of a copy, in memory or on the wire."""
         return sum(self.unit_bytes)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token position, over all layers."""
+        """Bytes of one token position, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     def block_bytes(self, block: BlockSpec) -> int:
-        """What the block stands for."""
+        """The bytes that the block stands for."""
         return sum(self.unit_bytes[block.first_unit : block.last_unit + 1])
 
     def block_layers(self, block: BlockSpec) -> int:
         return min(block.last_unit, self.layers) - max(block.first_unit, 1) + 1
 
     def config(self) -> dict[str, Any]:
-        """As the checkpoint's config.json has it."""
+        """The content of the checkpoint's config.json."""
         return {
             "_name_or_path": self.name,
             "architectures": [self.architecture],
@@ -110,7 +111,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Model":
-        """What a modelled manifest describes."""
+        """The model that a modelled manifest describes."""
         config = manifest.config
         return cls(
             name=config["_name_or_path"],
@@ -130,17 +131,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def model(architecture: str, name: str | None = None) -> Model:
-    """A model of `data/models`, by its file's name; called `name` if that is given.
+    """A model of `data/models`, by the name of its file. `name` renames it.
 
-    ConfigError: there is none, or its file is not right.
+    ConfigError if there is none, or if its file is wrong.
     """
     read = read_data(DATA, architecture, Model)
     return msgspec.structs.replace(read, name=check_model_name(name or architecture))
 
 
 def modelled_manifest(model: Model, *, blocks: int, unit: int, chunks: int = 1) -> Manifest:
-    """`blocks` blocks, of which the largest is moved in `chunks` chunks. BadInput if that cannot
-    be done. Other names give other bytes, and so other model ids."""
+    """A manifest of `blocks` blocks, the largest of which moves in `chunks` chunks. BadInput if
+    that is impossible. A model of another name gets other bytes, and so another model id."""
     if unit < 1 or chunks < 1:
         raise BadInput(f"unit {unit}, {chunks} chunks a block: both must be at least 1")
     sizes = model.unit_bytes
@@ -175,7 +176,8 @@ def model_record(
     min_instances: int = 0,
     max_instances: int = 0,
 ) -> ModelRecord:
-    """`stored`: name of the manifest in the asset store. It has no tokenizer."""
+    """A record of the model, without a tokenizer. `stored`: the manifest's name in the asset
+    store."""
     described = Model.of(manifest)
     return ModelRecord(
         name=ModelName(described.name),

@@ -1,4 +1,4 @@
-"""A schedule carried out: real movers on modelled links, in virtual time."""
+"""Carries a schedule out with real movers on modelled links, in virtual time."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -19,13 +19,13 @@ from simulation.transport import ONE_CHUNK, Ends, ModelledTransport, address_of
 MODEL = ModelId("model")
 EVENT = EventId("event")
 UNIT = 64
-"""Bytes of the task that a byte which is really moved stands for."""
+"""Bytes of the task that one really moved byte stands for."""
 
 
 def carry_out(schedule: Schedule, task: Task) -> dict[tuple[int, int], float]:
-    """(node, block) -> seconds from the start at which the block has come and is verified.
+    """(node, block) -> seconds from the start until the block has arrived and is verified.
 
-    Sizes are rounded up to multiples of UNIT. Whatever fails is raised.
+    Sizes are rounded up to multiples of UNIT. Every failure is raised.
     """
     return loop.run(_Multicast(schedule, task).run())
 
@@ -38,7 +38,7 @@ class _Multicast:
         self._began = 0.0
         self._arrived: dict[tuple[int, int], float] = {}
         self._news: asyncio.Queue[Failure | None] = asyncio.Queue()
-        """An arrival, or what failed."""
+        """None for an arrival, or the failure."""
 
     async def run(self) -> dict[tuple[int, int], float]:
         ends = Ends(_network(self._task.fabric), unit=UNIT)
@@ -80,7 +80,7 @@ class _Multicast:
 
 
 def _manifest(task: Task) -> Manifest:
-    """Blocks of zeros, which is what an arena is filled with."""
+    """A manifest of blocks of zeros, since arenas are filled with zeros."""
     chunk = -(-(task.chunk_bytes or max(task.block_bytes)) // UNIT)
     blocks = []
     for index, nbytes in enumerate(-(-size // UNIT) for size in task.block_bytes):

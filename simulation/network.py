@@ -1,10 +1,11 @@
 """The cluster's links as a fluid: what moves between nodes, how fast, and what goes wrong.
 
-The model is that of `services.planner.core.multicast.fabric`: one port each way a node, a trunk
-each way a rack, local links within a host; full duplex. Transfers between two nodes at one
-priority form a stream, which carries them one after the other, as a connection does; streams share
-ports as `sharing` says. Something happens only when a transfer ends or a stream begins, ends or
-changes its rate, and only the streams that this touches are looked at.
+The model is that of `services.planner.core.multicast.fabric`: each node has a port in each
+direction, each rack a trunk in each direction, hosts have local links, and everything is full
+duplex. Transfers between two nodes at one priority form a stream, which carries them one after the
+other, as a connection does. Streams share ports as `sharing` says. Something happens only when a
+transfer ends, or when a stream begins, ends or changes its rate; and only the streams that this
+affects are looked at.
 """
 
 import asyncio
@@ -25,13 +26,12 @@ class Network:
         trunks: Mapping[str, float] | None = None,
         local_bytes_per_s: float = 0.0,
     ) -> None:
-        """`latency_s`: of every byte, on any way. `trunks`: rack -> bytes/s each way between it
-        and all others (no limit for one that is missing). `local_bytes_per_s`: each way of a node
-        to others of its (named) host; 0: they use their ports.
-        """
+        """`latency_s`: of every byte, on any way. `trunks`: rack -> bytes/s in each direction
+        between it and all others (a missing rack has no limit). `local_bytes_per_s`: for each node,
+        in each direction, to others of its (named) host; 0: they use their ports."""
         self.latency_s = latency_s
         self.on_change: dict[Callable[[str], None], None] = {}
-        """Called with a node's name: which others it reaches may have changed."""
+        """Called with the name of a node that may now reach other nodes than before."""
         self._local_bytes_per_s = local_bytes_per_s
         self._trunks = {
             rack: (Port(f"{rack} out", rate), Port(f"{rack} into", rate))
@@ -41,7 +41,7 @@ class Network:
         self._streams: dict[tuple[str, str, int], Stream] = {}
         self._blocked: set[frozenset[str]] = set()
         self._changed: dict[Port, float] = {}
-        """Ports to share anew at the end of this moment, and from what priority on."""
+        """Ports to share anew at the end of this moment, and from which priority on."""
 
     # --- nodes ---
 
@@ -72,19 +72,20 @@ class Network:
         return name in self._nodes
 
     def reachable(self, one: str, other: str) -> bool:
-        """Do bytes pass between them now?"""
+        """Whether bytes pass between the two now."""
         if one not in self._nodes or other not in self._nodes:
             return False
         return _passes(self._nodes[one], self._nodes[other], self._blocked)
 
     def rates(self) -> dict[tuple[str, str, int], float]:
-        """Bytes/s now of every (source, destination, priority) with something to send."""
+        """The current rate, in bytes/s, of every (source, destination, priority) with something to
+        send."""
         return {key: stream.rate for key, stream in self._streams.items()}
 
     # --- transfers ---
 
     async def transfer(self, src: str, dst: str, nbytes: float, priority: int) -> None:
-        """Returns when the last byte has arrived. PeerLost: a node is not there, or dies."""
+        """Returns when the last byte has arrived. PeerLost if a node is missing or dies."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_end(error: TransportError | None) -> None:
@@ -103,7 +104,8 @@ class Network:
                 self.abort(transfer)
 
     def begin(self, src: str, dst: str, nbytes: float, priority: int, on_end: OnEnd) -> Transfer:
-        """After those begun before between the same two at this priority."""
+        """Begins a transfer, behind those that were begun before between the same two at this
+        priority."""
         for name in (src, dst):
             if name not in self._nodes:
                 raise PeerLost(f"{name} is not in the network")
@@ -114,7 +116,7 @@ class Network:
         return transfer
 
     def abort(self, transfer: Transfer) -> None:
-        """Nothing of it is sent or told any more. It may be over already."""
+        """Ends a transfer: nothing more of it is sent or told. It may be over already."""
         if transfer.landing is not None:
             transfer.landing.cancel()
         if transfer in transfer.stream.queue:
@@ -124,21 +126,21 @@ class Network:
     # --- faults ---
 
     def set_rates(self, name: str, *, out: float | None = None, into: float | None = None) -> None:
-        """Of the node's ports, from now on; 0 stops them."""
+        """Sets the rates of the node's ports from now on; 0 stops them."""
         node = self.node(name)
         for port, rate in ((node.out, out), (node.into, into)):
             if rate is not None:
                 self._set_port(port, rate)
 
     def set_trunk(self, rack: str, rate: float) -> None:
-        """Both ways."""
+        """Sets the trunk's rate in both directions."""
         if rack not in self._trunks:
             raise NotFound(f"rack {rack} has no trunk")
         for port in self._trunks[rack]:
             self._set_port(port, rate)
 
     def block(self, one: str, other: str) -> None:
-        """Nothing passes between the two until `unblock`; what is under way waits."""
+        """Lets nothing pass between the two until `unblock`. What is under way waits."""
         self._blocked.add(frozenset((one, other)))
         self._reroute([self.node(one), self.node(other)])
 
@@ -147,8 +149,8 @@ class Network:
         self._reroute([self.node(one), self.node(other)])
 
     def partition(self, *sides: Iterable[str]) -> None:
-        """Nothing passes between sides; nodes that are on none of them are on one of their own.
-        Without sides, everything passes again."""
+        """Lets nothing pass between sides. All nodes that are on no side form one of their own.
+        Without any sides, everything passes again."""
         numbers = {name: number for number, side in enumerate(sides, 1) for name in side}
         moved = []
         for node in self._nodes.values():
@@ -159,7 +161,7 @@ class Network:
         self._reroute(moved)
 
     def pause(self, name: str) -> None:
-        """It neither sends nor receives until `resume`."""
+        """The node neither sends nor receives until `resume`."""
         self.node(name).paused = True
         self._reroute([self.node(name)])
 
@@ -168,11 +170,12 @@ class Network:
         self._reroute([self.node(name)])
 
     def corrupt(self, name: str, reads: int) -> None:
-        """The next so many region reads from the node bring a wrong byte."""
+        """The next `reads` region reads from the node bring a wrong byte."""
         self.node(name).corrupt += reads
 
     def spoils(self, name: str) -> bool:
-        """Is the next region read from the node one that `corrupt` asked for? It counts then."""
+        """Whether the next region read from the node is to be spoiled by `corrupt`. Counts as that
+        read."""
         node = self._nodes.get(name)
         if node is None or not node.corrupt:
             return False
@@ -180,7 +183,7 @@ class Network:
         return True
 
     def kill(self, name: str) -> None:
-        """The node is gone; transfers from and to it end with PeerLost."""
+        """The node is gone. Transfers from and to it end with PeerLost."""
         node = self.node(name)
         del self._nodes[name]
         lost: list[Transfer] = []
@@ -226,8 +229,8 @@ class Network:
             transfer.on_end(None)
 
     def _refresh(self, stream: Stream) -> None:
-        """Opens or closes the stream, as it has something to send that passes; forgets it if it
-        has nothing."""
+        """Opens or closes the stream, depending on whether it has something to send that passes.
+        Forgets it if it has nothing."""
         if not stream.queue:
             stream.src.streams.pop(stream, None)
             stream.dst.streams.pop(stream, None)
@@ -242,7 +245,7 @@ class Network:
                 self._mark(port, stream.priority)
 
     def _reroute(self, nodes: Iterable[Node]) -> None:
-        """What passes from and to these nodes changed."""
+        """Adapts to a change of what passes from and to these nodes."""
         nodes = list(nodes)
         for stream in dict.fromkeys(chain.from_iterable(node.streams for node in nodes)):
             self._refresh(stream)

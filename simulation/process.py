@@ -1,8 +1,8 @@
-"""One system's run in a process of its own: `python -m simulation.process SYSTEM SETTING RESULT`.
+"""Runs one system in a process of its own: `python -m simulation.process SYSTEM SETTING RESULT`.
 
 SETTING is read and RESULT written as MessagePack. Standard output gets a line of progress (virtual
-seconds) now and then, and nothing else; where nobody reads it any more, the run ends. Exit code 2:
-the setting cannot be run, the last line of standard error says why.
+seconds) now and then, and nothing else. If nobody reads it any more, the run ends. Exit code 2
+means that the setting cannot be run; the last line of standard error says why.
 """
 
 import gc
@@ -22,8 +22,8 @@ from simulation.setting import Setting
 
 TELL_EVERY_S = 1.0
 GARBAGE = 500_000
-"""Objects made between two looks for cycles: a large cluster has millions that live on, and few
-cycles."""
+"""Objects made between two looks for cycles. A large cluster has millions of objects that live on,
+and few cycles."""
 
 
 def main(system: str, setting: Path, result: Path) -> int:
@@ -52,6 +52,6 @@ def main(system: str, setting: Path, result: Path) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported objects stay
     gc.set_threshold(GARBAGE)
     sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

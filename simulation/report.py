@@ -1,4 +1,4 @@
-"""The comparison in words: the setting, a table side by side, and multiples of lambdascale."""
+"""The comparison in words: the setting, a table, and multiples of lambdascale's values."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from simulation.measures import REFERENCE, Measures, ratios
 from simulation.setting import Setting
 
 BOUND = "ideal"
-"""Loads in no time: what no system can beat, so it is never marked as the best."""
+"""Loads in no time. No system can beat it, so it is never marked as the best."""
 MODELLED = (
     "a simulation in virtual time: schedulers, planner and routing are the project's own code; "
     "links, memory and accelerators are models of the hardware named"
@@ -21,7 +21,7 @@ NONE = "-"
 def document(
     setting: Setting, objective: str, systems: Mapping[str, Measures]
 ) -> dict[str, object]:
-    """For programs; what each key means is said in simulation/measures.py."""
+    """The comparison for programs. simulation/measures.py says what each key means."""
     return {
         "systems": msgspec.to_builtins(dict(systems)),
         "setting": {
@@ -75,7 +75,7 @@ def comparison(systems: Mapping[str, Measures]) -> Iterator[str]:
 
 
 def words(setting: Setting) -> Iterator[str]:
-    """The setting, in lines."""
+    """The setting, line by line."""
     kind = "synthetic workload" if setting.synthetic else "workload"
     yield (
         f"{kind} {setting.workload}: {len(setting.trace)} requests in "
@@ -95,7 +95,7 @@ def words(setting: Setting) -> Iterator[str]:
 
 
 def title(setting: Setting) -> str:
-    """The setting for a figure: a line, and what was done to the workload."""
+    """The setting for a figure: one line, and what was done to the workload."""
     kinds = ", ".join(sorted({kind for _, kind in setting.models}))
     count = f"{len(setting.models)} x " if len(setting.models) > 1 else ""
     name = textwrap.shorten(setting.workload, 60)
@@ -122,7 +122,7 @@ class Column:
         return NONE if value is None else f"{value * self.scale:.{self.digits}f}"
 
     def best_text(self, measures: Sequence[Measures]) -> str | None:
-        """As it is printed, so that values which look equal are both the best."""
+        """The best value as it is printed, so that all values that look equal to it are marked."""
         known = [m for m in measures if self.value(m) is not None]
         if self.best is None or len(known) < 2:
             return None
@@ -164,7 +164,7 @@ def _rows(systems: Mapping[str, Measures]) -> Iterator[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned; the first column to the left, the others to the right."""
+    """Aligned, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,6 +1,7 @@
-"""What one simulated run of one system gives: plain values, from which everything is reported.
+"""The result of one simulated run of one system: plain values, from which everything is reported.
 
-All times are virtual seconds since the run's first arrival could happen (time 0 of the trace).
+All times are virtual seconds since time 0 of the trace, the earliest time at which a request could
+arrive.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ class RequestResult:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    """Asked for; the trace's."""
+    """Tokens asked for, as in the trace."""
     tokens: int
-    """Received."""
+    """Tokens received."""
     first_token_s: float | None
     last_token_s: float | None
     error: str = ""
-    """Empty: it got all its tokens."""
+    """Empty if it got all its tokens."""
 
     @property
     def completed(self) -> bool:
@@ -30,7 +31,7 @@ class RequestResult:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None where there is none."""
+        """Mean time of each token after the first. None if there is no such token."""
         if self.first_token_s is None or self.last_token_s is None or self.tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.tokens - 1)
@@ -38,7 +39,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class EventResult:
-    """A scaling event; times after the run's start, None: it did not happen."""
+    """A scaling event. Times count from the run's start. None: it did not happen."""
 
     model: str
     state: str
@@ -50,7 +51,7 @@ class EventResult:
     first_complete_s: float | None
     all_complete_s: float | None
     predicted_s: float | None
-    """Of all_complete_s - decided_s."""
+    """The prediction of all_complete_s - decided_s."""
     bytes_moved: float
 
 
@@ -64,7 +65,7 @@ class Sample:
     serving: int
     """Complete replicas that take requests."""
     host_bytes: float
-    """Model copies in host memory, over all nodes."""
+    """Bytes of copies of models in host memory, over all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ class SystemRun:
     requests: tuple[RequestResult, ...]
     events: tuple[EventResult, ...]
     samples: tuple[Sample, ...]
-    """At every change, in order of time."""
+    """One at every change, in order of time."""
     token_bin_s: float
     tokens_by_bin: tuple[int, ...]
-    """Tokens that clients received, by bins of `token_bin_s` from time 0."""
+    """Tokens that clients received, in bins of `token_bin_s` from time 0."""
     virtual_s: float
-    """Length of the run."""
+    """The length of the run."""
     wall_s: float
-    """What it cost to simulate, in this process."""
+    """The time that it took to simulate, in this process."""
     cpu_s: float = 0.0
     peak_bytes: int = 0
-    """The most memory that the process has ever had resident."""
+    """The most memory that the process ever had resident."""

@@ -1,4 +1,4 @@
-"""One system's run over one setting, from the first request to the last token."""
+"""Runs one system under one setting, from the first request to the last token."""
 
 import asyncio
 import resource
@@ -26,14 +26,14 @@ from simulation.setting import Setting
 from simulation.traces import Row
 
 CHUNKS = 4
-"""A block: relays begin within a quarter of its time, which is near enough to what they do, and
-more chunks take longer to simulate."""
+"""Chunks of a block. Relays then begin within a quarter of a block's time, which is close to what
+they really do. More chunks would take longer to simulate."""
 SAMPLE_S = 0.25
 BIN_S = 0.1
 TAIL_S = 10.0
-"""The cluster is watched for so long after the last token."""
+"""How long the cluster is watched after the last token."""
 LIMIT_S = 7 * 86400.0
-"""Of virtual time, for a run that does not end."""
+"""The most virtual seconds for a run that does not end."""
 
 
 def spec_of(system: str, setting: Setting) -> ClusterSpec:
@@ -50,7 +50,8 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
 
 
 def run_system(system: str, setting: Setting, progress: Callable[[float], None]) -> SystemRun:
-    """`progress` is told the virtual time, in seconds of the trace, every second of it."""
+    """`progress` is called with the virtual time, in seconds of the trace, once every second of
+    it."""
     return run_cluster(spec_of(system, setting), setting.trace, setting.seed, progress)
 
 
@@ -60,7 +61,7 @@ def run_cluster(
     seed: int,
     progress: Callable[[float], None] = lambda _: None,
 ) -> SystemRun:
-    """Any cluster; the trace's models are the spec's."""
+    """Runs any cluster. The trace's models are the spec's."""
     began, cpu_began = time.perf_counter(), time.process_time()
     watch = loop.run(_run(spec, trace, progress), seed=seed, limit_s=LIMIT_S)
     return SystemRun(
@@ -131,7 +132,7 @@ def _token(vocab: int, request: RequestId, index: int) -> int:
 
 
 class Watch:
-    """What is seen of a cluster from outside, while it serves."""
+    """What is seen of a cluster from outside while it serves."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.start = now()

@@ -1,8 +1,8 @@
-"""What a run under faults is made of, all of it drawn from a seed: cluster, requests, faults.
+"""The parts of a run under faults, all drawn from a seed: cluster, requests, faults.
 
-Links, disks and engines are those of the quick start and somewhat faster ones, so that a copy of
-the model takes about as long as a fault lasts. Every node has every model on its disk, and two
-nodes at least are left alone by what takes nodes away: whatever else happens, all can be served.
+Links, disks and engines are those of the quick start, or somewhat faster, so that copying the model
+takes about as long as a fault lasts. Every node has every model on its disk, and faults leave at
+least two nodes alone. So whatever happens, all requests can be served.
 """
 
 import random
@@ -33,7 +33,7 @@ from simulation.hardware import hardware
 from simulation.models import model
 
 SPAN_S = 40.0
-"""Requests come, and faults begin, within so long."""
+"""Seconds within which requests come and faults begin."""
 MODEL, HARDWARE = "demo", "paced-laptop"
 OTHER_SYSTEMS = ("lambdapipe", "blitzscale", "faasnet", "nccl", "serverlessllm")
 
@@ -103,7 +103,7 @@ def _spec(draw: random.Random) -> ClusterSpec:
 
 
 def _requests(draw: random.Random, spec: ClusterSpec) -> list[Arrival]:
-    """A trickle, and bursts that take several nodes."""
+    """A trickle of requests, and bursts that take several nodes."""
     names = [each.name for each in spec.models]
     found = [_arrival(draw, draw.uniform(0, SPAN_S), draw.choice(names)) for _ in range(8)]
     for _ in range(draw.randint(2, 4)):
@@ -124,7 +124,7 @@ ROLES = (None, *Role)
 
 
 def _faults(draw: random.Random, spec: ClusterSpec) -> list[Fault]:
-    """Some that hit nodes, and of those that hit everybody each at most once."""
+    """Some faults that hit nodes, and of those that hit everybody each at most once."""
     several = [draw.choice(_OF_NODES)(draw, spec) for _ in range(draw.randint(1, 5))]
     return several + [kind(draw) for kind in _OF_ALL if draw.random() < 0.2]
 
@@ -134,7 +134,7 @@ def _at(draw: random.Random) -> float:
 
 
 def _lasts(draw: random.Random, longest: float) -> float:
-    """Mostly short."""
+    """A duration that is short in most cases."""
     return round(longest * draw.random() ** 2 + 0.05, 3)
 
 

@@ -1,4 +1,4 @@
-"""What one comparison runs under: the same for every system of it."""
+"""The setting of a comparison, which is the same for every system."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from simulation.traces import Row
 @dataclass(frozen=True, slots=True)
 class Setting:
     trace: tuple[Row, ...]
-    """In order of arrival; `model` is one of `models`."""
+    """In order of arrival. `model` is one of `models`."""
     models: tuple[tuple[str, str], ...]
     """(name that requests ask for, name of the architecture)."""
     nodes: int
@@ -20,7 +20,7 @@ class Setting:
     min_instances: int
     """Replicas of each model that stay when nobody asks for it."""
     workload: str
-    """The trace's file, or the description of a synthetic one."""
+    """The trace's file, or the description of a synthetic workload."""
     synthetic: bool
     notes: tuple[str, ...]
     """What was done to the trace, in words, in order."""

@@ -1,9 +1,10 @@
 """How lanes share ports: strict priorities, and max-min fairness among equals.
 
-A lane is a stream of bytes between two nodes at one priority; it takes its rate from every port on
-its way. Lanes of the best (lowest) priority share the ports as if they were alone, those of the
-next what is left, and so on. Among equals no lane could have more unless one that has no more than
-it got less (max-min; progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2).
+A lane is a stream of bytes between two nodes at one priority. It takes its rate from every port on
+its way. Lanes of the best (lowest) priority share the ports as if they were alone, lanes of the
+next priority share the rest, and so on. Among equals, no lane could get more unless a lane that has
+no more than it got less (max-min; progressive filling: Bertsekas and Gallager, Data Networks,
+section 6.5.2).
 """
 
 import heapq
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _NOTHING = 1e-12
-"""Share of a port's rate below which what is left of it is a rounding error."""
+"""If less than this share of a port's rate is left, it is a rounding error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,20 +21,20 @@ class Port:
     rate: float
     """Bytes/s."""
     lanes: dict["Lane", None] = field(default_factory=dict)
-    """That have something to send, as an ordered set."""
+    """The lanes that have something to send, as an ordered set."""
 
 
 class Lane:
     __slots__ = ("is_open", "ports", "priority", "rate")
 
     def __init__(self, ports: tuple[Port, ...], priority: int) -> None:
-        """`ports`: those on its way, each once."""
+        """`ports`: the ports on the lane's way, each once."""
         self.ports = ports
         self.priority = priority
         self.rate = 0.0
         """Bytes/s; 0 unless open."""
         self.is_open = False
-        """It has something to send."""
+        """Whether it has something to send."""
 
     def open(self) -> None:
         self.is_open = True
@@ -51,10 +52,10 @@ class Lane:
 
 
 def reshare(changed: Mapping[Port, float]) -> dict[Lane, float]:
-    """The rates of all lanes that a change may touch; no other rate changes.
+    """The new rates of all lanes that a change may affect. No other rate changes.
 
-    `changed`: ports whose rate or lanes changed, and the best priority that this concerns. Lanes
-    of better priorities keep their rates: they never notice worse ones.
+    `changed`: the ports whose rate or lanes changed, with the best priority that the change
+    concerns. Lanes of better priorities keep their rates: they never notice worse ones.
     """
     rates: dict[Lane, float] = {}
     seen: set[Port] = set()
@@ -69,8 +70,8 @@ def reshare(changed: Mapping[Port, float]) -> dict[Lane, float]:
 def _affected(
     start: Port, priority: float, seen: set[Port]
 ) -> tuple[list[Lane], dict[Port, float]]:
-    """Lanes of this priority or worse that share ports with one another, directly or not, and
-    what better ones leave of these ports."""
+    """The lanes of this priority or worse that share ports with one another, directly or not, and
+    what better lanes leave of these ports."""
     lanes: dict[Lane, None] = {}
     left: dict[Port, float] = {}
     ports = [start]
@@ -90,10 +91,10 @@ def _affected(
 
 
 def _fill(lanes: Iterable[Lane], left: dict[Port, float], rates: dict[Lane, float]) -> None:
-    """Shares `left` among lanes of one priority, and takes from it what they get.
+    """Shares `left` among lanes of one priority, and subtracts what they get.
 
-    The port that can give each of its lanes the least sets their rate. The others' shares only
-    grow by that, so a heap of shares that may be outdated finds the next such port.
+    The port that can give each of its lanes the least sets their rate. That only increases the
+    shares at other ports, so a heap of shares that may be outdated finds the next such port.
     """
     waiting: dict[Port, dict[Lane, None]] = {}
     for lane in lanes:

@@ -1,10 +1,10 @@
-"""A node's disk in virtual time, with what of it lies in host memory.
+"""A node's disk in virtual time, with the part of it that lies in host memory.
 
-The twin of `services.node.checkpoints.store`.
+It is the twin of `services.node.checkpoints.store`.
 
-Blocks come over the SSD, or over PCIe where a copy is in host memory. `Cache.KEEP_ALIVE` is
-ServerlessLLM's (OSDI 2024): models that were read stay in host memory, the least recently used one
-leaves when there is no room, and each leaves when nobody has used it for a time.
+Blocks come over the SSD, or over PCIe if a copy is in host memory. `Cache.KEEP_ALIVE` is
+ServerlessLLM's cache (OSDI 2024): models that were read stay in host memory. The least recently
+used model leaves when there is no room, and each model leaves when nobody has used it for a time.
 """
 
 from collections import Counter, OrderedDict
@@ -25,24 +25,24 @@ from simulation.systems import Cache
 
 @dataclass(slots=True)
 class _Copy:
-    """Of a model, in host memory."""
+    """A copy of a model in host memory."""
 
     nbytes: dict[int, int] = field(default_factory=dict)
-    """By block."""
+    """Bytes of each block."""
     used_at: float = 0.0
 
 
 class HostCache:
     """LRU over models, with a byte budget and a keep-alive time. Blocks enter one by one.
 
-    A model is used when it is read, and while an accelerator beside has it open.
+    A model counts as used when it is read, and while an accelerator of the machine has it open.
     """
 
     def __init__(self, budget: float, keep_alive_s: float) -> None:
         self._budget = budget
         self._keep_alive_s = keep_alive_s
         self._copies: OrderedDict[ModelId, _Copy] = OrderedDict()
-        """The least recently used one first."""
+        """The least recently used copy is first."""
         self._open: Counter[ModelId] = Counter()
 
     def nbytes(self, at: float) -> int:
@@ -50,7 +50,7 @@ class HostCache:
         return sum(sum(copy.nbytes.values()) for copy in self._copies.values())
 
     def has(self, model: ModelId, block: int, at: float) -> bool:
-        """Whether the block is here; then its model is used."""
+        """Whether the block is here. If so, its model counts as used."""
         self._expire(at)
         copy = self._copies.get(model)
         if copy is None or block not in copy.nbytes:
@@ -59,7 +59,7 @@ class HostCache:
         return True
 
     def put(self, model: ModelId, block: int, nbytes: int, at: float) -> None:
-        """It was read from below: it is kept, if there is room for it beside its own model."""
+        """Keeps a block that was read from below, if there is room for it beside its own model."""
         self._expire(at)
         copy = self._copies.setdefault(model, _Copy())
         self._touch(model, copy, at)
@@ -91,7 +91,8 @@ class HostCache:
 
 
 class ModelledStore:
-    """Every model that it is given, whole. Stands for `Store` where the library asks for one."""
+    """Holds every model that it is given, whole. It stands for `Store` where the library asks for
+    one."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class ModelledStore:
         pcie: Channel,
         host: HostCache,
     ) -> None:
-        """`host` is used with `Cache.KEEP_ALIVE` only; stores of one machine may share it."""
+        """`host` is used with `Cache.KEEP_ALIVE` only. Stores of one machine may share it."""
         self._manifests = {model_id(manifest): manifest for manifest in manifests}
         self._models = {name: Model.of(m) for name, m in self._manifests.items()}
         self._cache = cache
@@ -121,7 +122,8 @@ class ModelledStore:
         return dict(self._manifests)
 
     async def read(self, name: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
-        """As `Store.read`, block by block. Nothing of one is written before it has come whole."""
+        """As `Store.read`, block by block. Nothing of a block is written before all of it has
+        arrived."""
         for each in wanted:
             began = wall_ns()
             try:
@@ -141,7 +143,7 @@ class ModelledStore:
             yield Verified(each.block, chunks, began)
 
     def _manifest(self, name: ModelId, wanted: Wanted) -> Manifest:
-        """NotFound, BadInput: it has no such block."""
+        """The model's manifest. NotFound; BadInput if it has no such block."""
         manifest, index = self._manifests.get(name), wanted.block
         if manifest is None or not 0 <= index < manifest.n_blocks:
             raise NotFound(f"there is no block {index} of model {name} on this disk")

@@ -1,4 +1,5 @@
-"""Nodes, and the streams between them: one transfer is under way, others wait behind it."""
+"""Nodes, and the streams between them. A stream has one transfer under way, while others wait
+behind it."""
 
 import asyncio
 import math
@@ -10,7 +11,7 @@ from shared.errors import TransportError
 from simulation.sharing import Lane, Port
 
 OnEnd = Callable[[TransportError | None], None]
-"""Called once: None when the last byte has arrived, an error if it never will."""
+"""Called once: with None when the last byte has arrived, with an error if it never will."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +24,12 @@ class Node:
     local_out: Port
     local_into: Port
     streams: "dict[Stream, None]" = field(default_factory=dict)
-    """All from it and to it."""
+    """All streams from and to the node."""
     side: int = 0
-    """Of a partition: nodes on other sides can't be reached."""
+    """The side of a partition that it is on. Nodes on other sides cannot be reached."""
     paused: bool = False
     corrupt: int = 0
-    """Reads from it that will still be wrong."""
+    """How many further reads from it will be wrong."""
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
 
@@ -39,9 +40,9 @@ class Transfer:
     stream: "Stream"
     on_end: OnEnd
     first_byte_s: float = math.nan
-    """When its first byte arrived, or will; NaN before that was sent."""
+    """When its first byte arrived or will arrive. NaN before that byte was sent."""
     landing: asyncio.TimerHandle | None = None
-    """All was sent, the last byte is on its way."""
+    """Set while everything was sent and the last byte is on its way."""
 
 
 class Stream(Lane):
@@ -58,7 +59,8 @@ class Stream(Lane):
         latency_s: float,
         on_sent: "Callable[[Stream, Transfer], None]",
     ) -> None:
-        """`on_sent`: the last byte of the first transfer left; it is no longer in the queue."""
+        """`on_sent` is called when the last byte of the first transfer has left, after it was taken
+        from the queue."""
         super().__init__(ports, priority)
         self.src, self.dst = src, dst
         self.queue: deque[Transfer] = deque()
@@ -75,14 +77,15 @@ class Stream(Lane):
             self._begin_first()
 
     def remove(self, transfer: Transfer) -> None:
-        """Of the queue, the first with what was sent of it."""
+        """Removes a transfer from the queue. If it is the first, what was sent of it is dropped
+        too."""
         first = self.queue[0] is transfer
         self.queue.remove(transfer)
         if first:
             self._begin_first()
 
     def set_rate(self, rate: float) -> None:
-        """From now on."""
+        """Sets the rate from now on."""
         if rate == self.rate:
             return
         now = asyncio.get_running_loop().time()

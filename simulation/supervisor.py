@@ -1,7 +1,7 @@
 """One of the cluster's processes: a service on a bus of its own, which may stop, die and come back.
 
-Each runs as a task, under the cluster's task group, as each service ends when something in it
-fails: that then ends the cluster with the same error.
+Each runs as a task under the cluster's task group. As in a service, a failure in any of them ends
+the cluster with the same error.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from simulation.bus import SimBroker
 S = TypeVar("S", bound=Service)
 
 RESTART_S = 1.0
-"""As systemd's (`deploy/systemd`): a process that finds no bus at its start ends, and is begun
-again."""
+"""As systemd does (`deploy/systemd`): a process that finds no bus when it starts ends, and is
+started again."""
 
 
 class Process(Generic[S]):
-    """One life of it. Who comes back under its name is another."""
+    """One life of a process. Whoever comes back under its name is another process."""
 
     def __init__(self, broker: SimBroker, name: str, make: Callable[[Bus], S]) -> None:
         self.name = name
         self.bus: MemoryBus | None = None
         self.service: S | None = None
-        """While it is up."""
+        """Set while the process is up."""
         self._broker = broker
         self._make = make
         self._up = asyncio.Event()
-        """Or has ended."""
+        """Set when it is up, or has ended."""
         self._opened = False
         self._ending = asyncio.Event()
         self._dead = False
@@ -41,7 +41,7 @@ class Process(Generic[S]):
 
     @property
     def running(self) -> S:
-        """Conflict if it is not up."""
+        """The running service. Conflict if it is not up."""
         if self.service is None:
             raise Conflict(f"{self.name} is not up")
         return self.service
@@ -52,14 +52,14 @@ class Process(Generic[S]):
         await self._up.wait()
 
     async def stop(self) -> None:
-        """SIGTERM: in good order, as far as that goes. Returns when it is over."""
+        """Ends it as SIGTERM does: in good order, as far as possible. Returns when it is over."""
         self._ending.set()
         self._up.set()
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def kill(self) -> None:
-        """SIGKILL: nothing that it still does reaches anybody."""
+        """Ends it as SIGKILL does: nothing that it still does reaches anybody."""
         self._broker.crash(self.name)
         self._dead = True
         self.service = None

@@ -1,6 +1,8 @@
-"""Made-up workloads, for what the recorded ones do not show alone; always called synthetic.
+"""Synthetic workloads, for what the recorded ones do not show alone; they are always called
+synthetic.
 
-A workload is written as one word, `KIND:name=value,name=value`; every request has the same lengths.
+A workload is written as one word, `KIND:name=value,name=value`. All its requests have the same
+lengths.
 """
 
 import csv
@@ -16,19 +18,19 @@ from simulation.traces import Row, Workload
 MODEL = "synthetic"
 HOUR_S = 3600.0
 MOST = 500_000
-"""Requests of one workload: more is a slip of the pen."""
+"""The most requests of one workload. More is taken for a typing error."""
 MOST_MODELS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of workload: `numbers` are its parameters and defaults, None where one must be given;
-    `words` the same for those that are no numbers."""
+    """A kind of workload. `numbers` are its parameters with their defaults, None for a parameter
+    that must be given. `words` are the same for parameters that are no numbers."""
 
     arrivals: Callable[["Values", random.Random], Iterator[float]]
-    """In order, in seconds."""
+    """Arrivals in order, in seconds."""
     describe: str
-    """What it is, with its parameters' names in braces."""
+    """A description, with the parameters' names in braces."""
     numbers: Mapping[str, float | None]
     words: Mapping[str, str | None]
 
@@ -72,7 +74,7 @@ def synthesize(text: str, *, seed: int = 0) -> Workload:
 
 
 def _models(text: str, values: Values, rng: random.Random) -> Iterator[str]:
-    """Of request after request: the n-th most popular of the models is asked for with a frequency
+    """The model of request after request. The n-th most popular model is asked for with a frequency
     of 1 / n^skew."""
     count = int(values.numbers["models"])
     if count > MOST_MODELS:
@@ -129,7 +131,7 @@ def _number(text: str, key: str, value: str) -> float:
 
 
 def _gamma(values: Values, rng: random.Random) -> Iterator[float]:
-    """Gaps of a Gamma distribution with mean 1/rate; cv 1 is Poisson, more comes in bursts."""
+    """Gaps of a Gamma distribution with mean 1/rate. cv 1 is Poisson; a larger cv makes bursts."""
     numbers = values.numbers
     shape = numbers["cv"] ** -2
     mean = 1 / numbers["rate"]
@@ -151,7 +153,7 @@ def _spike(values: Values, rng: random.Random) -> Iterator[float]:
 
 
 def _hourly(values: Values, rng: random.Random) -> Iterator[float]:
-    """As many arrivals in each hour as were counted, anywhere in it."""
+    """In each hour as many arrivals as were counted, at random times."""
     counts = _counts(Path(values.words["file"]), int(values.numbers["day"]), values.words["column"])
     hour_s = HOUR_S / values.numbers["compress"]
     for hour, count in sorted(counts.items()):
@@ -159,7 +161,8 @@ def _hourly(values: Values, rng: random.Random) -> Iterator[float]:
 
 
 def _counts(path: Path, day: int, column: str) -> dict[int, int]:
-    """Requests by hour of that day; the file has the columns day, hour and some of counts."""
+    """Requests by hour of that day. The file has the columns day, hour and some columns of
+    counts."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.DictReader(file)

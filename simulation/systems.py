@@ -1,8 +1,8 @@
 """The systems that are compared: each is this project's own services with other strategies.
 
-What differs is how the model gets to a node, what serves meanwhile, and what is kept in host
-memory; the gateway, the scaler, the engine and the hardware are the same for all, so that a
-difference is the strategies'. None of the others' own code runs here.
+They differ in how the model gets to a node, what serves meanwhile, and what is kept in host memory.
+Gateway, scaler, engine and hardware are the same for all, so that a difference is due to the
+strategies. No code of the other systems runs here.
 """
 
 import enum
@@ -17,23 +17,23 @@ class Cache(enum.Enum):
 
     NONE = "none"
     KEEP_ALIVE = "keep-alive"
-    """What was read lately, in a host-memory LRU cache with a keep-alive time."""
+    """Models that were read lately, in an LRU cache in host memory with a keep-alive time."""
     ALL = "all"
     """Every model, in the memory of every host."""
     INSTANT = "instant"
-    """Loading takes no time."""
+    """Everything: loading takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     name: str
     transfer: str
-    """`planner.strategy`"""
+    """The value of `planner.strategy`."""
     serving: str
-    """`planner.serving`"""
+    """The value of `planner.serving`."""
     cache: Cache
     what: str
-    """In words."""
+    """A description in words."""
 
 
 _ALL = (

@@ -1,6 +1,6 @@
 """Recorded workloads: when requests came and how long they were, from their publishers' files.
 
-Four formats are told apart by what is in the file:
+Four formats are recognised by the content of the file:
 
 - Azure LLM inference (Splitwise, ISCA 2024), CSV: TIMESTAMP,ContextTokens,GeneratedTokens
 - BurstGPT (KDD 2025), CSV: Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
@@ -35,15 +35,16 @@ FORMATS = (
     "Response tokens,Total tokens,Log Type` or Mooncake's JSON lines"
 )
 UNIT_S = 0.01
-"""Mooncake's ticks are off by a millisecond here and there."""
+"""Mooncake's ticks are off by a millisecond in places."""
 TICK_S = (1.0, 60.0)
-"""Arrival times that are all multiples of so much may have been rounded (least, most)."""
+"""If all arrival times are multiples of a number in this range (seconds), they may have been
+rounded."""
 TICKS = 20
-"""So many different arrival times at least, before they are called ticks."""
+"""With fewer different arrival times than this, they are not taken for ticks."""
 
 
 class Row(NamedTuple):
-    """A request; arrival in seconds from the start of the workload."""
+    """A request. The arrival is in seconds from the start of the workload."""
 
     arrival_s: float
     prompt_tokens: int
@@ -57,7 +58,7 @@ class Workload:
     rows: tuple[Row, ...]
     """In order of arrival; at least one."""
     notes: tuple[str, ...] = ()
-    """What was done to it, in words, in order."""
+    """What was done to the workload, in words, in order."""
     synthetic: bool = False
 
     @property
@@ -66,9 +67,10 @@ class Workload:
 
 
 def read_trace(path: Path, *, seed: int = 0) -> Workload:
-    """The requests of a file, on its own clock; that of Azure's files starts at their first.
+    """The requests of a file, on its own clock; the clock of Azure's files starts at their first
+    request.
 
-    BadInput names file and line of what cannot be read, and says what was expected there.
+    BadInput names the file and line that cannot be read, and says what was expected there.
     """
     with _opened(path) as file:
         rows = list(_rows(path, file))
@@ -85,7 +87,7 @@ def read_trace(path: Path, *, seed: int = 0) -> Workload:
 
 
 def window(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """The requests of [from_s, until_s); the clock then starts at `from_s`."""
+    """The requests of [from_s, until_s). The clock then starts at `from_s`."""
     kept = tuple(
         row._replace(arrival_s=row.arrival_s - from_s)
         for row in workload.rows
@@ -105,16 +107,17 @@ def window(workload: Workload, from_s: float, until_s: float) -> Workload:
 
 
 def served_by(workload: Workload, names: Mapping[str, str]) -> Workload:
-    """With the names of the models that serve, by those of the trace."""
+    """The workload with the names of the models that serve in place of the trace's names."""
     rows = tuple(row._replace(model=names[row.model]) for row in workload.rows)
     return replace(workload, rows=rows)
 
 
 def clip(workload: Workload, context: Mapping[str, int]) -> Workload:
-    """Requests cut to what their model can take: `context` tokens, prompt and output together.
+    """Cuts requests to what their model can take: `context` tokens, prompt and output together.
 
-    Outputs are cut to half the context, then prompts to what is left. Cut and not refused: the
-    trace came from models with longer contexts, and its arrivals are what is replayed.
+    Outputs are cut to half the context, then prompts to what is left. Requests are cut rather than
+    refused, because the trace came from models with longer contexts and its arrivals are what is
+    replayed.
     """
     rows: list[Row] = []
     clipped = 0
@@ -239,10 +242,10 @@ def _check(row: Row) -> None:
 
 
 def _spread(rows: list[Row], rng: random.Random, notes: list[str]) -> list[Row]:
-    """Arrivals that were rounded down to ticks, evenly at random over their ticks.
+    """Spreads arrivals that were rounded down to ticks evenly at random over their ticks.
 
-    Rounded they are where nearly all share a tick with others: as they stand they would all come
-    as bursts that never were.
+    They count as rounded if nearly all share a tick with others. Left alone, they would all come as
+    bursts that never were.
     """
     arrivals = [round(row.arrival_s / UNIT_S) for row in rows]
     tick = math.gcd(*arrivals)
@@ -263,7 +266,7 @@ def _spread(rows: list[Row], rng: random.Random, notes: list[str]) -> list[Row]:
 
 
 def _usable(rows: list[Row], notes: list[str]) -> list[Row]:
-    """Without the requests that got no tokens (BurstGPT's failures) or gave none."""
+    """The requests without those that got no tokens (BurstGPT's failures) or had no prompt."""
     kinds = Counter(
         "without output (failures)" if not row.output_tokens else "without a prompt"
         for row in rows

@@ -1,8 +1,8 @@
 """The transport over modelled links: real bytes, moved when the network says that they arrive.
 
-The same contract as `tcp` and `memory` (`services/node/transport/base.py`). Regions are real
+It has the contract of `tcp` and `memory` (`services/node/transport/base.py`). Regions are real
 buffers and are really copied, so that digests are checked and wrong bytes are found. A model may be
-simulated in a small part of its size: one real byte of a region then stands for `unit` of them.
+simulated in a small part of its size: one real byte of a region then stands for `unit` bytes.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from simulation.network import Network
 from simulation.streams import Transfer
 
 ONE_CHUNK = 1
-"""For movers' `read_bytes`: a modelled read's bytes come all at once, so that what is read together
-is forwarded together."""
+"""For movers' `read_bytes`: they read one chunk at a time. The bytes of a modelled read arrive all
+at once, so chunks that are read together would only be forwarded together."""
 MESSAGES = -1
-"""Their priority: ahead of every read's, which is a step of a plan."""
+"""The priority of messages, ahead of every read's, which is a step of a plan."""
 
 
 class Ends:
     """The transports of one network, by address."""
 
     def __init__(self, network: Network, *, unit: int = 1, silence_s: float = 1.0) -> None:
-        """`unit`: bytes that one byte of a region stands for. `silence_s`: a peer that can't be
-        reached for so long is lost."""
+        """`unit`: bytes that one byte of a region stands for. `silence_s`: a peer that cannot be
+        reached for this long is lost."""
         self.network = network
         self.unit = unit
         self.silence_s = silence_s
@@ -60,7 +60,8 @@ class Ends:
         return end
 
     def _look_after(self, node: str) -> None:
-        """Its connections, now that it reaches others than before, or is dead."""
+        """Looks after the node's connections, because it now reaches other nodes than before, or is
+        dead."""
         end = self._ends.get(address_of(node))
         if end is None:
             return
@@ -86,9 +87,9 @@ class Link:
     """A connection between two ends."""
 
     messages: dict[Transfer, None] = field(default_factory=dict)
-    """On their way, in either direction."""
+    """Messages on their way, in either direction."""
     silence: asyncio.TimerHandle | None = None
-    """Breaks it, unless the ends reach each other before."""
+    """Breaks the connection, unless the ends reach each other before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,7 @@ class _Read:
     priority: int
     done: "asyncio.Future[ReadResult]"
     transfer: Transfer | None = None
-    """None: the source has not begun to send."""
+    """None while the source has not begun to send."""
     asking: asyncio.TimerHandle | None = None
 
     @property
@@ -126,9 +127,9 @@ class ModelledTransport:
         self._on_peer_lost = on_peer_lost
         self._regions = Regions()
         self._reads: dict[_Read, None] = {}
-        """Made by this end."""
+        """Reads that this end makes."""
         self._asked: dict[str, dict[_Read, None]] = {}
-        """Made of this end's regions."""
+        """Reads that others make of this end's regions."""
         self._open = False
 
     @property
@@ -149,7 +150,7 @@ class ModelledTransport:
         self.end(f"{self.address}: the peer closed")
 
     def end(self, why: str) -> None:
-        """Closes it; peers learn why. It may be closed already."""
+        """Closes this end, and tells peers why. It may be closed already."""
         self._open = False
         self._ends.leave(self)
         for read in list(self._reads):
@@ -159,7 +160,7 @@ class ModelledTransport:
             peer.lose(self, why)
 
     def lose(self, peer: "ModelledTransport", why: str, *, silent: bool = False) -> None:
-        """The connection to the peer broke; `silent`: it only stopped sending."""
+        """Breaks the connection to the peer. `silent`: the peer only stopped sending."""
         self._unlink(peer)
         for read in [read for read in self._reads if read.source is peer]:
             within = silent and read.transfer is not None
@@ -241,7 +242,7 @@ class ModelledTransport:
         link.messages[message] = None
 
     async def _link(self, address: str) -> "ModelledTransport":
-        """The peer, once a connection stands."""
+        """The peer, once a connection to it stands."""
         if not self._open:
             raise PeerLost("this transport is closed")
         peer = self._ends.find(address)
@@ -283,7 +284,7 @@ class ModelledTransport:
         )
 
     def _copy(self, read: _Read) -> None:
-        """All of it has arrived."""
+        """Copies the bytes of a read, all of which have arrived."""
         if read.done.done() or read.transfer is None:
             return
         region = self._regions.find(read.region, read.offset, len(read.into))
@@ -311,8 +312,8 @@ def address_of(node: str) -> str:
 
 
 def _joined(payload: Sequence[Buffer]) -> memoryview:
-    """The receiver's own, but for a single part: modelled hidden states are never written to, and
-    would take long to copy."""
+    """The payload as the receiver's own copy; a single part is not copied, because modelled hidden
+    states are never written to and copying them would take long."""
     if len(payload) == 1:
         return memoryview(payload[0]).cast("B")
     return memoryview(bytearray().join(payload))

@@ -1,7 +1,7 @@
 """The node's engine in virtual time: the twin of `services.node.execution.worker`.
 
 The scheduler and the steps are the node's own; only the waiting differs. A step sets one timer for
-when it is over, and calls run at once, as they do in the thread while a step waits for its time.
+its end, and calls run at once, as they do in the thread while a step waits for its time.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from simulation.store import HostCache
 class ModelledWorker:
     """`send` and `emit` must not call back before they return.
 
-    A block whose model was closed and opened again in the same memory was asleep in host memory
-    meanwhile: attaching it takes its way over `pcie`. One that has just been written there went
-    to the accelerator as it came.
+    If a model was closed and opened again in the same memory, its blocks were in host memory
+    meanwhile, so attaching a block takes the time of `pcie`. A block that was just written there
+    went to the accelerator as it arrived.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ModelledWorker:
         """Where each block was last attached."""
         self._asleep: set[tuple[ModelId, int]] = set()
         self._next: asyncio.Handle | None = None
-        """The end of the step that runs, or the begin of the next one."""
+        """The end of the step that runs, or the begin of the next step."""
         self._ended = asyncio.Event()
         self._error: Exception | None = None
 
@@ -74,16 +74,16 @@ class ModelledWorker:
         self._loop = asyncio.get_running_loop()
 
     async def ready(self) -> None:
-        """At once."""
+        """Returns at once."""
 
     async def wait(self) -> None:
-        """Until it is stopped, or has failed; raises what it failed with."""
+        """Waits until it is stopped or has failed, and raises what it failed with."""
         await self._ended.wait()
         if self._error is not None:
             raise self._error
 
     async def stop(self) -> None:
-        """Fails what is running; its gateways resume it elsewhere."""
+        """Fails everything that is running. Its gateways resume it elsewhere."""
         if not self._ended.is_set():
             self._steps.close()
             self._end()
@@ -94,7 +94,7 @@ class ModelledWorker:
         self._host.on_open(model_id)
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
-        """Nothing: simulated tokens are no text."""
+        """Does nothing: simulated tokens are no text."""
 
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
         key = model_id, block
@@ -113,7 +113,7 @@ class ModelledWorker:
         self._asleep |= {(model_id, block) for block in held}
 
     async def submit(self, submit: Submit) -> None:
-        """As Worker.submit, with its errors."""
+        """The same as Worker.submit, with its errors."""
         self._do(lambda steps: steps.submit(submit))
 
     def cancel(self, cancel: Cancel) -> None:
@@ -153,7 +153,7 @@ class ModelledWorker:
     # --- steps --------------------------------------------------------------
 
     def _begin(self) -> None:
-        """All calls of one moment are in before a sweep is begun."""
+        """Begins the next step once all calls of this moment are in."""
         try:
             until = self._steps.begin(now())
             self._steps.flush()
