@@ -1,6 +1,7 @@
 """`lambdascale gateway|planner|registry|node`: one service, until SIGINT or SIGTERM."""
 
 import argparse
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from shared.service import Service, serve_until_signal
 HAND_OVER_S = 0.0005
 """How long a thread that computes may keep the others of its process waiting: they plan, move bytes
 and answer. Python's own choice is ten times that."""
+FEW_FILES = 4096
+"""Open files; each connection of a client, a peer or NATS is one."""
 HELP = {
     "gateway": "HTTP in, OpenAI-style; routes requests over instances",
     "planner": "decides on instances, plans and watches scaling events",
@@ -69,6 +72,12 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def raise_open_files() -> None:
+    """Lets the process have as many open files as its hard limit allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 MAKERS: dict[str, Callable[[Bus, Config], Service]] = {
     "gateway": _gateway,
     "planner": _planner,
@@ -91,6 +100,7 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load(args.config)
+    raise_open_files()
     sys.setswitchinterval(HAND_OVER_S)
     uvloop.run(_run(args.role, config))
     return 0
@@ -99,6 +109,13 @@ def run(args: argparse.Namespace) -> int:
 async def _run(role: str, config: Config) -> None:
     name = {"gateway": config.gateway.id, "node": config.node.id}.get(role, role)
     telemetry.configure(name, config.telemetry)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < FEW_FILES:
+        telemetry.logger(role, name=name).warning(
+            "few open files allowed: connections beyond them are refused",
+            limit=files,
+            mend=f"raise the hard limit to {FEW_FILES} or more: ulimit -Hn, LimitNOFILE=",
+        )
     try:
         async with NatsBus(config.bus, name) as bus:
             service = MAKERS[role](bus, config)

@@ -24,7 +24,7 @@ from services.gateway.metrics import Metrics
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
-from shared.errors import BusError, LambdaScaleError
+from shared.errors import BusError, LambdaScaleError, NoResponders
 from shared.ids import RequestId
 from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet
@@ -32,6 +32,7 @@ from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 5.0
+NO_BUS = "the gateway is not connected to NATS: try again later"
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -144,7 +145,7 @@ class Frontend:
 
     def _end(self, command: End) -> None:
         if call := self._forget(command.request):
-            call.take(command)
+            call.take(command if self._bus.is_up else End(command.request, BusError(NO_BUS)))
 
     def _forget(self, request: RequestId) -> Call | None:
         call = self._calls.pop(request, None)
@@ -158,7 +159,9 @@ class Frontend:
         try:
             subject = subjects.node_submit(command.node)
             await self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
-        except LambdaScaleError as error:
+        except LambdaScaleError as failure:
+            # Without a connection no instance is at fault: the request waits until there is one.
+            error = failure if self._bus.is_up else NoResponders(NO_BUS)
             self._log.info(
                 "attempt not taken",
                 request=submit.request,

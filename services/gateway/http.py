@@ -13,7 +13,7 @@ from aiohttp import web
 from services.gateway import classify
 from services.gateway.answers import WAITING, Answers
 from services.gateway.catalog import Catalog
-from services.gateway.frontend import Frontend
+from services.gateway.frontend import NO_BUS, Frontend
 from services.gateway.generation import Generation, choices_of, prompts_of
 from services.gateway.grammars import GrammarChecker
 from services.gateway.images import ImageDecoder
@@ -51,7 +51,10 @@ class Api:
         frontend: Frontend,
         metrics: Metrics,
         log: structlog.stdlib.BoundLogger,
+        *,
+        connected: Callable[[], bool],
     ) -> None:
+        """`connected`: the control bus is there, or was a moment ago."""
         self.draining = False
         """Nothing new is taken."""
         self._keys = [bytes.fromhex(key) for key in config.api_keys]
@@ -63,6 +66,7 @@ class Api:
         self._frontend = frontend
         self._metrics = metrics
         self._log = log
+        self._connected = connected
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer])
@@ -117,6 +121,8 @@ class Api:
     # --- pages ---------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        if not self._connected():
+            return web.json_response({"status": "disconnected", "error": NO_BUS}, status=503)
         return web.json_response({"status": "draining" if self.draining else "ok"})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
@@ -202,6 +208,8 @@ class Api:
     def _check_ready(self) -> None:
         if self.draining:
             raise ApiError(503, "the gateway is stopping", retry_after=1)
+        if not self._connected():
+            raise of_error(BusError(NO_BUS))
         if not self._catalog.known:
             message = "the gateway is starting: the registry has not answered yet"
             raise ApiError(503, message, retry_after=1)

@@ -13,7 +13,7 @@ import msgspec
 
 from services.gateway.unsupported import Unsupported, refusal
 from shared import grammar
-from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
+from shared.errors import BadInput, BusError, CapacityExceeded, LambdaScaleError, NotFound
 from shared.messages.serving import LogitRules, Sampling
 
 MAX_STOPS = 64
@@ -60,6 +60,8 @@ def of_error(error: LambdaScaleError) -> ApiError:
             return ApiError(404, str(error), param="model", code="model_not_found")
         case CapacityExceeded():
             return ApiError(429, str(error), code="capacity", retry_after=1)
+        case BusError():
+            return ApiError(503, str(error), code=error.code, retry_after=1)
     return ApiError(500, str(error), code=error.code)
 
 

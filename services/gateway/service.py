@@ -42,6 +42,8 @@ REFRESH_S = 5.0
 """Between questions after that: a broadcast may have been missed."""
 ASK_TIMEOUT_S = 2.0
 STALL_S = 30.0
+BUS_PATIENCE_S = 5.0
+"""New requests are refused once the bus is away for longer than this; NATS restarts in less."""
 HANG_UP_S = 0.5
 """Connections get this long after the drain, to take their last bytes."""
 
@@ -70,6 +72,8 @@ class GatewayService(Service):
         """Where HTTP is served; known once the service is open."""
         self._listen = listen
         self._api: Api | None = None
+        self._up_at = float("-inf")
+        """When the bus was last seen connected."""
 
     async def open(self) -> None:
         self._check_keys()
@@ -96,7 +100,13 @@ class GatewayService(Service):
         grammars = GrammarChecker()
         self.resources.push_async_callback(grammars.close)
         self._api = api = Api(
-            config, self._catalog, grammars, self.frontend, self._metrics, self.log
+            config,
+            self._catalog,
+            grammars,
+            self.frontend,
+            self._metrics,
+            self.log,
+            connected=self._connected,
         )
         # A client that leaves cancels its handler, and the handler its requests.
         runner = web.AppRunner(
@@ -125,6 +135,9 @@ class GatewayService(Service):
         if self._api is not None:
             self._api.draining = True
         await self.frontend.idle()
+
+    def _connected(self) -> bool:
+        return self._bus.is_up or now() - self._up_at < BUS_PATIENCE_S
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.spawn(work, name=name)
@@ -209,6 +222,8 @@ class GatewayService(Service):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            if self._bus.is_up:
+                self._up_at = now()
             self.frontend.run(self._dispatch.on_tick(now()))
 
     async def _report(self) -> None:

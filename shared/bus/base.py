@@ -95,6 +95,10 @@ class Bus(Protocol):
         traceback: TracebackType | None,
     ) -> None: ...
 
+    @property
+    def is_up(self) -> bool:
+        """It is connected right now."""
+
     async def publish(self, subject: str, message: Message) -> None:
         """Fire and forget; while disconnected it is buffered up to the client's limit."""
 

@@ -172,6 +172,10 @@ class MemoryBus(Delivery):
         await self.tasks.close()
         self._broker.disconnect(self)
 
+    @property
+    def is_up(self) -> bool:
+        return self._open
+
     def check_open(self) -> None:
         if not self._open:
             raise BusError(f"{self.name}: the bus is not open")

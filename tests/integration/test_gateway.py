@@ -3,14 +3,24 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import aiohttp
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from services.local.nats_server import NatsServer
 from shared.bus.nats import NatsBus
-from shared.config import BusConfig
-from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, path, replica, running
+from shared.config import BusConfig, GatewayConfig
+from tests.unit.gateway.support import (
+    CONTEXT,
+    NAME,
+    PATIENCE_S,
+    Cluster,
+    ids_of,
+    path,
+    replica,
+    running,
+)
 
 TEXT = "Grüße aus dem Gateway 🎉, and so on"
 HI: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]
@@ -111,3 +121,41 @@ async def test_a_client_that_leaves_cancels(cluster: Cluster, client: openai.Asy
     await anext(stream)
     await stream.close()
     await node.until(lambda: bool(node.cancels))
+
+
+async def health(http: aiohttp.ClientSession, status: int) -> None:
+    """Waits until it is so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with http.get("/health") as response:
+                if response.status == status:
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def test_without_nats_requests_are_told_to_come_back(
+    restartable: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.frontend.SUBMIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("services.gateway.service.BUS_PATIENCE_S", 0)
+    config, bus = GatewayConfig(queue_timeout_s=0.5), BusConfig(url=restartable.url)
+    buses = NatsBus(bus, "others"), NatsBus(bus, "gateway")
+    body = {"model": NAME, "prompt": "a", "max_tokens": 100}
+    async with (
+        running(replica(1), config=config, buses=buses) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        cluster.nodes[1].script = lambda submit: ids_of(TEXT)
+        await restartable.kill()
+        await health(http, 503)
+        for patience in (0, 1000):
+            monkeypatch.setattr("services.gateway.service.BUS_PATIENCE_S", patience)
+            async with http.post("/v1/completions", json=body) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                assert "NATS" in (await response.json())["error"]["message"]
+        monkeypatch.setattr("services.gateway.service.BUS_PATIENCE_S", 0)
+        await restartable.start()
+        await health(http, 200)
+        async with http.post("/v1/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["text"] == TEXT

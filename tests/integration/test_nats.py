@@ -3,7 +3,6 @@
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -39,16 +38,6 @@ async def flood(bus: Bus) -> None:
 
 def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
-
-
-@pytest.fixture
-async def restartable(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    """A server that comes back at the same address with the same store."""
-    directory = tmp_path / "nats"
-    async with NatsServer(directory) as first:
-        port = port_of(first.url)
-    async with NatsServer(directory, port=port) as server:
-        yield server
 
 
 async def serving_again(bus: Bus, subject: str) -> None:

@@ -1,8 +1,10 @@
 """What a service is told about its configuration before it runs."""
 
+import resource
+
 import pytest
 
-from services.cli.run_service import buses_elsewhere
+from services.cli.run_service import buses_elsewhere, raise_open_files
 from shared.config import BusConfig, Config, NodeConfig
 
 
@@ -21,3 +23,13 @@ def test_a_node_that_others_cannot_reach_is_found_out(
 ) -> None:
     config = Config(bus=BusConfig(url=url), node=NodeConfig(host=host))
     assert buses_elsewhere(config) == elsewhere
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
