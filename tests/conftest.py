@@ -37,12 +37,29 @@ def _torch_has_a_gpu() -> bool:
         return False
 
 
+# Threads that wait for each other must not spin where other tests want the processors; and they
+# are equally many on every machine, in the processes that tests start too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
 if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+LONGEST = ("tests/rdma/", "tests/integration/", "tests/contract/")
+"""They begin first where tests run side by side, so that none is left at the end to wait for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        begins = (item.nodeid.startswith(folder) for folder in LONGEST)
+        return next((place for place, long in enumerate(begins) if long), len(LONGEST))
+
+    items.sort(key=place)
 
 
 class VirtualTime(VirtualLoop):

@@ -1,38 +1,108 @@
-"""`lambdascale test`: formatting, lint, types and the whole test suite."""
+"""`lambdascale test`: formatting, lint and types beside the tests."""
 
 import argparse
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CHECKS = {
-    "ruff format": ["ruff", "format", "--check", "--quiet", "."],
-    "ruff check": ["ruff", "check", "--quiet", "."],
-    "mypy": ["mypy"],
-}
+FAST = (
+    "tests/property",
+    "tests/unit/cli/test_main.py",
+    "tests/unit/planner",
+    "tests/unit/registry",
+    "tests/unit/shared",
+    "tests/unit/test_imports.py",
+    "tests/unit/test_virtual_time.py",
+)
+"""Pure cores, and shells over a bus in memory: nothing here takes torch or other processes."""
+MOST_WORKERS = 8
+"""Each needs up to 1 GB, and more for the processes that its tests start."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "test",
-        help="check formatting, lint and types, then run the test suite",
-        description="Checks formatting, lint and types, then runs the whole test suite. Further "
-        "arguments go to pytest (try -k NAME); with any, only pytest runs.",
-        usage="lambdascale test [-h] [PYTEST ARGUMENT ...]",
+        help="check formatting, lint and types, and run the test suite",
+        description="Checks formatting, lint and types, and runs the whole test suite beside them, "
+        "in several processes. With PATHs (of tests; PATH::NAME, too) it runs those tests in one "
+        "process, and checks them and the package that they are named after. All other arguments "
+        "go to pytest: try -k NAME, or -x.",
+        usage="lambdascale test [-h] [--fast] [PATH ...] [PYTEST ARGUMENT ...]",
+    )
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="only the tests that need neither torch nor other processes (a minute)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    failed = [] if args.rest else [name for name, command in CHECKS.items() if _run(command)]
-    if _run(["pytest", *args.rest]):
-        failed.append("pytest")
+    """Format and lint take a second and are told first. Types are checked while the tests run."""
+    paths = _paths(args.rest)
+    checked = [str(path) for path in _checked(paths)]
+    failed = [
+        name
+        for name, command in (
+            ("ruff format", ["ruff", "format", "--check", "--quiet", "--diff"]),
+            ("ruff check", ["ruff", "check", "--quiet"]),
+        )
+        if _start([*command, *(checked or ["."])]).wait()
+    ]
+    with (
+        _start(["mypy", *checked], stdout=subprocess.PIPE) as types,
+        _start(["pytest", *_pytest_arguments(args.rest, paths, fast=args.fast)]) as tests,
+    ):
+        if tests.wait():
+            failed.append("pytest")
+        said, _ = types.communicate()  # the last lines, not somewhere among the tests' dots
+        sys.stdout.write(said)
+        if types.returncode:
+            failed.append("mypy")
     if failed:
         sys.stderr.write(f"lambdascale: failed: {', '.join(failed)}\n")
     return 1 if failed else 0
 
 
-def _run(command: list[str]) -> int:
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
+def _start(command: list[str], stdout: int | None = None) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, text=True, stdout=stdout)
+
+
+def workers(cores: int) -> int:
+    """Processes that run tests: one more than cores, because some tests wait."""
+    return min(cores + 1, MOST_WORKERS)
+
+
+def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool) -> list[str]:
+    """A file's tests stay in one process, so that they share its fixtures."""
+    if paths:
+        return list(rest)
+    side_by_side = ["-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
+    return [*side_by_side, "--no-loadscope-reorder", *rest, *(FAST if fast else ())]
+
+
+def _paths(rest: Sequence[str]) -> list[Path]:
+    """The files and folders, relative to ROOT, that are among pytest's arguments."""
+    names = [word.partition("::")[0] for word in rest if not word.startswith("-")]
+    return [Path(name) for name in names if (ROOT / name).exists()]
+
+
+def _checked(paths: Sequence[Path]) -> list[Path]:
+    """The paths and what they test: services/planner for tests/unit/planner/test_costs.py."""
+    return sorted({*paths, *(source for path in paths if (source := _tested(path)))})
+
+
+def _tested(path: Path) -> Path | None:
+    """The longest name in the sources that this one of tests/unit mirrors."""
+    if path.parts[:2] != ("tests", "unit"):
+        return None
+    for end in range(len(path.parts), 2, -1):
+        mirrored = Path(*path.parts[2:end])
+        for source in (Path("services") / mirrored, mirrored):
+            if (ROOT / source).is_dir():
+                return source
+    return None

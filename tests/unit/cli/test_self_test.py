@@ -1,0 +1,55 @@
+"""`lambdascale test`: what it checks, what it runs, and that the fast part stays fast."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli import self_test
+from services.cli.self_test import FAST, ROOT
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_fast_tests_take_no_torch() -> None:
+    files = [
+        file
+        for path in map(ROOT.joinpath, FAST)
+        for file in (sorted(path.glob("**/test_*.py")) if path.is_dir() else [path])
+    ]
+    assert files
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    command = [sys.executable, "-c", IMPORT_ALL, "tests.conftest", *modules]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        (["-k", "costs"], []),
+        (["tests/unit/planner/test_costs.py::test_x[1]"],
+         ["services/planner", "tests/unit/planner/test_costs.py"]),
+        (["-x", "tests/unit/planner/multicast"],
+         ["services/planner", "tests/unit/planner/multicast"]),
+        (["tests/unit/simulation", "tests/sim"],
+         ["simulation", "tests/sim", "tests/unit/simulation"]),
+    ],
+)  # fmt: skip
+def test_paths_are_checked_with_what_they_test(rest: list[str], expected: list[str]) -> None:
+    assert self_test._checked(self_test._paths(rest)) == [Path(name) for name in expected]
+
+
+def test_a_failure_of_any_check_is_named_and_is_the_exit_code(tmp_path: Path) -> None:
+    bad = tmp_path / "test_bad.py"
+    bad.write_text("def test_x( ) -> None:\n    assert False, 1 + 'x'\n")
+    command = [sys.executable, "-m", "services.cli", "test", "-p", "no:cacheprovider", str(bad)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "lambdascale: failed: ruff format, ruff check, pytest, mypy"
