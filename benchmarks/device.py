@@ -1,10 +1,10 @@
-"""How fast blocks go from the host's arena to the device's, beside one plain copy of the same
-bytes from page-locked memory in the same run. Bar: 0.9 of it. And how fast parts of 4 MiB that come
-from a device are there and on the host, where they are checked.
+"""How fast blocks go from the host's arena to the device's, beside one plain copy of the same bytes
+from page-locked memory in the same run. Bar: 0.9 of the plain copy. It also measures how fast parts
+of 4 MiB that come from another device are on this device and on the host, where they are checked.
 
     python -m benchmarks.device [--mib 1024] [--block-mib 128] [--runs 7]
 
-Needs a GPU; without one it says so and exits with 2.
+Needs a GPU; without a GPU it says so and exits with 2.
 """
 
 import argparse
@@ -28,14 +28,14 @@ DEVICE = torch.device("cuda:0")
 
 
 class BufferedLink(CudaLink):
-    """As on a machine that does not let the arena be page-locked."""
+    """A link on a machine that does not allow page-locking the arena."""
 
     def lock(self, memory: memoryview) -> None:
         raise CapacityExceeded("left out, to measure the way through buffers")
 
 
 def plain(nbytes: int, runs: int) -> float:
-    """Bytes/s, median: one copy of all."""
+    """Median bytes/s of one copy of everything."""
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
     target = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
 
@@ -50,7 +50,7 @@ def plain(nbytes: int, runs: int) -> float:
 
 
 async def ours(nbytes: int, block: int, runs: int, link: Callable[[torch.device], Link]) -> float:
-    """Bytes/s, median: block after block, as a node attaches them."""
+    """Median bytes/s, block after block, as a node attaches them."""
     arena = Arena(nbytes)
     memory = arena.allocate(nbytes).memory
     blocks = [memory[start : start + block] for start in range(0, nbytes, block)]
@@ -65,7 +65,7 @@ async def ours(nbytes: int, block: int, runs: int, link: Callable[[torch.device]
 
 
 async def down(nbytes: int, runs: int) -> float:
-    """Bytes/s, median: part after part, as a reader takes them from a peer's device; the peer's
+    """Median bytes/s, part after part, as a reader takes them from a peer's device. The peer's
     memory is this device's own."""
     arena = Arena(nbytes)
     memory = arena.allocate(nbytes).memory

@@ -1,10 +1,12 @@
-"""How fast a packed model comes from the disk into host memory, checked, beside a plain direct
-reader of the same files in the same run (what fio's psync engine does: as many threads, requests
-of the same size, O_DIRECT, into the same memory; nothing else), and a buffered read in sequence.
+"""How fast a packed model comes from the disk into host memory, with its digests checked.
+
+It is measured beside a plain direct reader of the same files in the same run (as fio's psync engine
+does it: as many threads, requests of the same size, O_DIRECT, into the same memory, and nothing
+else), and beside a buffered sequential read.
 
     python -m benchmarks.disk [--mib 1024] [--runs 7] [--dir DIR] [--json]
 
-The bar: at least 0.9 of the plain reader. The page cache is empty of the files before each run.
+Bar: at least 0.9 of the plain reader. Before each run the files are taken out of the page cache.
 """
 
 import argparse
@@ -32,7 +34,8 @@ MIB = 1 << 20
 BAR = 0.9
 HIDDEN = 1024
 LAYER_BYTES = 4 * HIDDEN * HIDDEN * 23 // 2
-"""Of the checkpoint that is made, in fp32; its embedding and its head are about as large."""
+"""Bytes of a layer of the checkpoint that is made, in fp32. Its embedding and its head are about as
+large."""
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Bench:
             self.ours()
 
     def plain(self) -> None:
-        """Whole pages only: a few hundred bytes a block less."""
+        """Reads whole pages only, which is a few hundred bytes less for each block."""
         descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in self.files]
         requests = (
             (descriptor, offset, into[offset : min(offset + REQUEST, len(into) // PAGE * PAGE)])

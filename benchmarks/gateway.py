@@ -1,8 +1,9 @@
-"""What the gateway adds to a request: the same request over HTTP and straight to the node.
+"""The time that the gateway adds to a request: the same request over HTTP, and straight to the
+node.
 
-Run: .venv/bin/python -m benchmarks.gateway. A real cluster of one node with a tiny model on this
-machine; requests of one token alternate between both doors, one at a time. The peer is the node's
-own answer over NATS; the figure is the difference of the medians.
+Run: .venv/bin/python -m benchmarks.gateway. It starts a real cluster of one node with a tiny model
+on this machine. Requests of one token alternate between both doors, one at a time. The peer is the
+node's own answer over NATS; the figure is the difference of the medians.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ SPEC = CheckpointSpec(
 
 
 async def over_http(session: aiohttp.ClientSession, url: str) -> float:
-    """Seconds from sending a request to the first token's event."""
+    """Seconds from sending a request to the event of the first token."""
     body = {"model": MODEL, "prompt": list(PROMPT), "max_tokens": 1, "temperature": 0,
             "ignore_eos": True, "stream": True, "return_token_ids": True}  # fmt: skip
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine that a figure was measured on."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Its processor and how many cores of it this process may use."""
+    """The processor, and how many of its cores this process may use."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,7 +1,7 @@
-"""What planning costs, and what plans are worth: time, steps, capacity while loading.
+"""What planning costs and what plans are worth: time, steps, capacity while loading.
 
-Run: .venv/bin/python -m benchmarks.planning. Steps are held against the lower bound, capacity
-against the two ways of serving that the papers have: once a node is complete, and over fixed
+Run: .venv/bin/python -m benchmarks.planning. Steps are compared with the lower bound. Capacity is
+compared with the two ways of serving in the papers: once a node is complete, and over fixed
 pipelines of destinations (λScale, Algorithm 2).
 """
 
@@ -24,12 +24,12 @@ RATE = 1.25e9
 OVERHEAD_S = 0.001
 SIZES = (100_000_000,) * 64
 CHUNK = 4 << 20
-"""What importing a model of this size makes."""
+"""The chunk size that importing a model of this size gives."""
 
 
 def capacities(schedule: Schedule) -> tuple[float, float, float]:
-    """Mean capacity over the loading window as a share of the final one, (paths over pools, fixed
-    pipelines, complete nodes only)."""
+    """Mean capacity over the loading window as a share of the final capacity: (paths over pools,
+    fixed pipelines, complete nodes only)."""
     nodes, blocks = schedule.nodes, schedule.blocks
     pipelines = fixed_pipelines(nodes, blocks, schedule.sources)
     pools, fixed, complete = 0.0, 0.0, 0.0
@@ -49,7 +49,7 @@ def capacities(schedule: Schedule) -> tuple[float, float, float]:
 
 
 def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
-    """(CPU, wall clock), the least of five runs of each."""
+    """(CPU, wall clock), each the least of five runs."""
     cpu, wall = [], []
     for _ in range(5):
         began = time.process_time(), time.perf_counter()
@@ -72,7 +72,7 @@ def times() -> None:
 
 
 def racks(count: int, size: int) -> Fabric:
-    """Racks whose trunk is as wide as one node's port."""
+    """Racks whose trunks are as wide as one node's port."""
     ports = tuple(Port(RATE, RATE, rack=str(node // size)) for node in range(count * size))
     return Fabric(ports, OVERHEAD_S, {str(rack): RATE for rack in range(count)})
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.predictions [--real] [--nodes 3,5,8] [--rates 40,100] [--rounds 3]
 
-Without --real: the planner's prediction over what the nodes' own movers take in virtual time, by
-fabric and strategy, for blocks of 1, 4 and 16 chunks. With it: events of a cluster of processes on
-this machine, with links paced to --rates (10^6 bits a second); medians of --rounds.
+Without --real: the planner's prediction over the time of the nodes' own movers in virtual time, by
+fabric and strategy, for blocks of 1, 4 and 16 chunks. With --real: events of a cluster of processes
+on this machine, with links paced to --rates (10^6 bits a second); medians of --rounds.
 """
 
 import argparse
@@ -40,8 +40,8 @@ MEASURED = ("all_complete_s", "first_complete_s", "first_path_s")
 
 
 def fabrics(nodes: int) -> Iterator[tuple[str, Fabric]]:
-    """Two racks whose trunks are as wide as one port; a quarter of the nodes of a quarter of the
-    speed."""
+    """The fabrics by name: among them two racks whose trunks are as wide as one port, and a quarter
+    of the nodes at a quarter of the speed."""
     yield "uniform", uniform(nodes, RATE)
     racks = tuple(Port(RATE, RATE, rack="ab"[node * 2 // nodes]) for node in range(nodes))
     yield "racks", Fabric(racks, 0.0, {"a": RATE, "b": RATE})
@@ -117,7 +117,8 @@ async def events(
 
 
 async def scaled(bus: Bus, watch: Watch, nodes: int) -> EventRecord:
-    """From one node to all, and back. (The event begins once nodes have freed their memory.)"""
+    """Scales from one node to all, and back. (The event begins once nodes have freed their
+    memory.)"""
     before = set(watch.records)
     await ask(bus, subjects.PLANNER_SCALE, request(nodes), ScaleAccepted)
     while not (done := complete(watch, before)):
@@ -155,7 +156,7 @@ def row(records: Sequence[EventRecord]) -> str:
 
 
 def median(timings: Sequence[Timings], name: str) -> float:
-    """NaN where it was not seen in every event."""
+    """NaN if some event lacks the value."""
     return statistics.median(
         float("nan") if (at := getattr(each, name)) is None else at for each in timings
     )

@@ -1,8 +1,10 @@
-"""Products with a small Llama's weights in every form, beside oneDNN's: ms a pass, by rows.
+"""Products with a small Llama's weights in every form, beside oneDNN's: ms for a pass, by number of
+rows.
 
     python -m benchmarks.products [--rows 1,4,16,64,256] [--runs 9] [--threads 0]
 
-All forms take turns in every run, so that what drifts on the machine hits all alike; medians.
+All forms take turns in every run, so that a drift of the machine affects all alike. Medians are
+printed.
 """
 
 import argparse
@@ -20,14 +22,14 @@ from services.node.engine.linear import Form, linear
 WIDTH, INNER, VOCAB, LAYERS = 768, 2048, 32_000, 12
 LAYER = ((WIDTH, 1280), (WIDTH, WIDTH), (WIDTH, 2 * INNER), (INNER, WIDTH))
 SHAPES = LAYER * LAYERS + ((WIDTH, VOCAB),)
-"""[in, out] of qkv, o, gate and up, and down; and of the head."""
+"""[in, out] of qkv, o, gate and up, and down; then of the head."""
 ONEDNN = "oneDNN"
 
 Product = Callable[[Tensor], Tensor]
 
 
 def onednn(weight: Tensor) -> Product:
-    """Packed as oneDNN has it."""
+    """A product with the weight packed by oneDNN."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 

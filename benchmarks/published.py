@@ -1,9 +1,9 @@
 """What the papers measured, beside what this project gives in the same setting, simulated.
 
-Run: .venv/bin/python -m benchmarks.published [--traces DIR] [SECTION ...]. The real services run
-on modelled H800 nodes with 400 Gbit/s each; the other systems are strategies of the same planner
-(`lambdascale simulate --help`). `multicast` and `ramp` take a minute; `trace` needs a recorded
-trace and takes several.
+Run: .venv/bin/python -m benchmarks.published [--traces DIR] [SECTION ...]. The real services run on
+modelled H800 nodes with 400 Gbit/s each; the other systems are strategies of the same planner
+(`lambdascale simulate --help`). `multicast` and `ramp` take a minute. `trace` needs a recorded
+trace and takes several minutes.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def cluster(system: str, nodes: int) -> ClusterSpec:
 
 
 async def scale_out(spec: ClusterSpec) -> EventRecord:
-    """From one replica to one on every node of an idle cluster."""
+    """Scales from one replica to one on every node of an idle cluster."""
     async with Cluster(spec) as running:
         await running.serving()
         await asyncio.sleep(5)
@@ -76,7 +76,7 @@ async def scale_out(spec: ClusterSpec) -> EventRecord:
 
 
 def multicast_s(strategy: str, nodes: int) -> tuple[float, float]:
-    """(as simulated, as the planner predicted)."""
+    """(seconds as simulated, seconds as the planner predicted)."""
     system = replace(systems.named("lambdascale"), transfer=strategy)
     record = loop.run(scale_out(replace(cluster("lambdascale", nodes), system=system)))
     return record.actual.all_complete_s or 0.0, record.predicted.all_complete_s or 0.0
@@ -116,8 +116,8 @@ def spike(rate: float, seconds: float, prompt: int, output: int) -> list[Row]:
 
 
 def reaches(run: SystemRun, share: float, start: float) -> float:
-    """Seconds after `start` until the rate of tokens first is that share of its highest, by
-    quarters of a second."""
+    """Seconds after `start` until the rate of tokens first reaches this share of its highest, in
+    steps of a quarter of a second."""
     width = round(0.25 / run.token_bin_s)
     bins = run.tokens_by_bin
     rates = [sum(bins[i : i + width]) for i in range(len(bins) - width)]
@@ -162,7 +162,7 @@ def ttfts(run: SystemRun) -> list[float]:
 
 
 def rows_of(path: Path, seconds: float) -> tuple[list[Row], float]:
-    """The first requests of a trace, its rate fitted to 12 nodes; and the factor."""
+    """The first requests of a trace, with their rate fitted to 12 nodes; and the factor."""
     node = Capacity(model(MODEL), hardware(HARDWARE), SLOTS)
     workload = read_trace(path)
     workload = served_by(workload, dict.fromkeys((row.model for row in workload.rows), MODEL))
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in args.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the same figures every time
+    if os.environ.get("PYTHONHASHSEED") != "0":  # fixed, for the same figures every time
         os.execve(
             sys.executable,
             [sys.executable, "-m", "benchmarks.published", *sys.argv[1:]],

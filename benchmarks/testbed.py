@@ -30,10 +30,10 @@ from shared.errors import BadInput, ConfigError
 
 MOST_HOSTS = 200
 FRAME_BYTES, SEGMENT_BYTES = 1514, 1448
-"""On the wire, and of the data in it: what TCP makes of Ethernet."""
+"""Bytes on the wire, and bytes of data in them: what TCP makes of Ethernet."""
 BURST = 68 * 1024
-"""Of a link's token bucket: one whole segment (64 KiB and its headers), which is the least that it
-can be. A deeper one hides the time that a pipeline takes to fill."""
+"""A link's token bucket: one whole segment (64 KiB and its headers), the least that is possible. A
+deeper bucket would hide the time that a pipeline takes to fill."""
 QUEUE = 2 << 20
 CONTROL_GATE = "10.78.0.1"
 _CLONE_NEWNET = 0x40000000
@@ -44,11 +44,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Wiring:
     hosts: int
     link_mbit: float
-    """10^6 bits/s on the wire, each way."""
+    """10^6 bits/s on the wire, in each direction."""
     racks: tuple[int, ...] = ()
-    """Hosts of each rack, in order; none: all are on one switch."""
+    """The number of hosts of each rack, in order. Empty: all are on one switch."""
     trunk_mbit: float = 0.0
-    """Of each rack's trunk, each way."""
+    """For each rack's trunk, in each direction."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MOST_HOSTS:
@@ -63,7 +63,7 @@ class Wiring:
 
 
 def goodput(mbit: float) -> float:
-    """bytes/s of TCP's data on a link of so many 10^6 bits/s."""
+    """bytes/s of TCP's data on a link of `mbit` 10^6 bits/s."""
     return mbit * 1e6 / 8 * SEGMENT_BYTES / FRAME_BYTES
 
 
@@ -76,7 +76,7 @@ def control_address(host: int) -> str:
 
 
 class Namespace:
-    """A network namespace without a name; gone with this object and the processes in it."""
+    """A network namespace without a name. It goes with this object and the processes in it."""
 
     def __init__(self) -> None:
         with _open_current() as before:
@@ -88,12 +88,13 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """By which other processes can name it while this one lives."""
+        """The path by which other processes can name it while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The calling thread is in it meanwhile, and so are the threads that it starts."""
+        """The calling thread is in the namespace meanwhile, and so are the threads that it
+        starts."""
         with _open_current() as before:
             _enter(self.descriptor)
             try:
@@ -110,8 +111,8 @@ class Namespace:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> "subprocess.Popen[str]":
-        """A process in it. It dies with the thread that called this."""
-        with self.entered():  # what it starts is where it is
+        """Starts a process in the namespace. It dies with the thread that called this."""
+        with self.entered():  # a started process inherits the thread's namespace
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -142,7 +143,7 @@ class Namespace:
 class Testbed:
     """Use as a context manager. `hub` and `hosts` are its namespaces."""
 
-    __test__ = False  # not for pytest to collect
+    __test__ = False  # keeps pytest from collecting it
 
     def __init__(self, wiring: Wiring) -> None:
         self.wiring = wiring
@@ -150,7 +151,7 @@ class Testbed:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """ConfigError where this user or this machine can't have one."""
+        """ConfigError if this user or this machine cannot have a testbed."""
         check_able()
         with ExitStack() as stack:
             self.hub = self._namespace(stack)
@@ -213,7 +214,8 @@ class Testbed:
                 "link set control up",
                 f"addr add {data_address(number)}/16 dev data noprefixroute",
                 "link set data up",
-                # Not every machine's default: others pace by themselves, beside the shaper.
+                # Not every machine's default: another congestion control would pace by itself,
+                # besides the shaper.
                 "route add 10.77.0.0/16 dev data congctl cubic",
             ],
         )

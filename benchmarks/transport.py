@@ -1,11 +1,11 @@
 """How fast the transport moves bytes between two processes of this machine: over TCP and through
 shared memory, with and without the digests that a node checks, beside a plain socket copy of the
-same bytes in the same run; and how exactly a paced link keeps its rate.
+same bytes in the same run. Also how exactly a paced link keeps its rate.
 
     python -m benchmarks.transport [--mib 512] [--runs 5] [--rates 10,100]
 
-Each way takes its turn in every run; medians are printed. Bars: TCP at least 0.8 of the plain
-copy, digests under 5 %.
+Each way takes its turn in every run; medians are printed. Bars: TCP at least 0.8 of the plain copy,
+digests under 5 %.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def main() -> None:
             found[way].append(measure(pipe, arena, way, 0, nbytes))
     report(dict(found))
     for rate in (int(float(rate) * 1e6) for rate in arguments.rates.split(",")):
-        # About two seconds of a paced link say enough.
+        # About two seconds of a paced link are enough.
         part = min(nbytes, 2 * rate)
         for way in ("tcp", "tcp" + DIGEST):
             moved = measure(pipe, arena, way, rate, part)

@@ -1,7 +1,7 @@
 """The engine beside transformers: the same checkpoint, threads and prompts, in one process.
 
 A Llama with random weights is made for the run. Every round measures every case of every side once,
-so that what drifts on the machine hits all alike.
+so that a drift of the machine affects all sides alike.
 """
 
 import gc
@@ -50,21 +50,21 @@ HEAD_DIM, GROUP = 64, 3
 """As in small Llamas: three query heads share a KV head."""
 PREFIX_TOKENS = 1000
 OWN_TOKENS = 8
-"""What follows the shared prefix."""
+"""Tokens of each prompt after the shared prefix."""
 CONTEXT = 4096
 REPEATING = LogitRules(frequency_penalty=-2.0)
-"""Whatever was said is said again: it makes an answer of random weights one that repeats itself."""
+"""Rewards repetition, so that a model with random weights gives an answer that repeats itself."""
 COMPUTING: tuple[tuple[type, str], ...] = (
     (Kernels, "run"),
     (Stored, "__call__"),
     *((TorchOps, method) for method in ("rms_norm", "silu_times")),
     (AttentionStep, "run"),
 )
-"""Methods that do nothing but compute, and don't call each other."""
+"""Methods that only compute, and do not call each other."""
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
-    """BadInput: a model or requests that can't be."""
+    """Runs the benchmark. BadInput for a model or requests that are impossible."""
     if settings.prompt + settings.tokens > CONTEXT // 2:
         raise BadInput(f"--prompt and --tokens: more than {CONTEXT // 2} positions together")
     if settings.hidden % (GROUP * HEAD_DIM):
@@ -90,7 +90,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
             peer = None if without else peers.Peer(checkpoint, dtype)
             cases = Cases(settings, dtype, ours, speculating, peer, memory)
             gc.collect()
-            gc.freeze()  # transformers' objects, which no node has to look through
+            gc.freeze()  # no node has transformers' objects to look through
             for number in range(-1, settings.rounds):
                 cases.run(warm=number < 0)
                 if number >= 0:
@@ -119,7 +119,7 @@ def spec(settings: Settings) -> CheckpointSpec:
 
 
 def timed(kind: type, method: str, seconds: list[float]) -> Callable[..., Any]:
-    """The method, which notes how long each call took."""
+    """The method, which records in `seconds` how long each call took."""
     original = getattr(kind, method)
 
     def call(*arguments: Any) -> Any:
@@ -132,7 +132,7 @@ def timed(kind: type, method: str, seconds: list[float]) -> Callable[..., Any]:
 
 
 class Cases:
-    """All that is measured of one model."""
+    """Everything that is measured of one model."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Cases:
         peer: peers.Peer | None,
         memory: Memory,
     ) -> None:
-        """`speculating`: the same again, with speculation."""
+        """`speculating`: the same engine again, with speculation."""
         self._settings, self._ours, self._peer, self._memory = settings, ours, peer, memory
         self._speculating = speculating
         self._random = random.Random(0)
@@ -165,7 +165,7 @@ class Cases:
         yield from self._rows.values()
 
     def run(self, *, warm: bool) -> None:
-        """A round. `warm`: it is not counted."""
+        """Runs one round. `warm`: the round is not counted."""
         self._decode()
         self._prefill()
         self._overhead()
@@ -210,8 +210,8 @@ class Cases:
             row.peers.setdefault(peers.NAME, []).append(len(prompt) / first_s)
 
     def _overhead(self) -> None:
-        """What of a decode step is not spent in products, attention, norms and gates. torch's
-        profiler would take more than that itself, so they are timed one by one."""
+        """Measures the part of a decode step outside of products, attention, norms and gates.
+        torch's profiler would take more than that itself, so each is timed."""
         settings = self._settings
         prompts = [self._prompt(settings.prompt // 4) for _ in range(settings.batch)]
         with self._ours.decoding(prompts, 1 + settings.tokens) as step, ExitStack() as patches:

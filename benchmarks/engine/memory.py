@@ -13,13 +13,13 @@ from statistics import median
 import torch
 
 READ_BYTES = 1 << 30
-"""More than most processors' caches hold."""
+"""More than the caches of most processors hold."""
 PIECE = 32 << 20
-"""That a thread reads at a time."""
+"""Bytes that a thread reads at a time."""
 
 
 class Memory:
-    """Read by memory.c if there is a compiler, and by torch's sum, which is slower."""
+    """Read by memory.c if there is a compiler, else by torch's sum, which is slower."""
 
     def __init__(self) -> None:
         self._values = torch.ones(READ_BYTES // 4)
@@ -29,7 +29,7 @@ class Memory:
             self._ways.append(self._reader(compiler))
 
     def measure(self) -> float:
-        """bytes/s, best of three."""
+        """bytes/s, the best of three."""
         best = 0.0
         for way in self._ways * 3:
             began = time.perf_counter()

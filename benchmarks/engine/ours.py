@@ -17,7 +17,7 @@ from shared.messages.serving import Cancel, LogitRules, Sampling, Submit, Tokens
 Step = Callable[[], None]
 NODE, ADDRESS = NodeId("bench"), "bench"
 STEP_TOKENS = 512
-"""What node.step_tokens is by default."""
+"""The default of node.step_tokens."""
 
 
 class EngineFailed(LambdaScaleError):
@@ -26,15 +26,15 @@ class EngineFailed(LambdaScaleError):
 
 @dataclass(slots=True)
 class Answer:
-    """Times are perf_counter's."""
+    """Times are from perf_counter."""
 
     began: float
     came: list[float] = field(default_factory=list)
-    """When each token did."""
+    """When each token came."""
 
 
 class Ours:
-    """A node's engine with one model, from a store and in an arena as in a node."""
+    """A node's engine with one model, from a store and in an arena, as in a node."""
 
     def __init__(
         self, store: Store, imported: Imported, *, slots: int, threads: int, speculation: int = 0
@@ -66,7 +66,8 @@ class Ours:
 
     @property
     def step_bytes(self) -> int:
-        """Read at a decode step, without KV: all weights but the embedding, of which a few rows."""
+        """Bytes read in a decode step, without KV: all weights but the embedding, of which it reads
+        a few rows."""
         blocks = self.manifest.blocks
         table = next(t for t in blocks[0].tensors if t.name == "model.embed_tokens.weight")
         return sum(tensor.nbytes for b in blocks for tensor in b.tensors) - table.nbytes
@@ -95,7 +96,7 @@ class Ours:
         return answer
 
     def sweep(self) -> None:
-        """Once through the model with all that can run."""
+        """Sweeps once through the model with everything that can run."""
         swept = self._sweeps
         while self._sweeps == swept:
             if self.steps.begin(time.monotonic()) is None:
@@ -104,7 +105,7 @@ class Ours:
             self.steps.flush()
 
     def first(self, prompt: Sequence[int]) -> float:
-        """Time to the only token of an answer, in seconds."""
+        """Seconds until the only token of an answer."""
         answer = self.submit(prompt, 1)
         while not answer.came:
             self.sweep()
@@ -119,7 +120,8 @@ class Ours:
 
     @contextmanager
     def decoding(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Step]:
-        """Gives a decode step of all prompts, which may be done `tokens` times."""
+        """Gives a function that runs a decode step of all prompts; it may be called `tokens`
+        times."""
         meanwhile = len(prompts) + sum(map(len, prompts)) // STEP_TOKENS
         answers = [self.submit(prompt, tokens + 1 + meanwhile) for prompt in prompts]
         while not all(answer.came for answer in answers):

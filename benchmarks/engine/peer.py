@@ -1,4 +1,4 @@
-"""The peer: transformers' own generation of the same checkpoint, in this process."""
+"""The peer: transformers' own generation from the same checkpoint, in this process."""
 
 import importlib.util
 import time
@@ -13,11 +13,11 @@ import torch
 NAME = "transformers"
 BATCHING = "transformers, continuous batching"
 PAGE = 256
-"""Positions; its default."""
+"""Positions of a page; the default of transformers."""
 
 
 def missing() -> str:
-    """Why it can't be measured; empty: it can."""
+    """The reason why transformers cannot be measured. Empty if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed (requirements/dev.lock has it)"
     return ""
@@ -37,9 +37,9 @@ class Peer:
         """Whether this version has continuous batching."""
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
-        """(time to the first token, median time of the decode steps after it) in seconds.
+        """(seconds to the first token, median seconds of the decode steps after it).
 
-        Prompts of unequal lengths are padded on the left, as its documentation says.
+        Prompts of unequal lengths are padded on the left, as transformers' documentation says.
         """
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -64,8 +64,8 @@ class Peer:
         return came[0] - began, median(steps) if steps else 0.0
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], tokens: int, step: int) -> float:
-        """Median time in seconds of the decode steps of its continuous batching, once all have
-        their first token. `step`: most tokens of one of its steps."""
+        """Median seconds of the decode steps of its continuous batching, once all prompts have
+        their first token. `step`: the most tokens of a step."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         meanwhile = len(prompts) + sum(map(len, prompts)) // step
@@ -96,7 +96,7 @@ class Peer:
 
 
 def _noting(came: list[float]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A stopping criterion that never stops, but notes when each token came."""
+    """A stopping criterion that never stops, but records when each token came."""
 
     def note(ids: torch.Tensor, _: torch.Tensor, **__: object) -> torch.Tensor:
         came.append(time.perf_counter())

@@ -1,5 +1,7 @@
-"""One sweep for the rows of many paths, against a run for each: what nodes do that hold parts of a
-model while it moves (services/node/engine/base.py)."""
+"""One sweep for the rows of many paths, against one run for each path.
+
+Nodes that hold parts of a model while it moves do this (services/node/engine/base.py).
+"""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ LIMIT = PROMPT + 2 * STEPS
 
 class Ranges:
     def __init__(self, ours: Ours) -> None:
-        """PATHS paths whose stage here goes from a block, each another, to the head."""
+        """PATHS paths, whose stages here begin at different blocks and end with the head."""
         self._engine, self._model = ours.engine, ours.model
         self._blocks = ours.manifest.n_blocks
         self._width = int(ours.manifest.config["hidden_size"])
@@ -27,7 +29,8 @@ class Ranges:
         self._positions: dict[str, int] = {}
 
     def step_s(self) -> tuple[float, float]:
-        """Mean time of a decode step of all paths: (in one sweep, in one sweep after the other)."""
+        """Mean seconds of a decode step of all paths: (in one sweep, in one sweep for each
+        path)."""
         paths = range(PATHS)
         for path in paths:
             self._sweep([path], PROMPT)

@@ -1,4 +1,4 @@
-"""What was measured of the engine, what it is held to, and both in words."""
+"""The measurements of the engine, the bars that they are held to, and both in words."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Settings:
     prompt: int
     """Tokens of the longest prompt, and of the prefill."""
     tokens: int
-    """Decode steps of each a round."""
+    """Decode steps of each case in a round."""
     rounds: int
     threads: int
     """0: torch's default."""
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Row:
-    """One case. Values by round; a rate is better when larger, a time when smaller."""
+    """One case, with a value for each round. A rate is better when larger, a time when smaller."""
 
     case: str
     dtype: str
@@ -53,7 +53,7 @@ class Row:
     peers: dict[str, list[float]] = field(default_factory=dict)
     """By the peer's name."""
     limits: list[float] = field(default_factory=list)
-    """What the machine allows, or what `ours` is a part of; measured in the same rounds."""
+    """What the machine allows, or what `ours` is a part of, measured in the same rounds."""
     device: str = "cpu"
 
     @property
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def peer(self) -> tuple[str, float] | None:
-        """The best of them, and its value."""
+        """The best peer, and its value."""
         best = max if self.unit == TOKENS_PER_S else min
         values = {name: median(values) for name, values in self.peers.items() if values}
         return best(values.items(), key=lambda item: item[1]) if values else None
@@ -97,7 +97,7 @@ class Results:
     """bytes/s that the machine reads from memory, median of the rounds."""
     rows: tuple[Row, ...]
     without: str = ""
-    """Why there is no peer; empty: there is."""
+    """The reason why there is no peer. Empty if there is a peer."""
 
 
 def batched(batch: int) -> str:
@@ -105,7 +105,7 @@ def batched(batch: int) -> str:
 
 
 def bars(results: Results) -> Iterator[Bar]:
-    """Those that the measured rows say something about."""
+    """The bars for which there are measured rows."""
     for row in results.rows:
         least = {
             DECODE_ONE: OVER_PEER_ONE,
@@ -129,7 +129,7 @@ def bars(results: Results) -> Iterator[Bar]:
 
 
 def document(results: Results) -> dict[str, object]:
-    """What `--json` prints."""
+    """The results as `--json` prints them."""
     return {
         "rows": [
             {
@@ -154,7 +154,7 @@ def document(results: Results) -> dict[str, object]:
 
 
 def table(results: Results) -> Iterator[str]:
-    """For people."""
+    """The results for people."""
     settings = results.settings
     yield (
         f"{results.parameters / 1e6:.1f}M parameters, {results.threads} threads; memory is read at "

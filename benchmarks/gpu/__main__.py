@@ -1,14 +1,14 @@
-"""The engine on a GPU, beside what the GPU can do and transformers, in one run. Weights are random,
-of real shapes, made on the device.
+"""The engine on a GPU, beside what the GPU can do and beside transformers, in one run. Weights are
+random, of real shapes, and made on the device.
 
     python -m benchmarks.gpu [--shapes llama-3-8b,llama-2-13b] [--runs 5] [--no-peer] [--json]
 
-Bars: decode of one sequence >= 0.75 of the rate at which memory is read; of 64 >= 3 x transformers;
-prefill >= 0.55 of the largest matrix product's rate; host to device >= 0.9 of a plain copy. Figures
-are told as they come, each part in a process of its own: what fails costs no other's. Exit code 1:
-a bar was missed or a part failed; 2: there is no GPU.
+Bars: decode of one sequence >= 0.75 of the rate at which memory is read; of 64 sequences >= 3 x
+transformers; prefill >= 0.55 of the largest matrix product's rate; host to device >= 0.9 of a plain
+copy. Figures are printed as they come. Each part runs in a process of its own, so that a failure
+costs no other part's figures. Exit code 1: a bar was missed or a part failed; 2: there is no GPU.
 
-`--shapes tiny` runs on a CPU, too, to see that all of it works.
+`--shapes tiny` runs on a CPU, too, to check that everything works.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from benchmarks.gpu.cases import Case, of_device, of_model
 from benchmarks.gpu.scale import SHAPES, TINY
 
 PART_S = 180.0
-"""Most that a part may take; all of them together have `--limit`."""
+"""The most seconds that a part may take. All parts together may take `--limit`."""
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
         self.failed: dict[str, str] = {}
 
     def part(self, name: str, figures: Figures, shape: str) -> dict[str, float]:
-        """The figures of it that came."""
+        """The figures of the part that came."""
         found: dict[str, float] = {}
         limit_s = min(PART_S, self._deadline - time.monotonic())
         for told in measured(figures, shape, self._device, self._runs, limit_s):

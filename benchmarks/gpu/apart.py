@@ -1,5 +1,5 @@
-"""Figures measured in a process of their own: what fails there, or hangs, or spoils the device for
-its process, costs no figure that was told before."""
+"""Figures measured in a process of their own. A failure or a hang there, or a spoiled device, costs
+no figure that was told before."""
 
 import multiprocessing
 import time
@@ -14,7 +14,7 @@ Figures = Callable[[str, str, int], Iterator[tuple[str, float]]]
 def measured(
     figures: Figures, shape: str, device: str, runs: int, limit_s: float
 ) -> Iterator[tuple[str, float] | str]:
-    """What it tells, as it tells it; last, if it did not come to its end, why."""
+    """The figures, as the process tells them; last, if it did not come to its end, the reason."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(figures, shape, device, runs, theirs))
@@ -44,7 +44,7 @@ def _tell(figures: Figures, shape: str, device: str, runs: int, to: Connection) 
     try:
         for figure in figures(shape, device, runs):
             to.send(figure)
-    except Exception as error:  # told, with where it was
+    except Exception as error:  # told, with where it was raised
         traceback.print_exc()
         to.send(f"{type(error).__name__}: {error}"[:2000])
     else:

@@ -18,18 +18,19 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Rates are better when larger, times when smaller."""
+    """One case. Rates are better when larger, times when smaller."""
 
     name: str
     unit: str
     ours: float
     peer: float | None = None
-    """transformers'."""
+    """transformers' value."""
     limit: float | None = None
     """What the device allows, measured in the same run."""
     over_peer: float = 0.0
     of_limit: float = 0.0
-    """Bars: at least so many times the peer's, so much of the limit."""
+    """The bars: how many times the peer's value, and what share of the limit it must be at
+    least."""
 
     @property
     def ratio(self) -> float | None:
@@ -62,7 +63,7 @@ class Case:
 
 
 class Sizes:
-    """Of a model in bf16."""
+    """Sizes of a model in bf16."""
 
     def __init__(self, config: ModelConfig) -> None:
         sizes: dict[str, int] = {}
@@ -93,11 +94,11 @@ def of_device(limits: Figures) -> Iterator[Case]:
 
 
 def of_model(shape: str, limits: Figures, ours: Figures, peer: Figures) -> Iterator[Case]:
-    """Those that the figures are there for."""
+    """The cases whose figures are there."""
     scale, sizes = scale_of(shape), Sizes(ModelConfig.from_hf(raw_config(shape)))
 
     def decode(name: str, batch: int, prompt: int) -> tuple[float | None, float | None]:
-        """(transformers' tokens/s, those that memory allows: weights are read, and all KV)."""
+        """(transformers' tokens/s, tokens/s that memory allows if weights and all KV are read)."""
         theirs = batch / peer[name] if name in peer else None
         kv = batch * (prompt + scale.steps // 2) * sizes.position
         limit = batch * limits["memory"] / (sizes.read + kv) if "memory" in limits else None

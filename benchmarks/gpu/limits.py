@@ -13,7 +13,7 @@ from services.node.memory.device import CudaLink
 
 
 def figures(name: str, device: str, runs: int) -> Iterator[tuple[str, float]]:
-    """bytes/s and FLOP/s, by what they are of."""
+    """bytes/s and FLOP/s, by name."""
     scale, on = scale_of(name), torch.device(device)
     yield "memory", max(_read(scale.read, on, runs), _copied(scale.read, on, runs))
     yield "product", _product(scale.product, on, runs)
@@ -28,7 +28,7 @@ def _read(nbytes: int, device: torch.device, runs: int) -> float:
 
 
 def _copied(nbytes: int, device: torch.device, runs: int) -> float:
-    """Half of it is read, half written."""
+    """bytes/s of a copy in device memory: half of them are read, half written."""
     source, target = torch.ones(2, nbytes // 2, dtype=torch.uint8, device=device)
     return nbytes / _fastest(lambda: target.copy_(source), runs)
 
@@ -39,7 +39,7 @@ def _product(size: int, device: torch.device, runs: int) -> float:
 
 
 def _fastest(work: Callable[[], object], runs: int) -> float:
-    """Seconds; the first run does not count."""
+    """Seconds of the fastest run. The first run does not count."""
     times = []
     for _ in range(runs + 1):
         synchronize()

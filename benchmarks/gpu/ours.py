@@ -23,14 +23,14 @@ from shared.messages.serving import Sampling
 
 MODEL = ModelId("bench")
 CHUNK = 2048
-"""Most positions of a prefill at a time."""
+"""The most positions of a prefill at a time."""
 GREEDY = Sampling()
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
 
 
 class Ours:
     def __init__(self, name: str, device: torch.device) -> None:
-        """`name`: of the shape."""
+        """`name`: the name of the shape."""
         self._scale, raw = scale_of(name), raw_config(name)
         self._config = config = ModelConfig.from_hf(raw)
         units = [
@@ -43,7 +43,7 @@ class Ours:
         manifest = Manifest("LlamaForCausalLM", raw, 1 << 22, lay_out(units))
         scale = self._scale
         each = whole_pages(scale.batch_prompt + scale.steps)
-        # Sequences of two stages have pages for each of them.
+        # Sequences that are divided into two stages have pages for each stage.
         self.engine = TorchEngine(str(device), 2 * (scale.context + scale.batch * each), threads=0)
         self.engine.open_model(MODEL, manifest)
         for index, block in enumerate(manifest.blocks):
@@ -53,7 +53,7 @@ class Ours:
         self._random = random.Random(0)
 
     def warm_up(self) -> float:
-        """Seconds."""
+        """Seconds of the warm-up."""
         began = time.perf_counter()
         for _ in self.engine.warm_up(MODEL):
             pass
@@ -61,7 +61,7 @@ class Ours:
         return time.perf_counter() - began
 
     def first(self) -> float:
-        """Time to the first token of a prompt, in seconds."""
+        """Seconds to the first token of a prompt."""
         began = time.perf_counter()
         self._prefill("first", self._scale.prompt, self._blocks)
         took = time.perf_counter() - began
@@ -69,8 +69,8 @@ class Ours:
         return took
 
     def step(self, batch: int, prompt: int, sampling: Sampling = GREEDY, cut: int = 0) -> float:
-        """Median time of a decode step, in seconds. `cut`: of two stages, the second from this
-        block on, with all that the one says to the other but the transport."""
+        """Median seconds of a decode step. `cut`: divides the model into two stages, the second
+        from this block on, with everything that one stage tells the other except the transport."""
         keys = [f"s{number}" for number in range(batch)]
         for key in keys:
             self._prefill(key, prompt, cut or self._blocks)
@@ -100,7 +100,7 @@ class Ours:
         return Row(key, at, count, self._scale.context, tokens, draw)
 
     def _run(self, rows: list[Row], cut: int) -> None:
-        """Blocks before `cut`, then the others, if there are."""
+        """Runs the blocks before `cut`, then the others if there are any."""
         hidden = self._sweep(StagePart(0, cut, tuple(rows)))
         if cut == self._blocks:
             return
@@ -131,7 +131,7 @@ def _second(key: str) -> str:
 
 
 def figures(name: str, device: str, runs: int) -> Iterator[tuple[str, float]]:
-    """Seconds, by what they are of."""
+    """Seconds, by name."""
     scale, ours = scale_of(name), Ours(name, torch.device(device))
     many = max(1, runs // 3)
 

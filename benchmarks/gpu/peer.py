@@ -1,4 +1,4 @@
-"""transformers with a model of the same shape, its weights random and made on the device."""
+"""transformers with a model of the same shape, whose weights are random and made on the device."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ class Peer:
 
     @torch.inference_mode()
     def times(self, batch: int, prompt: int, steps: int) -> tuple[float, float]:
-        """(to the first token, median of the decode steps) in seconds; greedy, no padding."""
+        """(seconds to the first token, median seconds of the decode steps); greedy, without
+        padding."""
         ids = torch.randint(0, self._vocab, (batch, prompt), device=self._device)
         synchronize()
         began = time.perf_counter()
@@ -38,7 +39,7 @@ class Peer:
 
 
 def figures(name: str, device: str, runs: int) -> Iterator[tuple[str, float]]:
-    """As `ours.figures`."""
+    """The same as `ours.figures`."""
     scale: Scale = scale_of(name)
     peer = Peer(name, torch.device(device))
     measured = [peer.times(1, scale.prompt, scale.steps) for _ in range(min(runs, 3) + 1)][1:]

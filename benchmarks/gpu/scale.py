@@ -1,4 +1,4 @@
-"""Models and amounts that are measured with."""
+"""The models and amounts that are measured."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ TINY = "tiny"
 @dataclass(frozen=True, slots=True)
 class Scale:
     prompt: int
-    """Tokens of the prompt whose time to the first token is measured; batch 1 decodes behind it."""
+    """Tokens of the prompt whose time to the first token is measured. Batch 1 decodes behind it."""
     batch: int
     batch_prompt: int
     steps: int
@@ -48,7 +48,7 @@ class Scale:
     load: int
     """Bytes that go from the host to the device."""
     block: int
-    """Bytes of a block of those."""
+    """Bytes of one block of them."""
 
     @property
     def context(self) -> int:

@@ -1,4 +1,4 @@
-"""What the data plane is held to, and whether a run of the benchmark keeps to it."""
+"""The bars for the data plane, and whether a run of the benchmark meets them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Bar:
 
 
 def bars(results: Results) -> list[Bar]:
-    """Those that the measured rows say something about."""
+    """The bars for which there are measured rows."""
     return list(_bars({(row.n, row.name): row for row in results.rows}))
 
 

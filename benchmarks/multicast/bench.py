@@ -1,8 +1,8 @@
 """How long a model takes from one node to all, by strategy, against what the links allow.
 
-Every number of nodes is measured on the same hosts: our strategies in turn, run after run, so that
-what else the machine does hits all alike, then the peers. Nothing is tuned for one of them: nodes
-run with their defaults, the links pace themselves.
+Every number of nodes is measured on the same hosts: first our strategies in turn, run after run, so
+that other work of the machine affects all alike, then the peers. Nothing is tuned for any of them:
+nodes run with their defaults, and the links pace themselves.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from shared.config import PlannerConfig
 from shared.messages.pool import ModelRecord
 
 OURS = (AUTO, "binomial", "head", "chain", "taps", "tree")
-"""`local` moves nothing between nodes; `broadcast` is `chain` after a group was made, which this
-transport has no use for: gloo stands for it."""
+"""`local` moves nothing between nodes. `broadcast` is `chain` after a group was formed, which this
+transport does not need: gloo stands for it."""
 TREE = "tree"
 SETTLE_S = 0.25
-"""Between two runs: what the one has left to do is none of the other's business."""
+"""Seconds between two runs, so that what one run leaves behind does not disturb the next."""
 PATIENCE = 30
-"""A run that takes so many times the limit has failed."""
+"""A run that takes this many times the limit has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +45,29 @@ class Settings:
     blocks: int
     runs: int
     racks: tuple[int, ...]
-    """Measured besides, behind trunks of `trunk_mbit`; empty: none."""
+    """Racks to measure besides, behind trunks of `trunk_mbit`. Empty: none."""
     trunk_mbit: float
     peers: bool
 
 
 @dataclass(slots=True)
 class Row:
-    """One strategy between so many nodes."""
+    """One strategy with one number of nodes."""
 
     n: int
     strategy: str
     limit_s: float
-    """A copy at a link's goodput."""
+    """The time of a copy at a link's goodput."""
     racks: tuple[int, ...] = ()
     bound_s: float = 0.0
-    """With racks: what the planner's taps take on paper. Else 0."""
+    """With racks, the time that the planner's taps take on paper. Else 0."""
     chosen: str = ""
-    """By `auto`."""
+    """The strategy that `auto` chose."""
     makespans_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    """Of all processes, by run."""
+    """Of all processes, for each run."""
     first_bytes_s: list[float] = field(default_factory=list)
-    """After the decision, by run; of our own strategies."""
+    """Seconds after the decision, for each run of our own strategies."""
 
     @property
     def name(self) -> str:
@@ -90,12 +90,13 @@ class Row:
 class Results:
     settings: Settings
     nbytes: int
-    """Of the model that was moved."""
+    """Bytes of the model that was moved."""
     rows: tuple[Row, ...]
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
-    """ConfigError: no testbed can be had here. BenchFailed, PeerFailed: a run went wrong."""
+    """Runs the benchmark. ConfigError: this machine cannot have a testbed. BenchFailed, PeerFailed:
+    a run went wrong."""
     with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
         checkpoint = Path(folder) / "checkpoint"
         make_checkpoint(checkpoint, checkpoint_spec(settings.nbytes, settings.blocks))
@@ -121,7 +122,7 @@ def _measure_on(
     rows: list[Row],
     say: Callable[[str], None],
 ) -> int:
-    """Adds the rows; returns the model's bytes."""
+    """Adds the rows, and returns the model's bytes."""
     with Testbed(wiring) as testbed, testbed.hub.entered():
         return uvloop.run(_Bench(testbed, settings, folder, rows, say).run(counts))
 
@@ -168,7 +169,7 @@ class _Bench:
             chosen = choice.strategy if strategy == AUTO else ""
             row = Row(count, strategy, limit_s, wiring.racks, bound_s, chosen)
             planned.append((row, choice))
-        # Not counted: the first run makes the connections that later ones find in the pool.
+        # Not counted: the first run makes the connections that later runs find in the pool.
         await nodes.multicast(record, planned[0][1].moves(record.n_blocks), PATIENCE * limit_s)
         for number in range(settings.runs):
             self._say(f"{count} nodes, run {number + 1} of {settings.runs}")
@@ -198,7 +199,7 @@ class _Bench:
             self._rows.append(row)
 
     def _task(self, record: ModelRecord, count: int) -> Task:
-        """As the planner knows it, of nodes that state the rate of their links."""
+        """The task as the planner knows it, for nodes that state the rate of their links."""
         wiring = self._testbed.wiring
         rate, trunk = wiring.link_mbit * 1e6 / 8, wiring.trunk_mbit * 1e6 / 8
         racks = [f"rack {wiring.rack_of(n)}" if wiring.racks else "" for n in range(count)]
@@ -209,7 +210,7 @@ class _Bench:
 
 
 def document(results: Results) -> dict[str, object]:
-    """What `--json` prints."""
+    """The results as `--json` prints them."""
     return {
         "rows": [
             {
@@ -228,7 +229,7 @@ def document(results: Results) -> dict[str, object]:
 
 
 def table(results: Results) -> Iterator[str]:
-    """For people."""
+    """The results for people."""
     settings = results.settings
     yield (
         f"{results.nbytes / (1 << 20):.1f} MiB in {settings.blocks} blocks from one node to all, "

@@ -1,4 +1,4 @@
-"""The picture of a run: makespan over the limit, by number of nodes, a line a strategy."""
+"""The figure of a run: makespan over the limit, by number of nodes, one line for each strategy."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from services.planner.core.choose import AUTO
 from shared.errors import BadInput
 
 INK, FAINT, GRID = "#22262b", "#8a929c", "#e6e9ec"
-# Okabe and Ito's, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = {
     AUTO: "#D55E00",
     "binomial": "#E69F00",
@@ -19,11 +19,12 @@ COLOURS = {
     "tree": "#009E73",
 }
 DASHES = ((0, (5, 1.5)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
-"""Of the peers, which are grey."""
+"""Line styles of the peers, which are grey."""
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes the picture in the format of the file's name. BadInput where it cannot be written."""
+    """Writes the figure in the format that the file's name says. BadInput if it cannot be
+    written."""
     figure = Figure(figsize=(8.5, 5.0), layout="constrained")
     axis = figure.add_subplot()
     flat = [row for row in results.rows if not row.racks]

@@ -1,4 +1,4 @@
-"""A model of a wanted size whose blocks are all alike."""
+"""A model of a given size whose blocks are all alike."""
 
 import torch
 
@@ -9,13 +9,13 @@ CONTEXT = 256
 _HIDDEN = (256, 128, 64)
 _HEADS, _KV_HEADS = 4, 1
 _LEAST_VOCAB = 300
-"""What the demo tokenizer needs."""
+"""The vocabulary that the demo tokenizer needs."""
 
 
 def checkpoint_spec(nbytes: int, blocks: int) -> CheckpointSpec:
-    """A Llama of `blocks` units of one size, to a KiB or so, and of `nbytes` at the most.
+    """A Llama of `blocks` units of the same size (within about a KiB) and of at most `nbytes`.
 
-    BadInput where a unit would be too small for a transformer's layer.
+    BadInput if a unit would be too small for a transformer's layer.
     """
     for hidden in _HIDDEN:
         rows = nbytes // blocks // (2 * hidden)

@@ -1,4 +1,4 @@
-"""Real node processes on a testbed, one a host, driven as the planner drives them."""
+"""Real node processes on a testbed, one on each host, driven as the planner drives them."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ from shared.messages.scaling import (
 
 READY_S = 60.0
 READY_PER_NODE_S = 8.0
-"""Each imports torch, and they share the machine's cores."""
+"""Seconds for each node to start: it imports torch, and all share the machine's cores."""
 IMPORT_S = 120.0
 REQUEST_S = 10.0
 STOP_S = 20.0
@@ -52,20 +52,20 @@ class BenchFailed(LambdaScaleError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One multicast. Times in s since the decision."""
+    """One multicast. Times are seconds since the decision."""
 
     makespan_s: float
     """Until the last block was verified on the last node."""
     first_byte_s: float
-    """At the first target to get one."""
+    """When the first target got its first byte."""
     cpu_s: float
-    """Of all the processes."""
+    """CPU seconds of all processes."""
 
 
 class Nodes:
-    """nats-server and a registry in the hub, nodes on the hosts: node n on host n.
+    """nats-server and a registry in the hub, and nodes on the hosts: node n on host n.
 
-    Enter it in the hub, on an event loop; `start` starts nodes, which stay until it is left.
+    Enter it in the hub, on an event loop. `start` starts nodes, which stay until it is left.
     """
 
     def __init__(self, testbed: Testbed, directory: Path, model_bytes: int) -> None:
@@ -97,7 +97,7 @@ class Nodes:
         await self._stack.aclose()
 
     async def start(self, count: int, settings: Mapping[str, str] | None = None) -> None:
-        """Returns when `count` nodes are there, those started before included."""
+        """Returns when `count` nodes are there, including those started before."""
         wiring = self._testbed.wiring
         for number in range(len(self._infos), count):
             name = _node(number)
@@ -132,7 +132,7 @@ class Nodes:
         return record
 
     async def multicast(self, record: ModelRecord, moves: Iterable[Move], timeout_s: float) -> Run:
-        """To the nodes that the moves name; afterwards they hold nothing again."""
+        """Runs a multicast to the nodes that the moves name. Afterwards they hold nothing again."""
         pulls: dict[int, list[Pull]] = {}
         for move in moves:
             pulls.setdefault(move.dst, []).append(Pull(move.step, move.block, _node(move.src)))
@@ -156,7 +156,7 @@ class Nodes:
         return self._infos[number]
 
     def cpu_s(self, number: int) -> float:
-        """Of the node's process so far, user and system time."""
+        """CPU seconds of the node's process so far, user and system time."""
         return _cpu_s(self._processes[_node(number)])
 
     # --- nodes ---
@@ -230,7 +230,7 @@ class Nodes:
             pool = await self._bus.request(
                 subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=REQUEST_S
             )
-        except BusError:  # the registry is starting
+        except BusError:  # the registry is still starting
             return {}
         return {view.info.node: view.info for view in pool.nodes}
 
@@ -258,7 +258,7 @@ class Nodes:
 
 
 class _Watch:
-    """The blocks that an event is to bring, as they arrive."""
+    """The blocks that an event should bring, as they arrive."""
 
     def __init__(self, wanted: set[tuple[NodeId, int]]) -> None:
         self.event = EventId(new_id("ev"))
@@ -296,6 +296,6 @@ def _node(number: int) -> NodeId:
 
 
 def _cpu_s(process: "subprocess.Popen[str]") -> float:
-    """User and system time of the process so far."""
+    """CPU seconds of the process so far, user and system time."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S

@@ -1,13 +1,13 @@
-"""What others offer for the same task: torch.distributed over gloo, in the same namespaces.
+"""The peers for the same task: torch.distributed over gloo, in the same namespaces.
 
     gloo-broadcast              `broadcast` of one block after the other, in a group that stands
     gloo-broadcast-with-group   the same, its group made first, as a cluster that scales has to
     gloo-chain                  built by hand from `isend` and `irecv`: each rank passes on what it
                                 gets, piece by piece; all of its receives are posted beforehand
 
-Run by itself (`python -m benchmarks.multicast.peers`) it is the processes of the ranks: torch is
-imported once and a process forked into each namespace. They begin together, at an agreed time, and
-every mode has a group of its own.
+Run by itself (`python -m benchmarks.multicast.peers`), this module is the processes of the ranks:
+torch is imported once, and a process is forked into each namespace. They begin together, at an
+agreed time, and every mode has a group of its own.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PIECE = 512 << 10
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=120)
 LEAD_S = 0.1
-"""From the agreement on a time to that time."""
+"""Seconds from the agreement on a time to that time."""
 
 
 class PeerFailed(LambdaScaleError):
@@ -50,11 +50,11 @@ class PeerRun:
     mode: str
     makespan_s: float
     cpu_s: float
-    """Of all ranks."""
+    """CPU seconds of all ranks."""
 
 
 def run_peers(testbed: Testbed, ranks: int, nbytes: int, runs: int) -> list[PeerRun]:
-    """Every mode `runs` times, between the first hosts. PeerFailed says what went wrong."""
+    """Runs every mode `runs` times, between the first hosts. PeerFailed says what went wrong."""
     namespaces = [host.path for host in testbed.hosts[:ranks]]
     process = testbed.hub.start(
         [sys.executable, "-m", "benchmarks.multicast.peers", str(nbytes), str(runs), *namespaces],

@@ -1,10 +1,10 @@
 """A path of stages, each a process of its own over TCP, that decodes a steady batch.
 
-A stage takes at least a given time for a sweep, without using the processor (node.step_floor_s): so
-a machine with few cores runs many stages as if each had an accelerator. Every round measures
-the path, and what it would be without 2-D pipelining: one micro-batch in flight, of the same size
-and of all the sequences. A step's least time does not grow with its rows, as that of a decode step
-which is bound by reading the weights: then all the sequences in one micro-batch are as good.
+A stage takes at least a given time for a sweep, without using the processor (node.step_floor_s). So
+a machine with few cores runs many stages as if each had an accelerator. Every round measures the
+path, and the path without 2-D pipelining: with one micro-batch in flight, either of the same size
+or of all the sequences. A step's least time does not grow with its rows, like the time of a decode
+step that is bound by reading the weights. So all the sequences in one micro-batch are as good.
 """
 
 import tempfile
@@ -29,16 +29,16 @@ PROMPT = 16
 HEAD_DIM = 64
 VOCAB = 512
 BLOCKS = 2
-"""That a stage has."""
+"""Blocks of a stage."""
 SETTLED = 4
-"""Tokens that every sequence has before it is looked at."""
+"""Tokens that every sequence has before it is measured."""
 POLL_S = 0.05
 OURS = 0
-"""As many micro-batches in flight as the path likes."""
+"""Lets the path have as many micro-batches in flight as it likes."""
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
-    """BadInput: stages that can't be. StageFailed: it went wrong."""
+    """Runs the benchmark. BadInput: the stages are impossible. StageFailed: a stage went wrong."""
     if min(settings.stages) < 2:
         raise BadInput("--stages: a path has 2 stages or more")
     if settings.hidden % HEAD_DIM:
@@ -60,7 +60,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
 
 
 class _Path(ExitStack):
-    """Its processes."""
+    """The path's processes."""
 
     def __init__(self, settings: Settings, count: int, folder: Path) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Path(ExitStack):
         return self
 
     def decode(self, sequences: int, depth: int) -> Window:
-        """So many sequences, with at most `depth` micro-batches in flight."""
+        """Decodes `sequences` sequences with at most `depth` micro-batches in flight."""
         leader = self._stages[0]
         submits = [self._submit() for _ in range(sequences)]
         leader.submit(submits, depth)
@@ -117,7 +117,7 @@ class _Path(ExitStack):
         return window(records, began, ended)
 
     def _settle(self, sequences: int) -> None:
-        """Until all have some tokens. They take turns: none is far behind another."""
+        """Waits until all sequences have some tokens. They take turns, so none is far behind."""
         missing = SETTLED * sequences
         until = time.monotonic() + PATIENCE_S
         while missing > 0:
@@ -147,8 +147,8 @@ class _Path(ExitStack):
 
 
 def window(records: Sequence[Record], began: float, ended: float) -> Window:
-    """What the stages, the leader first, did between these times. StageFailed: nothing, or some
-    sequence failed or ended."""
+    """What the stages, the leader first, did between these times. StageFailed if they did nothing,
+    or if a sequence failed or ended."""
     if failures := [failure for record in records for failure in record.failures]:
         raise StageFailed(failures[0])
     tokens = [(at, count) for at, count in records[0].tokens if began <= at < ended]
@@ -172,7 +172,7 @@ def _overlap(sweep: Sweep, began: float, ended: float) -> float:
 
 
 def _spec(settings: Settings, stages: int) -> CheckpointSpec:
-    """As wide as asked, and otherwise so small that computing takes no time to speak of."""
+    """A model as wide as asked, and otherwise so small that computing takes almost no time."""
     return CheckpointSpec(
         layers=BLOCKS * stages - 2,
         hidden=settings.hidden,

@@ -1,4 +1,4 @@
-"""What was measured of a path of stages, what it is held to, and both in words."""
+"""The measurements of a path of stages, the bars that they are held to, and both in words."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ MOST_IDLE = 0.10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     stages: tuple[int, ...]
-    """Of each path."""
+    """The number of stages of each path."""
     stage_s: float
-    """Least time of a stage's part of a step; 0: as fast as the machine computes."""
+    """Least seconds of a stage's part of a step. 0: as fast as the machine computes."""
     batch: int
     """Sequences in a micro-batch."""
     hidden: int
@@ -26,28 +26,28 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A while in which sequences were decoded, with nothing else to do."""
+    """A period in which sequences were decoded and nothing else was done."""
 
     tokens_per_s: float
     idle: tuple[float, ...]
-    """Share of the time in which a stage's engine was not at it; a stage each."""
+    """For each stage, the share of the time in which its engine was idle."""
     sweep_s: tuple[float, ...]
-    """Mean of a stage's sweeps; a stage each."""
+    """For each stage, the mean seconds of its sweeps."""
     hand_over_s: float
-    """Median time from a sweep's end to the beginning of the next one at any stage."""
+    """Median seconds from a sweep's end to the beginning of the next sweep at any stage."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A path, and what it does without 2-D pipelining; by round."""
+    """A path, and the path without 2-D pipelining; a value for each round."""
 
     stages: int
     ours: list[Window] = field(default_factory=list)
-    """As many micro-batches in flight as there are stages."""
+    """With as many micro-batches in flight as there are stages."""
     one: list[Window] = field(default_factory=list)
-    """One micro-batch, of the same size."""
+    """With one micro-batch of the same size."""
     whole: list[Window] = field(default_factory=list)
-    """One micro-batch, of all the sequences."""
+    """With one micro-batch of all the sequences."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """A stage each."""
+        """For each stage."""
         return tuple(
             median(window.idle[stage] for window in self.ours) for stage in range(self.stages)
         )
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def hand_over_s(self) -> float:
-        """Where one micro-batch is in flight, so that nothing else is waited for."""
+        """With one micro-batch in flight, so that nothing else is waited for."""
         return median(window.hand_over_s for window in self.one)
 
 
@@ -92,7 +92,7 @@ def bars(results: Results) -> Iterator[Bar]:
 
 
 def document(results: Results) -> dict[str, object]:
-    """What `--json` prints."""
+    """The results as `--json` prints them."""
     settings = results.settings
     return {
         "rows": [
@@ -123,7 +123,7 @@ def document(results: Results) -> dict[str, object]:
 
 
 def table(results: Results) -> Iterator[str]:
-    """For people."""
+    """The results for people."""
     settings = results.settings
     yield (
         f"stages of {_stage(settings.stage_s)}, micro-batches of {settings.batch} sequences, "

@@ -1,4 +1,4 @@
-"""One stage in a process of its own: a node's engine thread and its data plane over TCP."""
+"""One stage in a process of its own: a node's engine thread, and its data plane over TCP."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from shared.messages.serving import Cancel, Submit, Tokens
 
 HOST = "127.0.0.1"
 STEP_TOKENS = 512
-"""What node.step_tokens is by default."""
+"""The default of node.step_tokens."""
 PATIENCE_S = 60.0
 STOP_S = 10.0
 
@@ -45,30 +45,30 @@ class Spec:
     stop: int
     """Its blocks are start <= block < stop."""
     step_s: float
-    """Least time of a sweep through the whole model."""
+    """Least seconds of a sweep through the whole model."""
     slots: int
     kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Times are of the machine's monotonic clock, which all processes share; in s."""
+    """One sweep. Times are seconds on the machine's monotonic clock, which all processes share."""
 
     began: float
     seconds: float
-    """The engine was at it."""
+    """Seconds that the engine was busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     sweeps: list[Sweep]
     tokens: list[tuple[float, int]]
-    """(when, how many came) at the leader."""
+    """(when, how many tokens came), at the leader."""
     failures: list[str]
 
 
 class Stage:
-    """The process, from outside. Use as a context manager; StageFailed if it ends too early."""
+    """The process, from outside. Use as a context manager. StageFailed if it ends too early."""
 
     def __init__(self, spec: Spec) -> None:
         context = get_context("spawn")
@@ -95,11 +95,12 @@ class Stage:
             self._process.join()
 
     def ready(self) -> str:
-        """Its address, once its blocks are there."""
+        """The stage's address, once its blocks are there."""
         return str(self._receive())
 
     def submit(self, submits: Sequence[Submit], depth: int) -> None:
-        """Of its paths, with at most `depth` micro-batches of each in flight; 0: as it would."""
+        """Submits requests, with at most `depth` micro-batches of each path in flight; 0: no
+        limit."""
         self._ask(("submit", submits, depth))
 
     def cancel(self, submits: Sequence[Submit]) -> None:
@@ -107,7 +108,7 @@ class Stage:
         self._ask(("cancel", cancels))
 
     def record(self) -> Record:
-        """Of all since the last one."""
+        """The record of everything since the last call."""
         record = self._ask(("record",))
         assert isinstance(record, Record)
         return record
@@ -138,7 +139,7 @@ class LimitedLane(Lane):
     """A lane as a scheduler without 2-D pipelining has it."""
 
     limit: ClassVar[int] = 0
-    """Micro-batches in flight at most; 0: as many as there are stages."""
+    """The most micro-batches in flight. 0: as many as there are stages."""
 
     @property
     def depth(self) -> int:
@@ -147,7 +148,7 @@ class LimitedLane(Lane):
 
 class TimedEngine(TorchEngine):
     began = 0.0
-    """When the last sweep did."""
+    """When the last sweep began."""
 
     def begin(self, model_id: ModelId) -> TorchSweep:
         self.began = time.monotonic()
@@ -208,7 +209,7 @@ class _Process:
         return self._engine
 
     async def _serve(self, worker: Worker) -> None:
-        """Until the other end is closed."""
+        """Serves until the other end is closed."""
         while True:
             try:
                 request = await asyncio.to_thread(self._pipe.recv)

@@ -1,10 +1,10 @@
-"""What a source that serves requests loses of its tokens/s while it loads its model onto another.
+"""What a source that serves requests loses of its tokens/s while its model is loaded from it.
 
-Host 0 has a node whose link is paced to half, host 1 one that may have it all, and host 2 is the
-target of both. A source decodes a steady batch, and beside that come in turn, round after round:
-nothing, loads of its model to the target, nothing, a plain socket copy of as many bytes at the same
-rate. Each loss is against just before and just after, so that what drifts hits all alike. The
-engines have one thread, so that the other threads have a core.
+Host 0 has a node whose link is paced to half, host 1 has a node that may use the whole link, and
+host 2 is the target of both. A source decodes a steady batch. Beside that, in turn and round after
+round, run: nothing, loads of its model to the target, nothing, and a plain socket copy of as many
+bytes at the same rate. Each loss is relative to just before and just after, so that a drift of the
+machine affects all alike. The engines have one thread, so that the other threads have a core.
 """
 
 import asyncio
@@ -38,15 +38,16 @@ from services.planner.core.multicast.schedule import Move
 from shared.messages.pool import ModelRecord
 
 PACED, UNPACED, TARGET = range(3)
-"""Nodes, each on the host of its number."""
+"""Nodes, each on the host with its number."""
 SETTLE_S = 0.25
 PATIENCE = 30
-"""A load that takes so many times the limit has failed."""
+"""A load that takes this many times the limit has failed."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
-    """ConfigError: no testbed can be had here. BenchFailed, PlainCopyFailed: it went wrong."""
+    """Runs the benchmark. ConfigError: this machine cannot have a testbed. BenchFailed,
+    PlainCopyFailed: something went wrong."""
     with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
         checkpoint = Path(folder) / "checkpoint"
         make_checkpoint(checkpoint, checkpoint_spec(settings.nbytes, settings.blocks))
@@ -81,7 +82,7 @@ async def _run(
 
 
 class _Source:
-    """A node that serves and is loaded from."""
+    """A node that serves, and that others load from."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class _Source:
         paced: int,
         rows: tuple[Row, Row],
     ) -> None:
-        """`paced`: bytes/s; 0: not. `rows`: of our loading and of the plain copy."""
+        """`paced`: bytes/s; 0: not paced. `rows`: the rows of our loading and of the plain copy."""
         self._testbed = testbed
         self._nodes = nodes
         self._settings = settings
@@ -105,7 +106,7 @@ class _Source:
         self._patience_s = PATIENCE * record.nbytes / (paced or goodput(settings.link_mbit))
 
     async def measure(self, say: Callable[[str], None]) -> None:
-        """Adds a sample a round to the rows."""
+        """Adds a sample to the rows for each round."""
         ours, plain = self.rows
         node, bus = self._nodes.info(self._number), self._nodes.bus
         async with Requests(bus, node, self._record, self._settings.batch) as requests:
@@ -133,7 +134,7 @@ class _Source:
             return await self._window(requests, _after(copied, nbytes))
 
     async def _window(self, requests: Requests, work: Coroutine[Any, Any, int]) -> Window:
-        """While the work lasts, which returns how many bytes it sent."""
+        """The window while `work` lasts, which returns how many bytes it sent."""
         tokens, node, machine = requests.tokens, self._nodes.cpu_s(self._number), _machine_cpu_s()
         began = time.monotonic()
         sent = await requests.during(work)
@@ -156,7 +157,8 @@ class _Source:
         return 0
 
     async def load(self, least_s: float) -> int:
-        """Onto the target, again and again until that time is over; returns the bytes."""
+        """Loads the model onto the target again and again, for at least `least_s` seconds. Returns
+        the bytes."""
         moves = [
             Move(block + 1, self._number, TARGET, block) for block in range(self._record.n_blocks)
         ]
@@ -173,7 +175,7 @@ async def _after(copied: Coroutine[Any, Any, None], nbytes: int) -> int:
 
 
 def _machine_cpu_s() -> float:
-    """CPU time of everything on this machine so far."""
+    """CPU seconds of everything on this machine so far."""
     user, nice, system, _, _, irq, softirq = map(
         int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
     )

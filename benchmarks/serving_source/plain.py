@@ -1,7 +1,8 @@
 """The peer: the same bytes at the same rate over one plain socket, between two processes that do
-nothing else. What they take from who serves beside them, moving bytes costs on this machine.
+nothing else. What they cost a server beside them is what moving bytes costs on this machine.
 
-Run by itself (`python -m benchmarks.serving_source.plain`) it is one of the two.
+Run by itself (`python -m benchmarks.serving_source.plain`), this module is one of the two
+processes.
 """
 
 import argparse
@@ -18,9 +19,9 @@ from benchmarks.testbed import Namespace
 from shared.errors import LambdaScaleError
 
 PIECE = 128 << 10
-"""Bytes between two looks at the clock: a few ms of a link of some 100 Mbit/s."""
+"""Bytes between two looks at the clock: a few ms of a link of about 100 Mbit/s."""
 TIMEOUT_S = 30.0
-"""For a connection, and for a piece."""
+"""Seconds for a connection, and for a piece."""
 
 
 class PlainCopyFailed(LambdaScaleError):
@@ -31,9 +32,9 @@ class PlainCopyFailed(LambdaScaleError):
 async def plain_copy(
     source: Namespace, target: Namespace, address: str, nbytes: int, rate: int
 ) -> AsyncIterator[Coroutine[Any, Any, None]]:
-    """A copy that begins now; what it gives is awaited for its end.
+    """A copy that begins now. Await what it gives for its end.
 
-    `address` is the target's; `rate` in bytes/s, 0: as fast as it goes.
+    `address` is the target's. `rate` is in bytes/s; 0: as fast as it goes.
     """
     receiver = _start(target, "receive", address, 0, nbytes, 0)
     try:
@@ -58,7 +59,7 @@ def _start(namespace: Namespace, *arguments: str | int) -> "subprocess.Popen[str
 
 
 async def _line(process: "subprocess.Popen[str]") -> str:
-    """The next thing it says. PlainCopyFailed if it ends without."""
+    """The next line of its output. PlainCopyFailed if it ends without a line."""
     assert process.stdout is not None
     line = await asyncio.to_thread(process.stdout.readline)
     if not line:
@@ -107,7 +108,7 @@ def send(address: tuple[str, int], nbytes: int, rate: int) -> None:
 
 
 def receive(address: str, nbytes: int) -> None:
-    """Exits with an error unless so many bytes come."""
+    """Exits with an error unless `nbytes` bytes come."""
     into = memoryview(bytearray(nbytes))
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(TIMEOUT_S)

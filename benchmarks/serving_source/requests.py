@@ -18,7 +18,7 @@ from shared.messages.serving import Cancel, Sampling, Submit, Tokens
 PROMPT = tuple(range(10, 26))
 ANSWER = CONTEXT - len(PROMPT)
 SPARE = 2
-"""Requests that wait at the node, so that one that ends is followed at once."""
+"""Requests that wait at the node, so that a request that ends is followed at once."""
 STEADY_S = 60.0
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ class Requests:
 
     def __init__(self, bus: Bus, node: NodeInfo, record: ModelRecord, batch: int) -> None:
         self.tokens = 0
-        """That have come so far."""
+        """Tokens that have come so far."""
         self._bus = bus
         self._node = node
         self._record = record
         self._batch = batch
         self._gateway = GatewayId(new_id("bench"))
         self._awaited = 0
-        """So many tokens, and `_steady` is set."""
+        """`_steady` is set once this many tokens have come."""
         self._steady = asyncio.Event()
         self._answers: dict[RequestId, asyncio.Future[None]] = {}
         self._users: list[asyncio.Task[None]] = []
@@ -67,7 +67,7 @@ class Requests:
             await self._subscription.close()
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; raises what ended a request that should not have ended."""
+        """The work's result. Raises what ended a request that should not have ended."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait([task, *self._users], return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +91,7 @@ class Requests:
             ) from None
 
     async def _use(self, first: int) -> None:
-        """Asks again and again; for so many tokens the first time."""
+        """Sends request after request; the first asks for `first` tokens."""
         length = first
         while True:
             await self._ask(length)

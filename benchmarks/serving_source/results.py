@@ -1,4 +1,4 @@
-"""What was measured of a source that serves, what it is held to, and both in words."""
+"""The measurements of a source that serves, the bar that they are held to, and both in words."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,22 +20,22 @@ class Settings:
     batch: int
     """Sequences that are decoded at once."""
     window_s: float
-    """Least time that tokens are counted for."""
+    """Least seconds for which tokens are counted."""
     rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A while in which tokens were counted."""
+    """A period in which tokens were counted."""
 
     took_s: float
     tokens_per_s: float
     bytes_per_s: float
-    """That went from the source's host to the target's."""
+    """Rate from the source's host to the target's."""
     node_cores: float
-    """CPU time of the source's process a second."""
+    """CPU seconds of the source's process, per second."""
     machine_cores: float
-    """Of everything on the machine, others' work included."""
+    """CPU seconds of everything on the machine, others' work included, per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Sample:
 
     @property
     def loss(self) -> float:
-        """Of tokens/s while loading, against the mean of just before and just after; 0 to 1."""
+        """The share of tokens/s lost while loading, against the mean of just before and just after;
+        0 to 1."""
         alone = (self.before.tokens_per_s + self.after.tokens_per_s) / 2
         return 1 - self.loading.tokens_per_s / alone
 
@@ -56,12 +57,12 @@ class Row:
     """One way of loading at one rate."""
 
     link: str
-    """How much of it the bytes may have: HALF, paced, or WHOLE, as fast as it goes."""
+    """The share of the link that the bytes may use: HALF, paced, or WHOLE, as fast as it goes."""
     way: str
     rate: float
-    """bytes/s that it is paced to, or, of the whole link, that there is to have."""
+    """bytes/s that it is paced to or, for the whole link, that the link has."""
     samples: list[Sample] = field(default_factory=list)
-    """By round."""
+    """One for each round."""
 
     @property
     def loss(self) -> float:
@@ -88,7 +89,7 @@ class Row:
 
     @property
     def node_cores(self) -> tuple[float, float]:
-        """Alone and meanwhile."""
+        """(alone, meanwhile)."""
         samples = self.samples
         return median(s.before.node_cores for s in samples), median(
             s.loading.node_cores for s in samples
@@ -103,19 +104,19 @@ class Row:
 class Results:
     settings: Settings
     nbytes: int
-    """Of the model that was served and moved."""
+    """Bytes of the model that was served and moved."""
     rows: tuple[Row, ...]
 
 
 def bar(results: Results) -> Bar:
-    """Of the loading that is paced to half the link."""
+    """The bar, for loading that is paced to half the link."""
     (row,) = (row for row in results.rows if (row.link, row.way) == (HALF, OURS))
     what = f"tokens/s lost while loading at half the link: {row.loss:.1%}"
     return Bar(f"{what}, less than {MOST_LOST:.0%}", row.loss < MOST_LOST)
 
 
 def document(results: Results) -> dict[str, object]:
-    """What `--json` prints."""
+    """The results as `--json` prints them."""
     return {
         "rows": [
             {
@@ -142,7 +143,7 @@ def document(results: Results) -> dict[str, object]:
 
 
 def table(results: Results) -> Iterator[str]:
-    """For people."""
+    """The results for people."""
     settings = results.settings
     yield (
         f"{results.nbytes / (1 << 20):.1f} MiB, {settings.batch} sequences at once on one engine "
