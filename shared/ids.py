@@ -11,7 +11,7 @@ from shared.errors import BadInput
 NodeId = NewType("NodeId", str)
 """A node's name, chosen by its operator. It survives restarts; the generation does not."""
 Generation = NewType("Generation", int)
-"""Wall clock, in nanoseconds, at which a node process started. A later process is another node."""
+"""Counts the processes of a node. A later process is another node. See `shared/counters.py`."""
 ModelName = NewType("ModelName", str)
 """What users call a model in requests."""
 ModelId = NewType("ModelId", str)

@@ -50,7 +50,16 @@ KV_NODES = "ls_nodes"
 KV_EVENTS = "ls_events"
 KV_SCALE = "ls_scale"
 """Numbers of replicas that operators asked for, by model id."""
+KV_COUNTERS = "ls_counters"
+"""The last generation of each node and the last epoch of the planner (`shared/counters.py`)."""
 OBJECTS = "ls_assets"
+
+# --- names of counters ---
+PLANNER_COUNTER = "planner"
+
+
+def node_counter(node: NodeId) -> str:
+    return f"node.{node}"
 
 
 def node_plan(node: NodeId) -> str:

@@ -16,8 +16,8 @@ from services.local.processes import NATS, ClusterState, ProcessRecord, StartFai
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
-from shared.clock import wall_ns
 from shared.config import BusConfig, load
+from shared.counters import last_number
 from shared.errors import BusError
 from shared.ids import NodeId
 from shared.messages.load import GatewayLoad
@@ -88,19 +88,19 @@ class Cluster:
             raise
 
     async def _start_all(self, say: Callable[[str], None]) -> None:
-        began_ns = wall_ns()
         launcher = processes.record("up", "launcher", os.getpid()) if self.spec.launcher else None
         config = str(self.spec.config.absolute()) if self.spec.config else ""
         self._write(ClusterState(config=config, launcher=launcher))
         say("starting nats-server")
         await self._start_nats()
+        before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
         for role in ("registry", "planner", "gateway"):
             self.start_service(role)
         for number in range(self.spec.nodes):
             self.start_node(number)
-        url = await self._wait_until_ready(began_ns)
+        url = await self._wait_until_ready(before)
         self._write(
             msgspec.structs.replace(
                 self.state, gateway_url=url, launcher=None if self.spec.detached else launcher
@@ -119,6 +119,13 @@ class Cluster:
         url = await self._nats.start()
         self.state = msgspec.structs.replace(self.state, nats_url=url)
         self._note(processes.record(NATS, NATS, self._nats.pid))
+
+    async def _last_generations(self) -> dict[NodeId, int]:
+        """Of nodes that a crashed cluster may have left leases of."""
+        names = [node_id(number) for number in range(self.spec.nodes)]
+        async with NatsBus(bus_config(self.state), "up") as bus:
+            counters = await bus.kv(subjects.KV_COUNTERS)
+            return {n: await last_number(counters, subjects.node_counter(n)) for n in names}
 
     def start_service(self, role: str) -> None:
         """Starts (again) the registry, the planner or the gateway."""
@@ -168,7 +175,7 @@ class Cluster:
         self.state = state
         processes.write_state(self.spec.directory, state)
 
-    async def _wait_until_ready(self, began_ns: int) -> str:
+    async def _wait_until_ready(self, before: Mapping[NodeId, int]) -> str:
         """Returns the gateway's URL."""
         limit_s = READY_S + READY_PER_NODE_S * self.spec.nodes
         deadline = time.monotonic() + limit_s
@@ -183,9 +190,7 @@ class Cluster:
             missing = "the registry"
             while time.monotonic() < deadline:
                 self._check_children()
-                missing = await self._missing(bus, began_ns) or (
-                    "" if url.done() else "the gateway"
-                )
+                missing = await self._missing(bus, before) or ("" if url.done() else "the gateway")
                 if not missing:
                     return url.result()
                 await asyncio.sleep(POLL_S)
@@ -194,15 +199,14 @@ class Cluster:
             f"logs are in {self.spec.directory / 'logs'}"
         )
 
-    async def _missing(self, bus: Bus, began_ns: int) -> str:
+    async def _missing(self, bus: Bus, before: Mapping[NodeId, int]) -> str:
         """What does not answer yet."""
         try:
             pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
         except BusError:
             return "the registry"
-        # An older generation is a lease that a crashed cluster left.
-        there = {view.info.node for view in pool.nodes if view.info.generation >= began_ns}
-        missing = [node_id(n) for n in range(self.spec.nodes) if node_id(n) not in there]
+        there = {view.info.node: view.info.generation for view in pool.nodes}
+        missing = [node for node, last in before.items() if there.get(node, 0) <= last]
         if missing:
             return ", ".join(missing)
         try:

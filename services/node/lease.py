@@ -5,10 +5,12 @@ import asyncio
 import msgspec
 from structlog.stdlib import BoundLogger
 
+from shared import subjects
 from shared.bus.base import KeyValue, KvEntry
-from shared.clock import now, wall_ns
+from shared.clock import now
+from shared.counters import next_number
 from shared.errors import BusError, Conflict, KeyExists
-from shared.ids import Generation
+from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeInfo
 
 RENEWALS_PER_LEASE = 4
@@ -17,12 +19,25 @@ EXPIRY_SLACK_S = 1.5
 """How much later than promised a key may be seen to be gone."""
 
 
+async def next_generation(counters: KeyValue, node: NodeId, above: int = 0) -> Generation:
+    """Greater than that of every process that has had the node's name, and than `above`."""
+    return Generation(await next_number(counters, subjects.node_counter(node), above=above))
+
+
 class Lease:
     """`info` is what the lease says of the node."""
 
-    def __init__(self, bucket: KeyValue, info: NodeInfo, lease_s: int, log: BoundLogger) -> None:
+    def __init__(
+        self,
+        bucket: KeyValue,
+        counters: KeyValue,
+        info: NodeInfo,
+        lease_s: int,
+        log: BoundLogger,
+    ) -> None:
         self.info = info
         self._bucket = bucket
+        self._counters = counters
         self._lease_s = lease_s
         self._log = log
         self._revision = 0
@@ -59,12 +74,24 @@ class Lease:
                 if not self.over:
                     await self._renew()
 
-    def start_over(self) -> None:
-        """This generation was declared over: the next renewal says a new one."""
-        generation = Generation(max(wall_ns(), self.info.generation + 1))
-        self._generations.add(generation)
-        self.info = msgspec.structs.replace(self.info, generation=generation)
-        self._log.warning("this generation is over; going on as a new one")
+    async def start_over(self, ended: Generation) -> None:
+        """The generation was declared over: goes on under a new one, which the lease says at once.
+
+        If the bus fails now, this is tried again when the registry says once more that it is over.
+        Conflict: another process has taken the node's name meanwhile.
+        """
+        async with self._turn:
+            if self.over or self.info.generation != ended:
+                return  # said again, before it heard of the new one
+            try:
+                generation = await next_generation(self._counters, self.info.node, ended)
+            except BusError as error:
+                self._log.warning("this generation is over, and no new one yet", error=str(error))
+                return
+            self._generations.add(generation)
+            self.info = msgspec.structs.replace(self.info, generation=generation)
+            self._log.warning("this generation is over; going on as a new one")
+            await self._renew()
 
     async def give_back(self) -> None:
         """Deletes the key, unless another process has it by now; once."""

@@ -12,7 +12,7 @@ from services.node.core.profile import Profiler
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
 from services.node.hosting.reports import Reports
-from services.node.lease import Lease
+from services.node.lease import Lease, next_generation
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
@@ -20,7 +20,7 @@ from services.node.parts import Parts, RealParts
 from services.node.transport.base import Buffer
 from shared import subjects
 from shared.bus.base import Bus, On
-from shared.clock import now, wall_ns
+from shared.clock import now
 from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
@@ -102,9 +102,10 @@ class NodeService(Service):
             await asyncio.to_thread(device.__enter__)
             self.resources.push(device)
         await self._start_threads(arena.memory, device)
-        self._lease = Lease(
-            await self._bus.kv(subjects.KV_LEASES), self._describe(), config.lease_s, self.log
-        )
+        leases = await self._bus.kv(subjects.KV_LEASES)
+        counters = await self._bus.kv(subjects.KV_COUNTERS)
+        info = self._describe(await next_generation(counters, self.node))
+        self._lease = Lease(leases, counters, info, config.lease_s, self.log)
         self._hosting = Hosting(
             self.node,
             arena,
@@ -169,11 +170,11 @@ class NodeService(Service):
         for function, args in calls:
             function(*args)
 
-    def _describe(self) -> NodeInfo:
+    def _describe(self, generation: Generation) -> NodeInfo:
         config = self._config
         return NodeInfo(
             node=self.node,
-            generation=Generation(wall_ns()),
+            generation=generation,
             address=self._data.address,
             host=config.machine,
             device=config.device,
@@ -278,8 +279,7 @@ class NodeService(Service):
         """A peer is no more: what the engine keeps for its paths is freed."""
         if gone.node == self.node:
             if gone.generation == self.info.generation and not self._lease.over:
-                self._lease.start_over()
-                self._status_due.set()
+                self.spawn(self._start_over(gone.generation), name="new generation")
             return
         error = PeerLost(f"node {gone.node} is gone: {gone.reason}")
         addresses = self._addresses.pop(gone.node, set())
@@ -293,6 +293,10 @@ class NodeService(Service):
                 del self._peers[address]
                 self._connected.discard(address)
                 self._worker.on_peer_lost(address, error)
+
+    async def _start_over(self, ended: Generation) -> None:
+        await self._lease.start_over(ended)
+        self._status_due.set()
 
     async def _on_report(self, message: ReportStatus) -> None:
         self._status_due.set()

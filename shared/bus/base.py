@@ -1,9 +1,9 @@
 """The interface of the control bus. `nats` is the real one, `memory` its twin within a process.
 
 Handlers are typed: each names the kind of message that it takes and is called with that kind only.
-A request of another kind is answered with BadMessage; a broadcast of another kind is counted and
-dropped. A handler that raises never breaks a subscription: in `serve` the requester gets the typed
-error, in `subscribe` the error is logged and counted.
+A request of another kind is answered with BadMessage. A broadcast of another kind is not for this
+subscriber: it is counted and dropped. A handler that raises never breaks a subscription: in `serve`
+the requester gets the typed error, in `subscribe` the error is logged and counted.
 
 Errors are `shared.errors`: BusTimeout, NoResponders, BadMessage, KeyExists, BusError. A write that
 ends in BusTimeout may have happened or not.

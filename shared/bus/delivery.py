@@ -70,7 +70,9 @@ class Delivery:
         self.log = telemetry.logger("bus", name=name)
         self.tasks = Tasks()
         self.rejected = 0
-        """Messages that arrived malformed."""
+        """Messages that were malformed, and requests of a kind that their subject does not take."""
+        self.ignored = 0
+        """Broadcasts of a kind that their subscriber has no handler for."""
         self.failed = 0
         """Handler calls that raised something (in `serve`: something untyped)."""
         self.dropped = 0
@@ -85,12 +87,12 @@ class Delivery:
     async def handle(self, subject: str, handlers: tuple[On[Any], ...], data: bytes) -> None:
         try:
             message = self._decode(subject, data)
-            handler = next((on.handler for on in handlers if isinstance(message, on.kind)), None)
-            if handler is None:
-                kinds = " or ".join(on.kind.__name__ for on in handlers)
-                raise self._unexpected(subject, kinds, message)
         except BadMessage as error:
             self.log.warning("message dropped", error=str(error))
+            return
+        handler = next((on.handler for on in handlers if isinstance(message, on.kind)), None)
+        if handler is None:
+            self.ignored += 1
             return
         try:
             await handler(message)
@@ -104,7 +106,10 @@ class Delivery:
             reply: Message = Ok()
             if not isinstance(message, Ping):
                 if not isinstance(message, kind):
-                    raise self._unexpected(subject, kind.__name__, message)
+                    self.rejected += 1
+                    raise BadMessage(
+                        f"{subject} takes {kind.__name__}, not {type(message).__name__}"
+                    )
                 reply = await server(message)
             return check_size(encode(reply), f"reply on {subject}")
         except LambdaScaleError as error:
@@ -126,10 +131,6 @@ class Delivery:
                 f"{subject} answered with {type(reply).__name__}, expected {kind.__name__}"
             )
         return reply
-
-    def _unexpected(self, subject: str, kinds: str, message: Message) -> BadMessage:
-        self.rejected += 1
-        return BadMessage(f"{subject} takes {kinds}, not {type(message).__name__}")
 
     def _decode(self, subject: str, data: bytes) -> Message:
         try:

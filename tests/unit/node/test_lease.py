@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.node.lease import Lease
-from shared import subjects, telemetry
-from shared.bus.base import KvEntry
+from services.node.lease import Lease, next_generation
+from shared import clock, subjects, telemetry
+from shared.bus.base import KeyValue, KvEntry
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.errors import BusTimeout, Conflict
 from shared.ids import Generation, NodeId
@@ -33,6 +33,7 @@ INFO = NodeInfo(
 class Bucket(MemoryKeyValue):
     """Fails as told: writes that are refused, or stored without the writer learning of it."""
 
+    counters: KeyValue
     refuse = False
     drop_next_answer = False
     writes = 0
@@ -60,14 +61,16 @@ class Bucket(MemoryKeyValue):
 
 
 def lease(bucket: Bucket, info: NodeInfo = INFO) -> Lease:
-    return Lease(bucket, info, LEASE_S, telemetry.logger("test"))
+    return Lease(bucket, bucket.counters, info, LEASE_S, telemetry.logger("test"))
 
 
 def with_bucket(test: Callable[[Bucket], Coroutine[Any, Any, None]]) -> None:
     async def work() -> None:
         broker = MemoryBroker()
         async with MemoryBus(broker) as bus:
-            await test(Bucket(bus, broker.bucket(subjects.KV_LEASES)))
+            bucket = Bucket(bus, broker.bucket(subjects.KV_LEASES))
+            bucket.counters = await bus.kv(subjects.KV_COUNTERS)
+            await test(bucket)
 
     run(work())
 
@@ -171,16 +174,43 @@ def test_a_process_that_slept_too_long_gives_way_and_leaves_the_others_lease_alo
     with_bucket(test)
 
 
-def test_starting_over_says_a_newer_generation_at_the_next_renewal() -> None:
+def test_starting_over_says_a_newer_generation_at_once() -> None:
     async def test(bucket: Bucket) -> None:
-        ahead = Generation(2**62)  # the wall clock went back since
+        ahead = Generation(2**62)  # the counter was lost since
         held = lease(bucket, msgspec.structs.replace(INFO, generation=ahead))
         await held.take()
-        held.start_over()
-        assert held.info.generation > ahead
         bucket.drop_next_answer = True
+        await held.start_over(ahead)
+        assert held.info.generation > ahead
+        assert bucket.info == held.info
         await kept(held, 2 * LEASE_S)
         assert bucket.info == held.info
+
+    with_bucket(test)
+
+
+def test_a_generation_that_is_told_twice_that_it_is_over_starts_over_once() -> None:
+    async def test(bucket: Bucket) -> None:
+        held = lease(bucket)
+        await held.take()
+        await asyncio.gather(held.start_over(INFO.generation), held.start_over(INFO.generation))
+        first = held.info.generation
+        assert first > INFO.generation
+        await held.start_over(first)
+        assert held.info.generation == first + 1
+
+    with_bucket(test)
+
+
+def test_a_process_takes_a_greater_generation_than_every_earlier_one_whatever_its_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(bucket: Bucket) -> None:
+        today = clock.wall_ns()
+        first = await next_generation(bucket.counters, NODE)
+        monkeypatch.setattr(clock, "wall_source", lambda: today - 86_400 * 10**9)
+        second = await next_generation(bucket.counters, NODE)
+        assert today < first < second  # today: a process of an earlier release, before the upgrade
 
     with_bucket(test)
 

@@ -19,7 +19,7 @@ from services.node.execution.steps import Steps
 from services.node.execution.worker import Worker
 from services.node.moving.data_plane import DataPlane
 from services.node.service import NodeService
-from shared import subjects
+from shared import clock, subjects
 from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryObjectStore
 from shared.errors import (
@@ -251,6 +251,18 @@ async def test_requests_of_another_kind_are_refused(tmp_path: Path, checkpoint: 
 
 
 # --- generations ------------------------------------------------------------------
+
+
+async def test_a_node_on_a_clock_that_went_back_is_the_later_process(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        before = up.info("a")
+        yesterday = clock.wall_ns() - 86_400 * 10**9
+        await up.stop("a")
+        monkeypatch.setattr(clock, "wall_source", lambda: yesterday)
+        await up.start("a")
+        assert up.info("a").generation > before.generation
 
 
 async def test_a_node_that_was_declared_gone_goes_on_as_a_new_one(
