@@ -73,10 +73,10 @@ def connect(args: argparse.Namespace) -> NatsBus:
     state = state_of(args)
     if not state.nats_url:
         raise NotFound(f"the cluster in {args.data} is starting")
-    if any(process.role == NATS and process.state == "dead" for process in state.processes):
+    if any(process.role == NATS and process.state != "running" for process in state.processes):
         raise BusError(
-            f"the nats-server of the cluster in {args.data} is dead: end what is left with "
-            "`lambdascale down`"
+            f"the nats-server of the cluster in {args.data} ended and is about to be started "
+            "again: try again in a few seconds"
         )
     return NatsBus(bus_config(state, args.config), "cli")
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,8 +48,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 async def _run(args: argparse.Namespace) -> int:
     state = state_of(args)
     pool, planner, errors = await _query(args)
-    if state.launcher and state.launcher.state == "dead":
-        errors.append("its `up` was killed before all was ready: `lambdascale down` ends the rest")
     document = describe(state, pool, planner, errors)
     if args.json:
         print_json(document)
@@ -83,7 +82,16 @@ async def _query(
 
 def processes_of(state: ClusterState) -> list[dict[str, Any]]:
     return [
-        {"name": p.name, "role": p.role, "pid": p.pid, "state": p.state} for p in state.processes
+        {
+            "name": p.name,
+            "role": p.role,
+            "pid": p.pid,
+            "state": p.state,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(p.since)),
+            "restarts": p.restarts,
+            "last_exit": p.last_exit,
+        }
+        for p in state.processes
     ]
 
 
@@ -169,8 +177,9 @@ def _print(document: Mapping[str, Any]) -> None:
     if document["gateway_url"]:
         console.print(f"[bold]gateway[/]\n{document['gateway_url']}")
     if document["processes"]:
-        columns: tuple[str, ...] = ("name", "role", "pid", "state")
-        _print_table(console, "processes", columns, document["processes"])
+        rows = [{**process, "last exit": process["last_exit"]} for process in document["processes"]]
+        columns: tuple[str, ...] = ("name", "pid", "state", "since", "restarts", "last exit")
+        _print_table(console, "processes", columns, rows)
     sizes = {record["name"]: record["n_blocks"] for record in document["models"]}
     nodes = [
         {**node, "device": _device_text(node), "blocks": _blocks_text(node["blocks"], sizes),

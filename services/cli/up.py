@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
-from pathlib import Path
+import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 from services.cli.client import (
@@ -16,13 +18,14 @@ from services.cli.client import (
 from services.cli.status import processes_of
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.detaching import detached
 from services.local.publishing import publish
+from services.local.supervision import Supervisor
 from shared.bus.nats import NatsBus
 from shared.config import load
-from shared.errors import BadInput, LambdaScaleError
+from shared.errors import BadInput, Conflict
 from shared.ids import ModelName, check_model_name
 
-WATCH_S = 0.5
 DATA = "directory of the cluster: logs, stores, traces, state"
 
 
@@ -31,15 +34,20 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "up",
         help="start a cluster on this machine",
         description="Starts nats-server, registry, planner, gateway and N nodes on this machine, "
-        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`). What was "
-        "published in the data directory before is served again.",
+        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`): what ends is "
+        "started again, after a second at first and half a minute at most. What was published in "
+        "the data directory before is served again.",
     )
     up.add_argument("--nodes", type=int, default=3, metavar="N", help="default: %(default)s")
     up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint too")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "of the gateway; 0: any free one (default: the configured one, 8000)"
     up.add_argument("--port", type=int, metavar="N", help=port)
-    up.add_argument("--detach", action="store_true", help="return when everything is ready")
+    up.add_argument(
+        "--detach", action="store_true",
+        help="return when everything is ready; a process that stays keeps the cluster, and says in "
+        "DIR/logs/up.log what it does",
+    )  # fmt: skip
     add_data_option(up, DATA)
     up.add_argument("--config", type=absolute, metavar="FILE", help="configuration (TOML)")
     add_json_option(up)
@@ -67,8 +75,28 @@ def run_up(args: argparse.Namespace) -> int:
         check_model_name(args.name or args.model.name)
         if not (args.model / "config.json").is_file():
             raise BadInput(f"--model {args.model}: not a checkpoint directory (no config.json)")
-    load(args.config)
-    return asyncio.run(_up(args))
+    config = load(args.config).gateway
+    processes.check_free(args.data)
+    check_port(config.host, config.port if args.port is None else args.port)
+    if not args.detach:
+        return asyncio.run(_up(args, lambda: say("Ctrl-C ends it"), say))
+    log = processes.log_of(args.data, "up").absolute()
+    return detached(lambda ready: asyncio.run(_up(args, lambda: ready(log), say_with_time)))
+
+
+def check_port(host: str, port: int) -> None:
+    """Conflict if the gateway cannot have it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise Conflict(
+            f"the gateway cannot listen at {host}:{port} ({error.strerror}): choose another port "
+            "with --port N (0: any free one)"
+        ) from error
 
 
 def run_down(args: argparse.Namespace) -> int:
@@ -81,26 +109,34 @@ def run_down(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _up(args: argparse.Namespace) -> int:
-    cluster = Cluster(
-        ClusterSpec(
-            directory=args.data,
-            nodes=args.nodes,
-            config=args.config,
-            gateway_port=args.port,
-            detached=args.detach,
-            launcher=True,
-        )
+async def _up(
+    args: argparse.Namespace, ready: Callable[[], None], tell: Callable[[str], None]
+) -> int:
+    """`ready` is called when all is up; what happens to the cluster from then on goes to `tell`."""
+    spec = ClusterSpec(
+        directory=args.data,
+        nodes=args.nodes,
+        config=args.config,
+        gateway_port=args.port,
+        ends_by_signal=True,
     )
+    cluster = Cluster(spec)
     with ended_by_signals():
         try:
             await _start(cluster, args)
-            return 0 if args.detach else await _stay(cluster, args.data)
+            ready()
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 say("interrupted: ending what was started")
             await cluster.stop()
             raise
+        try:
+            await Supervisor(cluster, tell).run()
+        except asyncio.CancelledError:
+            tell("ending the cluster")
+        finally:
+            await cluster.stop()
+    return 0
 
 
 async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
@@ -130,18 +166,6 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
         )
 
 
-async def _stay(cluster: Cluster, data: Path) -> int:
-    """Until a signal, or until the bus is gone, without which nothing can be mended."""
-    say("Ctrl-C ends it")
-    try:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            ended = cluster.ended()
-            for name, code in ended.items():
-                say(f"{name} ended with {code}; see {processes.log_of(data, name)}")
-            if processes.NATS in ended:
-                raise LambdaScaleError("the cluster cannot go on without its bus and was ended")
-    except asyncio.CancelledError:
-        say("ending the cluster")
-    await cluster.stop()
-    return 0
+def say_with_time(text: str) -> None:
+    """For a log."""
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,7 @@ READY_S = 60.0
 READY_PER_NODE_S = 3.0
 """Each of them imports torch, and they share the machine's cores."""
 POLL_S = 0.05
+SERVICES = ("registry", "planner", "gateway")
 PREFIX = "lambdascale: "
 """What a service's last words begin with when it fails."""
 
@@ -43,9 +45,7 @@ class ClusterSpec:
     """Environment for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
     apart: bool = False
     """Each node says to be a machine of its own, so that nothing goes through shared memory."""
-    detached: bool = False
-    """The cluster outlives this process; else it dies with it, whatever kills it."""
-    launcher: bool = False
+    ends_by_signal: bool = False
     """This process ends the cluster when it gets a SIGTERM: `down` may send it one."""
 
 
@@ -61,6 +61,11 @@ def bus_config(state: ClusterState, config: Path | None = None) -> BusConfig:
     if config is None and state.config:
         config = Path(state.config)
     return msgspec.structs.replace(load(config).bus, url=state.nats_url)
+
+
+def _port(url: str) -> int:
+    """0 for none."""
+    return urlsplit(url).port or 0
 
 
 def node_id(number: int) -> NodeId:
@@ -80,7 +85,8 @@ class Cluster:
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when every service answers. StartFailed names the one that does not, and why."""
         self.spec.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = processes.claim(self.spec.directory)
+        holder = processes.record("up", "holder", os.getpid()) if self.spec.ends_by_signal else None
+        self._lock = processes.claim(self.spec.directory, holder)
         try:
             await self._start_all(say)
         except BaseException:
@@ -88,32 +94,27 @@ class Cluster:
             raise
 
     async def _start_all(self, say: Callable[[str], None]) -> None:
-        launcher = processes.record("up", "launcher", os.getpid()) if self.spec.launcher else None
         config = str(self.spec.config.absolute()) if self.spec.config else ""
-        self._write(ClusterState(config=config, launcher=launcher))
+        self._write(ClusterState(config=config))
         say("starting nats-server")
         await self._start_nats()
         before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
-        for role in ("registry", "planner", "gateway"):
+        for role in SERVICES:
             self.start_service(role)
         for number in range(self.spec.nodes):
             self.start_node(number)
         url = await self._wait_until_ready(before)
-        self._write(
-            msgspec.structs.replace(
-                self.state, gateway_url=url, launcher=None if self.spec.detached else launcher
-            )
-        )
+        self._write(msgspec.structs.replace(self.state, gateway_url=url))
 
     async def _start_nats(self) -> None:
         bus = bus_config(self.state)
         self._nats = NatsServer(
             self.spec.directory / NATS,
+            port=_port(self.state.nats_url),
             user=bus.user,
             password=bus.password,
-            detached=self.spec.detached,
             environment=processes.environment(self.spec.directory, {}),
         )
         url = await self._nats.start()
@@ -130,8 +131,9 @@ class Cluster:
     def start_service(self, role: str) -> None:
         """Starts (again) the registry, the planner or the gateway."""
         settings: dict[str, str] = {}
-        if role == "gateway" and self.spec.gateway_port is not None:
-            settings["LAMBDASCALE_GATEWAY_PORT"] = str(self.spec.gateway_port)
+        port = _port(self.state.gateway_url) or self.spec.gateway_port
+        if role == "gateway" and port is not None:
+            settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
         self._spawn(role, role, settings)
 
     def start_node(self, number: int) -> None:
@@ -161,15 +163,30 @@ class Cluster:
             **settings,
         }
         arguments = ["--config", self.state.config] if self.state.config else []
-        process = processes.spawn(
-            directory, name, role, arguments, merged, detached=self.spec.detached
-        )
+        process = processes.spawn(directory, name, role, arguments, merged)
         self._children[name] = Child(process, log_from)
         self._note(processes.record(name, role, process.pid))
 
     def _note(self, entry: ProcessRecord) -> None:
-        kept = tuple(p for p in self.state.processes if p.name != entry.name)
-        self._write(msgspec.structs.replace(self.state, processes=(*kept, entry)))
+        """Of a process that was started."""
+        if before := self._record(entry.name):
+            entry = msgspec.structs.replace(
+                entry, restarts=before.restarts + 1, last_exit=before.last_exit
+            )
+        self._put(entry)
+
+    def note_end(self, name: str, why: str, wait_s: float) -> None:
+        """A process ended; after `wait_s` it is to be started again."""
+        if before := self._record(name):
+            again_at = time.time() + wait_s
+            self._put(msgspec.structs.replace(before, last_exit=why, again_at=again_at))
+
+    def _record(self, name: str) -> ProcessRecord | None:
+        return next((p for p in self.state.processes if p.name == name), None)
+
+    def _put(self, entry: ProcessRecord) -> None:
+        entries = {process.name: process for process in self.state.processes} | {entry.name: entry}
+        self._write(msgspec.structs.replace(self.state, processes=tuple(entries.values())))
 
     def _write(self, state: ClusterState) -> None:
         self.state = state
@@ -230,14 +247,28 @@ class Cluster:
             return f"{name}: {lines[-1].removeprefix(PREFIX)}"
         return "\n".join([f"{name} ended with {code} while starting; see {log}", *lines[-5:]])
 
-    def ended(self) -> dict[str, int]:
-        """Processes that are no more, with their exit codes; each service is told once."""
-        codes = {name: child.process.poll() for name, child in self._children.items()}
-        if self._nats is not None:
-            codes[NATS] = self._nats.exit_code
-        over = {name: code for name, code in codes.items() if code is not None}
-        self._children = {n: child for n, child in self._children.items() if n not in over}
-        return over
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the processes."""
+        return (NATS, *self._children)
+
+    async def ended(self, name: str) -> int:
+        """Waits for the end of a process, unless it ended already; its return code."""
+        if name != NATS:
+            return await processes.ended(self._children[name].process)
+        if self._nats is None:
+            raise BusError("the nats-server was not started")
+        return await self._nats.ended()
+
+    async def start_again(self, name: str) -> None:
+        """What ended, where it was before; BusError if it is nats-server, and does not come up."""
+        if name == NATS:
+            await self._start_nats()
+        elif name in SERVICES:
+            self.start_service(name)
+        else:
+            numbers = {node_id(number): number for number in range(self.spec.nodes)}
+            self.start_node(numbers[NodeId(name)])
 
     async def stop(self) -> None:
         """Ends what `start` began; nothing if it began nothing."""

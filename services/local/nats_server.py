@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from services.local import processes
 from services.local.processes import die_with_parent
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.errors import BusError, ConfigError
@@ -33,9 +34,9 @@ def find_server() -> str:
 class NatsServer:
     """nats-server with JetStream; its store, configuration and log are in `directory`.
 
-    It listens on `host`; `port` 0 takes a free one. With `detached` the server outlives this
-    process; without, it dies with it (with the thread that called `start`), whatever kills it.
-    `user` and `password` are asked of every client.
+    It listens on `host`; `port` 0 takes a free one. The server dies with this process (with the
+    thread that called `start`), whatever kills that. `user` and `password` are asked of every
+    client.
     """
 
     def __init__(
@@ -46,7 +47,6 @@ class NatsServer:
         port: int = 0,
         user: str = "",
         password: str = "",
-        detached: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._directory = directory.absolute()
@@ -54,7 +54,6 @@ class NatsServer:
         self._port = port
         self._user = user
         self._password = password
-        self._detached = detached
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
@@ -71,10 +70,11 @@ class NatsServer:
             raise BusError("the nats-server is not running")
         return self._process.pid
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return None if self._process is None else self._process.poll()
+    async def ended(self) -> int:
+        """Waits for its end, unless it ended already; the return code."""
+        if self._process is None:
+            raise BusError("the nats-server is not running")
+        return await processes.ended(self._process)
 
     async def start(self, *, timeout: float = 10.0) -> str:
         """Starts the server and returns its URL once it takes connections; BusError if it fails."""
@@ -138,7 +138,7 @@ class NatsServer:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
-                preexec_fn=None if self._detached else die_with_parent(),  # noqa: PLW1509
+                preexec_fn=die_with_parent(),  # noqa: PLW1509
             )
 
     def _write_config(self) -> Path:

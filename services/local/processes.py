@@ -2,10 +2,12 @@
 
 A cluster lives in a data directory. `cluster.json` there names its processes; each of them also
 carries the directory in its environment (LS_CLUSTER), so that `down` finds even one that was
-started a moment before a crash and never written down. Whoever starts a cluster holds a lock on
-the directory until it is up, and one that stays keeps it.
+started a moment before a crash and never written down. Whoever started the cluster holds a lock on
+the directory for as long as the cluster runs; the processes die with it. The lock names it, if it
+ends its cluster in good order when it gets a SIGTERM.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -26,7 +28,7 @@ LOCK_FILE = ".lock"
 MARK = "LS_CLUSTER"
 NATS = "nats"
 """Name and role of the nats-server, and its directory."""
-LAUNCHER_STOP_S = 30.0
+HOLDER_STOP_S = 30.0
 STOP_S = 10.0
 POLL_S = 0.05
 ORDER = ("gateway", "planner", "node", "registry", NATS)
@@ -44,10 +46,20 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     pid: int
     started: str
     """Start time in ticks since boot: tells the process from a later one with its pid."""
+    since: float = 0.0
+    """When it was started (seconds since the epoch)."""
+    restarts: int = 0
+    """How many processes of this name ended before it."""
+    last_exit: str = ""
+    """How the last one of them ended, in words."""
+    again_at: float = 0.0
+    """When the supervisor starts the next one; 0: this one has not ended."""
 
     @property
     def state(self) -> str:
-        return "running" if _start_ticks(self.pid) == self.started else "dead"
+        if _start_ticks(self.pid) == self.started:
+            return "running"
+        return "restarting" if self.again_at else "dead"
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +69,6 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """Empty until everything is up."""
     config: str = ""
     """The file that the cluster was started with: commands find the bus's user there."""
-    launcher: ProcessRecord | None = None
-    """The `up` that started it, and ends it if it is there still."""
     processes: tuple[ProcessRecord, ...] = ()
 
     @property
@@ -101,15 +111,18 @@ def write_state(directory: Path, state: ClusterState) -> None:
     temporary.rename(directory / STATE_FILE)
 
 
-def claim(directory: Path) -> int:
+def claim(directory: Path, holder: ProcessRecord | None = None) -> int:
     """Takes the directory for a new cluster; closing the returned descriptor gives it back.
 
-    Conflict if a cluster runs or starts there.
+    `holder`: who is to be told when the cluster is to end. Conflict if one runs or starts there.
     """
     lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         check_free(directory)
+        os.truncate(lock, 0)
+        if holder is not None:
+            os.write(lock, msgspec.json.encode(holder))
     except BlockingIOError as error:
         os.close(lock)
         raise _taken(directory) from error
@@ -117,6 +130,15 @@ def claim(directory: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def holder_of(directory: Path) -> ProcessRecord | None:
+    """The `up` or demo that runs the cluster there."""
+    try:
+        found = msgspec.json.decode((directory / LOCK_FILE).read_bytes(), type=ProcessRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if found.state == "running" else None
 
 
 def check_free(directory: Path) -> None:
@@ -133,7 +155,7 @@ def _taken(directory: Path) -> Conflict:
 
 
 def record(name: str, role: str, pid: int) -> ProcessRecord:
-    return ProcessRecord(name, role, pid, _start_ticks(pid))
+    return ProcessRecord(name, role, pid, _start_ticks(pid), since=time.time())
 
 
 def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
@@ -156,6 +178,28 @@ def die_with_parent() -> Callable[[], None]:
     return in_child
 
 
+def outlive_parent() -> None:
+    """Takes back what die_with_parent did, in the process that it was done to."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+
+
+async def ended(process: "subprocess.Popen[bytes]") -> int:
+    """Waits for the end of a child; its return code."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # it was waited for already
+        return process.wait()
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
+
+
 def log_of(directory: Path, name: str) -> Path:
     if name == NATS:
         return directory / NATS / "nats-server.log"
@@ -168,12 +212,10 @@ def spawn(
     role: str,
     arguments: Iterable[str],
     settings: Mapping[str, str],
-    *,
-    detached: bool,
 ) -> "subprocess.Popen[bytes]":
     """Starts `lambdascale ROLE ...` in a session of its own, its log in logs/NAME.log.
 
-    It outlives this process if `detached`, and else dies with it, whatever kills it.
+    It dies with this process, whatever kills that.
     """
     path = log_of(directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +227,7 @@ def spawn(
             stderr=log,
             start_new_session=True,
             env=environment(directory, settings),
-            preexec_fn=None if detached else die_with_parent(),  # noqa: PLW1509
+            preexec_fn=die_with_parent(),  # noqa: PLW1509
         )
 
 
@@ -216,9 +258,9 @@ def end_all(directory: Path) -> int:
         state = ClusterState()
     running = [process for process in state.processes if process.state == "running"]
     there = {process.pid for process in running}.union(strays(directory))
-    launcher = state.launcher
-    if launcher and launcher.pid != os.getpid() and launcher.state == "running":
-        _end([launcher.pid], LAUNCHER_STOP_S)
+    holder = holder_of(directory)
+    if holder and holder.pid != os.getpid():
+        _end([holder.pid], HOLDER_STOP_S)
     if any(process.role == NATS for process in running):
         for role in ORDER:
             _end([process.pid for process in running if process.role == role])

@@ -68,7 +68,7 @@ async def test_from_up_to_down(directory: Path) -> None:
     await check_keys(url)
     await check_models(run, url)
     await check_scaling(run)
-    await check_crash(run, directory)
+    await check_end(run, directory)
 
 
 def check_status(document: dict[str, Any], url: str) -> None:
@@ -162,28 +162,15 @@ async def check_trace(run: Callable[..., Any], event: str, n_blocks: int) -> Non
     assert len(tree) == len(names)
 
 
-async def check_crash(run: Callable[..., Any], directory: Path) -> None:
+async def check_end(run: Callable[..., Any], directory: Path) -> None:
+    """`down` finds everything, what would start the others again included."""
     data = directory / "lambdascale-data"
-    pids = {process.name: process.pid for process in processes.read_state(data).processes}
-    os.kill(pids["planner"], signal.SIGKILL)
-    status = await run("status", "--json")
-    assert status.code == 1
-    assert status.document["errors"] == [
-        "the planner does not answer: `lambdascale status` shows what runs"
-    ]
-    assert len(status.document["nodes"]) == 3
-
-    os.kill(pids["nats"], signal.SIGKILL)
-    status = await run("status", "--json")
-    assert status.code == 1
-    states = {process["name"]: process["state"] for process in status.document["processes"]}
-    assert [name for name, state in states.items() if state == "dead"] == ["nats", "planner"]
-
     (data / "cluster.json").write_text("damaged")
     down = await run("down")
     assert down.code == 0
-    assert "5 processes ended" in down.err
+    assert "7 processes ended" in down.err
     assert processes.strays(data) == []
+    assert processes.holder_of(data) is None
     assert (await run("status")).code == 1
     assert (await run("trace", "last")).code == 0  # after the end of the cluster, too
 
@@ -229,7 +216,20 @@ async def test_a_port_in_use_is_one_clear_line(directory: Path) -> None:
     async with taken:
         up = await commands.run("up", "--nodes", "1", "--port", port, cwd=directory)
     assert up.code == 1
-    assert up.err.splitlines()[-1].startswith(
-        f"lambdascale: gateway: gateway.host/port 127.0.0.1:{port} cannot be used"
+    assert up.err == (
+        f"lambdascale: the gateway cannot listen at 127.0.0.1:{port} (Address already in use): "
+        "choose another port with --port N (0: any free one)\n"
     )
+    assert not (directory / "lambdascale-data").exists()
+
+
+async def test_up_in_the_background_that_is_interrupted_leaves_nothing(directory: Path) -> None:
+    up = await commands.start("up", "--port", "0", "--detach", cwd=directory)
+    assert up.stderr
+    async with asyncio.timeout(LIMIT_S):
+        while b"starting registry" not in (line := await up.stderr.readline()):
+            assert line
+        up.send_signal(signal.SIGTERM)
+        await up.communicate()
+    assert up.returncode == 130
     assert processes.strays(directory / "lambdascale-data") == []

@@ -1,8 +1,6 @@
 """nats-server as a child process: comes up, says why if not, and lives as long as it should."""
 
 import asyncio
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -23,8 +21,9 @@ from pathlib import Path
 from services.local.nats_server import NatsServer
 
 async def main():
-    server = NatsServer(Path(sys.argv[1]), detached=sys.argv[2] == "detached")
-    print(await server.start(), server.pid, flush=True)
+    server = NatsServer(Path(sys.argv[1]))
+    await server.start()
+    print(server.pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -44,17 +43,17 @@ async def reachable(url: str) -> None:
         await bus.publish("subject", Ok())
 
 
-async def start_in_another_process(directory: Path, mode: str) -> tuple[str, int]:
-    """The URL and process id of a server whose parent was killed right after it came up."""
+async def start_in_another_process(directory: Path) -> int:
+    """The process id of a server whose parent was killed right after it came up."""
     starter = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", STARTER, str(directory), mode, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", STARTER, str(directory), stdout=asyncio.subprocess.PIPE
     )
     assert starter.stdout is not None
     async with asyncio.timeout(WAIT_S):
-        url, pid = (await starter.stdout.readline()).decode().split()
+        pid = (await starter.stdout.readline()).decode()
     starter.kill()
     await starter.wait()
-    return url, int(pid)
+    return int(pid)
 
 
 async def test_it_takes_connections_until_it_is_stopped(tmp_path: Path) -> None:
@@ -124,15 +123,7 @@ async def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
 
 
 async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
-    _, pid = await start_in_another_process(tmp_path, "attached")
+    pid = await start_in_another_process(tmp_path)
     async with asyncio.timeout(WAIT_S):
         while alive(pid):  # noqa: ASYNC110 - another process's child tells us nothing
             await asyncio.sleep(0.01)
-
-
-async def test_detached_it_outlives_its_parent(tmp_path: Path) -> None:
-    url, pid = await start_in_another_process(tmp_path, "detached")
-    try:
-        await reachable(url)
-    finally:
-        os.kill(pid, signal.SIGTERM)

@@ -101,7 +101,7 @@ class Demo:
             gateway_port=0,
             settings=settings,
             apart=True,
-            launcher=True,
+            ends_by_signal=True,
         )
 
     async def _on(self, cluster: Cluster, model: Path) -> Mapping[Ask, tuple[int, ...]]:

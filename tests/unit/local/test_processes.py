@@ -63,7 +63,6 @@ def test_the_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         nats_url="nats://x",
         gateway_url="http://y",
         config="/etc/z.toml",
-        launcher=record("up", "launcher", os.getpid()),
         processes=(record("nats", "nats", os.getpid()),),
     )
     write_state(tmp_path, state)
@@ -76,6 +75,18 @@ def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
     assert mine.state == "running"
     assert processes.ProcessRecord("me", "node", os.getpid(), "1").state == "dead"
     assert processes.ProcessRecord("me", "node", NOBODY, "1").state == "dead"
+
+
+def test_a_process_that_is_about_to_be_started_again_is_not_dead() -> None:
+    ended = processes.ProcessRecord("me", "node", NOBODY, "1", again_at=1.0)
+    assert ended.state == "restarting"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+async def test_the_end_of_a_child_is_awaited(code: int) -> None:
+    child = subprocess.Popen(["sh", "-c", f"exit {code}"])  # noqa: ASYNC220 - as clusters do it
+    assert await processes.ended(child) == code
+    assert await processes.ended(child) == code
 
 
 @pytest.mark.parametrize("text", ["", "garbage", '{"nats_url": 3}'])
@@ -142,22 +153,37 @@ def test_gateways_end_first_and_the_bus_last(tmp_path: Path, start: Start) -> No
     assert order.read_text().split() == ["gateway", "planner", "node", "registry", "nats"]
 
 
-def test_the_launcher_is_ended_first(tmp_path: Path, start: Start) -> None:
+def test_who_holds_the_directory_is_ended_first(tmp_path: Path, start: Start) -> None:
     order = tmp_path / "order"
-    launcher = start(LAST_WORDS, "up", str(order), marked=False)
+    holder = start(LAST_WORDS, "up", str(order), marked=False)
+    lock = claim(tmp_path, record("up", "holder", holder.pid))
     node, nats = (start(LAST_WORDS, role, str(order)) for role in ("node", "nats"))
-    state = ClusterState(
-        launcher=record("up", "launcher", launcher.pid),
-        processes=state_with(node=node.pid, nats=nats.pid).processes,
-    )
-    write_state(tmp_path, state)
+    write_state(tmp_path, state_with(node=node.pid, nats=nats.pid))
     assert end_all(tmp_path) == 2
     assert order.read_text().split() == ["up", "node", "nats"]
+    os.close(lock)
 
 
-def test_a_launcher_that_ends_its_own_cluster_spares_itself(tmp_path: Path) -> None:
-    write_state(tmp_path, ClusterState(launcher=record("up", "launcher", os.getpid())))
+def test_the_holder_is_found_though_the_state_is_damaged(tmp_path: Path, start: Start) -> None:
+    """It would start again what is ended behind its back."""
+    holder = start(marked=False)
+    lock = claim(tmp_path, record("up", "holder", holder.pid))
+    (tmp_path / "cluster.json").write_text("{")
+    end_all(tmp_path)
+    assert holder.wait() == -signal.SIGTERM
+    os.close(lock)
+
+
+def test_a_holder_that_ends_its_own_cluster_spares_itself(tmp_path: Path) -> None:
+    lock = claim(tmp_path, record("up", "holder", os.getpid()))
     assert end_all(tmp_path) == 0
+    os.close(lock)
+
+
+def test_a_holder_before_is_forgotten(tmp_path: Path) -> None:
+    os.close(claim(tmp_path, record("up", "holder", os.getpid())))
+    os.close(claim(tmp_path))
+    assert processes.holder_of(tmp_path) is None
 
 
 def test_a_directory_is_claimed_once(tmp_path: Path) -> None:
@@ -183,14 +209,14 @@ from services.local.processes import die_with_parent
 child = subprocess.Popen(
     [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"],
     stdin=subprocess.PIPE,
-    preexec_fn=die_with_parent() if sys.argv[1] == "attached" else None,
+    preexec_fn=die_with_parent(),
 )
 sys.stdin.read()
 """
 
 
 def test_children_die_with_their_parent_however_it_ends(start: Start) -> None:
-    parent = start(PARENT, "attached")
+    parent = start(PARENT)
     parent.kill()
     assert parent.stdout
     assert parent.stdout.read() == b""  # its end, for which the child must have let go of it

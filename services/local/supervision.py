@@ -1,0 +1,57 @@
+"""Keeps a cluster's processes running: what ends is started again, until the supervisor is told."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+from services.local import processes
+from services.local.cluster import Cluster
+from services.local.restarts import Backoff
+from shared.errors import BusError
+
+
+class Supervisor:
+    """`say` is told of every end and every start."""
+
+    def __init__(self, cluster: Cluster, say: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._say = say
+
+    async def run(self) -> None:
+        """Until it is cancelled. The cluster has been started."""
+        async with asyncio.TaskGroup() as group:
+            for name in self._cluster.names:
+                group.create_task(self._keep(name), name=f"supervisor/{name}")
+
+    async def _keep(self, name: str) -> None:
+        backoff = Backoff()
+        while True:
+            began = time.monotonic()
+            why = exit_words(await self._cluster.ended(name))
+            wait_s = backoff.wait_s(time.monotonic() - began)
+            while failure := await self._start_again(name, why, wait_s):
+                why, wait_s = failure, backoff.wait_s(0.0)
+
+    async def _start_again(self, name: str, why: str, wait_s: float) -> str:
+        """Why it could not be started; empty: it was."""
+        log = processes.log_of(self._cluster.spec.directory, name)
+        self._cluster.note_end(name, why, wait_s)
+        self._say(f"{name} {why}; it is started again in {wait_s:.0f} s (log: {log})")
+        await asyncio.sleep(wait_s)
+        try:
+            await self._cluster.start_again(name)
+        except BusError as error:
+            return f"did not start: {error}"
+        self._say(f"{name} is started")
+        return ""
+
+
+def exit_words(code: int) -> str:
+    """Of a Popen's return code."""
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
