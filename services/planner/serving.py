@@ -160,8 +160,7 @@ class Serving:
         if self._closed:
             return
         before = self.instances
-        running = self._context.cluster.running(self._record.name)
-        basis = self.members, self._planned, running
+        basis = self.members, self._planned
         if self._retired or basis != self._basis:
             self._basis = basis
             self.instances = instances.revise(
@@ -170,7 +169,6 @@ class Serving:
                 self._planned,
                 self._record.n_blocks,
                 busy=self.busy,
-                running=running,
                 new_id=new_id,
                 event=self.cause.event,
             )
@@ -214,6 +212,7 @@ class Serving:
             epoch=self._context.epoch,
             revision=self._revision,
             instances=self.instances,
+            node_slots=instances.node_slots(self.instances, self.members),
             decode_s=self._context.cluster.decode_s(self._record.model_id),
             prefill_s_per_token=self._context.cluster.prefill_s_per_token(self._record.model_id),
             trace=self.cause.trace,

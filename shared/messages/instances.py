@@ -36,7 +36,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float
     """Throughput in units of one complete replica."""
     slots: int
-    """How many sequences it takes at once."""
+    """Sequences that the planner grants it at once (`shared.slots`)."""
     event: EventId | None
     """The scaling event that made the instance."""
 
@@ -63,6 +63,8 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     again."""
     revision: int
     instances: tuple[Instance, ...]
+    node_slots: dict[NodeId, int] = msgspec.field(default_factory=dict)
+    """Slots of the nodes that are stages of paths."""
     decode_s: float = 0.0
     """Seconds that one token takes through the whole model, as nodes measured it. 0: not known."""
     prefill_s_per_token: float = 0.0

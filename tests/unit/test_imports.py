@@ -15,7 +15,10 @@ PURE_STDLIB = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools",
     "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
-PURE_SHARED = ("shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.story")
+PURE_SHARED = (
+    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.slots",
+    "shared.story",
+)  # fmt: skip
 
 
 def imported(path: Path) -> Iterator[str]:

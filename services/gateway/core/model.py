@@ -127,7 +127,7 @@ class Model:
         route.refusals = request.refusals = 0
         if request.shunned:
             request.shunned.clear()
-        route.tokens += request.remaining - request.charge
+        route.charge(request.remaining - request.charge)
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
         self._out.append(Emit(request.id, token.token, finish, first, token.logprobs, token.cached))
@@ -137,7 +137,8 @@ class Model:
             self._detach(route, request)
             self._close(request, State.DONE, finish)
         elif first:
-            self._prefilled(route, request)
+            route.prefill(-request.prefill)
+            request.prefill = 0
             request.become(State.STREAMING, "first token")
         return first or bool(finish)
 
@@ -195,11 +196,7 @@ class Model:
         draw = self._rules.draw
         routes = self.table.routes.values()
         position = 0
-        while (
-            position < len(self.queue)
-            and self.table.has_room
-            and any(route.takes(now) for route in routes)
-        ):
+        while position < len(self.queue) and any(route.takes(now) for route in routes):
             request = self.queue[position]
             route = routing.choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
@@ -237,26 +234,29 @@ class Model:
         What finds no room goes on where it is: that is better for it than to wait.
         """
         judged: list[_Judged] = []
-        target: Route | None = None
         routes = self.table.routes.values()
-        for source in [route for route in routes if _is_moving(route) and route.requests]:
-            for request in list(source.requests.values()):
-                target = target or routing.refuge(routes, now)
-                if target is None:
-                    return judged
-                costs = None
-                if request.state is State.STREAMING:
-                    context = len(request.prompt) + len(request.tokens)
-                    costs = routing.switch(
-                        self.table, source, target, remaining=request.remaining, context=context
-                    )
-                stays = costs is not None and costs.stays
-                judged.append(_Judged(request, source, costs, stays))
-                if not stays:
-                    self._take_off(source, request, f"moves to {target.instance.id}", now)
-                    self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
-                    self._start(request, target, now)
-                    target = None
+        moving = [
+            (request, route)
+            for route in routes
+            if _is_moving(route)
+            for request in route.requests.values()
+        ]
+        for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
+            target = routing.refuge(routes, now)
+            if target is None:
+                break
+            costs = None
+            if request.state is State.STREAMING:
+                context = len(request.prompt) + len(request.tokens)
+                costs = routing.switch(
+                    self.table, source, target, remaining=request.remaining, context=context
+                )
+            stays = costs is not None and costs.stays
+            judged.append(_Judged(request, source, costs, stays))
+            if not stays:
+                self._take_off(source, request, f"moves to {target.instance.id}", now)
+                self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
+                self._start(request, target, now)
         return judged
 
     def _tell(self, judged: list[_Judged], trace: str) -> None:
@@ -291,10 +291,7 @@ class Model:
         if instance.event is not None:
             request.traces[route.trace] = None
         request.prefill = len(request.prompt) + len(request.tokens)
-        route.requests[request.id] = request
-        route.tokens += request.charge
-        route.prompts += request.prefill
-        self.table.prompts += request.prefill
+        route.begin(request, request.charge, request.prefill)
         self._out.append(Send(instance.leader, self._submit(request, route)))
 
     def _submit(self, request: Request, route: Route) -> Submit:
@@ -355,16 +352,9 @@ class Model:
         self._out.append(Withdraw(route.instance.leader, cancel))
 
     def _detach(self, route: Route, request: Request) -> None:
-        del route.requests[request.id]
-        self._prefilled(route, request)
-        route.tokens -= request.charge
-        request.charge = 0
+        route.end(request, request.charge, request.prefill)
+        request.charge = request.prefill = 0
         request.instance = None
-
-    def _prefilled(self, route: Route, request: Request) -> None:
-        route.prompts -= request.prefill
-        self.table.prompts -= request.prefill
-        request.prefill = 0
 
     def _fail(self, request: Request, error: LambdaScaleError) -> None:
         self._out.append(End(request.id, error))
@@ -385,6 +375,13 @@ def _mean(judged: list[_Judged]) -> routing.Switch | None:
     if not costs:
         return None
     return routing.Switch(fmean(c.stay_s for c in costs), fmean(c.move_s for c in costs))
+
+
+def _turn(request: Request) -> tuple[bool, int, int]:
+    """Who moves first: requests that wait for their first token, and then those with the least KV
+    to compute anew and the most tokens to come."""
+    context = len(request.prompt) + len(request.tokens)
+    return request.state is State.STREAMING, context, -request.remaining
 
 
 def _is_moving(route: Route) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from services.gateway.core.requests import Request
 from shared.ids import InstanceId, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.slots import Account, weight
 
 AVOID_S = 0.05
 """How long an instance is left alone after a refusal; doubles with each one that follows. The
@@ -20,8 +21,31 @@ AVOID_MAX_S = 1.0
 SMOOTHING = 16
 """Tokens over which the time between two is averaged."""
 PROMPTS_AHEAD = 4096
-"""Tokens of prompts that an instance of capacity 1 may have before it (one prompt in any case):
-enough to keep it busy. More would wait there in vain when another instance appears."""
+"""Tokens of prompts that a node, and an instance of capacity 1, may have before it (an instance one
+prompt in any case): enough to keep it busy. More would wait there in vain when another instance
+appears."""
+
+
+class Node:
+    """What this gateway has running over a node."""
+
+    __slots__ = ("account", "prompts")
+
+    def __init__(self, slots: int) -> None:
+        self.account = Account(slots)
+        self.prompts = 0.0
+        """Tokens to prefill, each as much as the node's stage is of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A stage of an instance, for the account of its node."""
+
+    node: Node
+    weight: float
+    """What a sequence takes of the node's slots."""
+    share: float
+    """Of the model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +69,8 @@ class Route:
     """Time from a request's token to its next one, lately; 0: not known."""
     told: bool = False
     """It moves, and what became of its requests was recorded."""
+    places: tuple[Place, ...] = ()
+    """Its stages."""
 
     def takes(self, now: float) -> bool:
         instance = self.instance
@@ -54,7 +80,42 @@ class Route:
             and instance.capacity > 0
             and self.prompts <= PROMPTS_AHEAD * instance.capacity
             and now >= self.avoid_until
+            and all(self._fits(place) for place in self.places)
         )
+
+    def _fits(self, place: Place) -> bool:
+        """Paths over a node share its slots, those that are no longer used as well. A replica's
+        part of them is what it was granted."""
+        node, stages = place.node, len(self.places)
+        return node.prompts <= PROMPTS_AHEAD and (
+            stages == 1 or node.account.has_room(stages, place.weight)
+        )
+
+    def begin(self, request: Request, charge: int, prefill: int) -> None:
+        """The request runs here from now on."""
+        self.requests[request.id] = request
+        self._count(1)
+        self.charge(charge)
+        self.prefill(prefill)
+
+    def end(self, request: Request, charge: int, prefill: int) -> None:
+        """It does no longer; with what is left of its charge and its prompt."""
+        del self.requests[request.id]
+        self._count(-1)
+        self.charge(-charge)
+        self.prefill(-prefill)
+
+    def charge(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def prefill(self, tokens: int) -> None:
+        self.prompts += tokens
+        for place in self.places:
+            place.node.prompts += place.share * tokens
+
+    def _count(self, sequences: int) -> None:
+        for place in self.places:
+            place.node.account.add(len(self.places), place.weight, sequences)
 
     @property
     def load(self) -> float:
@@ -77,17 +138,10 @@ class Table:
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
-        self.prompts = 0
-        """Tokens to prefill, of all requests that have no token from where they are."""
         self.decode_s = self.prefill_s = 0.0
         """Of a pass of one token through the model, 0: not known; and of each token more."""
-        self._capacity = 0.0
-        """Of all that serve."""
-
-    @property
-    def has_room(self) -> bool:
-        """For one more prompt. Paths that are no longer used have prompts before them as well."""
-        return self.prompts <= PROMPTS_AHEAD * self._capacity
+        self._nodes: dict[NodeId, Node] = {}
+        """Of all routes."""
 
     def apply(self, new: InstanceSet) -> list[Route]:
         """Takes a set over unless a newer one was seen; returns the routes that are gone.
@@ -101,11 +155,27 @@ class Table:
         self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
         old, self.routes = self.routes, {}
         for instance in new.instances:
-            route = old.pop(instance.id, None) or Route(instance, new.trace)
+            route = old.pop(instance.id, None) or self._route(instance, new)
             route.instance = instance
             self.routes[instance.id] = route
-        self._count()
+        for node, slots in new.node_slots.items():
+            if node in self._nodes:
+                self._nodes[node].account.slots = slots
+        self._forget_nodes(old.values())
         return list(old.values())
+
+    def _route(self, instance: Instance, new: InstanceSet) -> Route:
+        stages = instance.stages
+        blocks = stages[-1].stop
+        places = []
+        for stage in stages:
+            if (node := self._nodes.get(stage.node)) is None:
+                node = self._nodes[stage.node] = Node(
+                    new.node_slots.get(stage.node, instance.slots)
+                )
+            share = (stage.stop - stage.start) / blocks
+            places.append(Place(node, weight(stages, stage, blocks), share))
+        return Route(instance, new.trace, places=tuple(places))
 
     def drop_node(self, node: NodeId) -> list[Route]:
         """The routes that led over a node which is gone; they are gone too."""
@@ -116,12 +186,16 @@ class Table:
         ]
         for route in gone:
             del self.routes[route.instance.id]
-        self._count()
+        self._forget_nodes(gone)
         return gone
 
-    def _count(self) -> None:
-        instances = [route.instance for route in self.routes.values()]
-        self._capacity = sum(i.capacity for i in instances if i.state is InstanceState.SERVING)
+    def _forget_nodes(self, gone: Iterable[Route]) -> None:
+        """Those that no route leads over any more."""
+        over = {stage.node for route in gone for stage in route.instance.stages}
+        for route in self.routes.values() if over else ():
+            over.difference_update(stage.node for stage in route.instance.stages)
+        for node in over:
+            del self._nodes[node]
 
 
 def pause(refusals: int) -> float:

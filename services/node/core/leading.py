@@ -5,6 +5,9 @@ with its last token, with a failure, or forgotten (cancelled, or replaced by a n
 request). Whichever it is, its KV is freed here and on every other stage of its path at that moment;
 what is still in flight for it is ignored when it comes back.
 
+An attempt that the node's slots (`shared.slots`) or its KV cache do not take is refused at once,
+so that its gateway can bring it to an instance that begins it; one at most waits for KV.
+
 KV is not reserved: an attempt is admitted when the pages for its tokens, and a few for those that
 run already, are free. When pages run out later, attempts are preempted: their KV is freed
 everywhere, they go back to the head of the queue, and their tokens so far are prefilled anew.
@@ -30,11 +33,12 @@ from services.node.core.microbatches import (
 )
 from services.node.core.recent import Recent
 from services.node.core.rows import SequenceKey
-from services.node.core.sequences import Lane, Sequence, limit_of, share_of
+from services.node.core.sequences import Lane, Sequence, limit_of, weight_of
 from services.node.core.wellformed import END, wrong_rules, wrong_sampling
 from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Token
+from shared.slots import Account
 
 WRONG_TOKENS = Failure(
     "protocol",
@@ -101,11 +105,20 @@ class Leader:
                 f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
                 f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_bytes"
             )
-        taken = sum(s.share for s in self._all() if s.submit.request != submit.request)
-        if taken > 2 * self._slots - share_of(submit):
+        others = [s for s in self._all() if s.submit.request != submit.request]
+        account = Account(self._slots)
+        for other in others:
+            if other.submit.model_id == submit.model_id:
+                account.add(len(other.path.stages), other.weight)
+        if not account.has_room(len(submit.stages), weight_of(submit)):
             raise CapacityExceeded(
-                f"node {self._node} leads {len(self.running)} sequences and "
-                f"{len(self.preparing) + len(self.waiting)} wait: submit elsewhere"
+                f"node {self._node} leads {len(others)} sequences, all that its slots take: "
+                f"submit elsewhere"
+            )
+        if sum(s.kv_soon for s in self.waiting) > self.kv_room():
+            raise CapacityExceeded(
+                f"node {self._node} has no KV cache left for the {len(self.waiting)} sequences "
+                f"that wait for it: submit elsewhere"
             )
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
@@ -137,21 +150,13 @@ class Leader:
             self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
-        """Waiting sequences start, in order, as slots and KV allow.
+        """Waiting sequences start, in order, as KV allows.
 
-        One takes as much of a slot as its first stage is of the model. What it begins with may be
-        cached. That is asked only of paths of one stage: the stages of others would all have to
-        have it, and such paths are short-lived.
+        What one begins with may be cached. That is asked only of paths of one stage: the stages of
+        others would all have to have it, and such paths are short-lived.
         """
-        taken = sum(sequence.share for sequence in self.running.values())
-        while self.waiting:
-            sequence = self.waiting[0]
-            if taken + sequence.share > self._slots:
-                return
-            if sequence.kv_soon > self.kv_room():
-                return
-            self.waiting.popleft()
-            taken += sequence.share
+        while self.waiting and self.waiting[0].kv_soon <= self.kv_room():
+            sequence = self.waiting.popleft()
             sequence.admitted = sequence.admitted or tick
             sequence.ready = tick
             if len(sequence.path.stages) == 1:

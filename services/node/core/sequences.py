@@ -7,7 +7,6 @@ served (what is shared among them all is late for them all); decodes go by who h
 """
 
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from services.node.core.kv import PAGE, whole_pages
 from services.node.core.microbatches import Finish, Part, Path
@@ -15,6 +14,7 @@ from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
 from shared.ids import RequestId
 from shared.messages.serving import Submit
+from shared.slots import weight
 
 SCORED_POSITIONS = 1024
 """Most positions of a micro-batch whose sequences are scored: with 20 log probabilities each, what
@@ -30,10 +30,10 @@ def limit_of(submit: Submit) -> int:
     return submit.prompt_tokens + submit.max_tokens - 1
 
 
-def share_of(submit: Submit) -> Fraction:
-    """What the leader runs of the model for this request: 1 for a complete replica."""
-    first = submit.stages[0]
-    return Fraction(first.stop - first.start, submit.stages[-1].stop)
+def weight_of(submit: Submit) -> float:
+    """What the request takes of its leader's slots."""
+    stages = submit.stages
+    return weight(stages, stages[0], stages[-1].stop)
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Sequence:
     key: SequenceKey
     path: Path
     tokens: list[int]
-    share: Fraction
-    """What the leader runs of the model for it."""
+    weight: float
+    """What it takes of the leader's slots."""
     limit: int
     """Positions that it can come to."""
     prompt: int
@@ -81,7 +81,7 @@ class Sequence:
             key,
             path,
             tokens,
-            share_of(submit),
+            weight_of(submit),
             limit_of(submit),
             len(tokens),
             Speculation(tokens, speculation) if speculation else None,

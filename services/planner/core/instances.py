@@ -18,13 +18,9 @@ from services.planner.core.paths import Path
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
+from shared.slots import granted
 
 Stages = tuple[Stage, ...]
-
-OVERFULL = 4.0
-"""Slots' worth of sequences that a node may come to while a model loads: a decode step is bound by
-reading the weights, so that more rows cost it little, and sequences that began before should not
-keep paths from being used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +104,12 @@ def revise(
     blocks: int,
     *,
     busy: Callable[[InstanceId], bool],
-    running: Mapping[InstanceId, int],
     new_id: Callable[[str], str],
     event: EventId | None,
 ) -> tuple[Instance, ...]:
     """The next set. `planned` may be of a while ago; `busy`: whether requests still run on an
-    instance, for all that is known; `running`: how many are known to, if any; `new_id` makes the
-    ids of paths, which are said to be of `event`.
+    instance, for all that is known; `new_id` makes the ids of paths, which are said to be of
+    `event`.
     """
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
     paths = {
@@ -130,12 +125,20 @@ def revise(
             capacity = planned.get(stages, spare.get(member.node, 1.0))
             result[stages] = _replica(member, stages, kept.get(stages), capacity)
     for stages, capacity in paths.items():
-        leader = members[stages[0].node]
-        result[stages] = _path(stages, leader, kept.get(stages), capacity, new_id, event)
+        slots = granted(capacity, [members[stage.node].slots for stage in stages])
+        result[stages] = _path(stages, slots, kept.get(stages), capacity, new_id, event)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
             result[stages] = _retired(instance, moving=not loading(members, blocks))
-    return _with_room(tuple(result.values()), members, running)
+    return tuple(result.values())
+
+
+def node_slots(
+    instances: Iterable[Instance], members: Mapping[NodeId, Member]
+) -> dict[NodeId, int]:
+    """The slots of every node that is a stage of a path."""
+    nodes = {stage.node for i in instances if not i.is_replica for stage in i.stages}
+    return {node: members[node].slots for node in sorted(nodes)}
 
 
 def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
@@ -147,41 +150,6 @@ def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
             share = capacity * (stage.stop - stage.start) / blocks
             spare[stage.node] = max(0.0, spare.get(stage.node, 1.0) - share)
     return spare
-
-
-def _with_room(
-    candidates: tuple[Instance, ...],
-    members: Mapping[NodeId, Member],
-    running: Mapping[InstanceId, int],
-) -> tuple[Instance, ...]:
-    """Slots of those that serve: what their capacity asks for, less what is taken on the busiest
-    of their nodes by requests beyond the plan: on instances that drain, or that now have fewer
-    slots. Requests that move are left out: they go to the instances that are given slots here.
-    """
-    taken: dict[NodeId, float] = {}
-    for i in candidates:
-        if i.state is not InstanceState.MOVING:
-            planned = i.slots if i.state is InstanceState.SERVING else 0
-            beyond = max(0, running.get(i.id, 0) - planned) / (i.stages[-1].stop * len(i.stages))
-            for stage in i.stages:
-                taken[stage.node] = taken.get(stage.node, 0.0) + beyond * (stage.stop - stage.start)
-
-    def left(instance: Instance) -> int:
-        shares = (
-            OVERFULL - taken[stage.node] / members[stage.node].slots for stage in instance.stages
-        )
-        return max(1, round(instance.slots * min(1.0, *shares)))
-
-    return tuple(
-        msgspec.structs.replace(i, slots=left(i)) if i.state is InstanceState.SERVING else i
-        for i in candidates
-    )
-
-
-def _slots(member: Member, capacity: float) -> int:
-    """A token takes about as many passes as its path has stages, and a stage is busy with it for
-    its part of one of them: it takes so many more sequences to fill a path."""
-    return max(1, round(capacity * member.slots))
 
 
 def _alone(member: Member, blocks: int) -> Stages:
@@ -207,14 +175,14 @@ def _replica(member: Member, stages: Stages, known: Instance | None, capacity: f
         stages=stages,
         state=InstanceState.DRAINING if member.draining else InstanceState.SERVING,
         capacity=capacity,
-        slots=_slots(member, capacity),
+        slots=granted(capacity, [member.slots]),
         event=known.event if known is not None else member.event,
     )
 
 
 def _path(
     stages: Stages,
-    leader: Member,
+    slots: int,
     known: Instance | None,
     capacity: float,
     new_id: Callable[[str], str],
@@ -225,7 +193,7 @@ def _path(
         stages=stages,
         state=InstanceState.SERVING,
         capacity=capacity,
-        slots=_slots(leader, capacity * len(stages)),
+        slots=slots,
         event=known.event if known is not None else event,
     )
 

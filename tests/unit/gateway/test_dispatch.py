@@ -28,6 +28,7 @@ from shared.errors import (
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.serving import AttemptFailed, Logprobs, Sampling, Scores, Token, Tokens
+from shared.slots import OVERFULL
 from tests.unit.gateway.support import path, replica
 
 NAME, MODEL = ModelName("m"), ModelId("m-id")
@@ -39,14 +40,16 @@ class Driver:
     """A dispatch core with one model and its own time."""
 
     def __init__(self, *instances: Instance) -> None:
-        rules = Rules(GatewayId("g"), lambda: 0.0, 10, QUEUE_S, STALL_S, 3)
+        rules = Rules(GatewayId("g"), lambda: 0.0, 50, QUEUE_S, STALL_S, 3)
         self.dispatch = Dispatch(rules)
         self.dispatch.add_model(NAME, MODEL)
         self.now = 0.0
         self.revision = 0
         self.publish(*instances)
 
-    def publish(self, *instances: Instance, step_s: float = 0.0) -> list[Command]:
+    def publish(
+        self, *instances: Instance, step_s: float = 0.0, node_slots: int = 8
+    ) -> list[Command]:
         """`step_s`: what they say that any pass takes, and each token more in it."""
         self.revision += 1
         new = InstanceSet(
@@ -55,6 +58,7 @@ class Driver:
             epoch=1,
             revision=self.revision,
             instances=instances,
+            node_slots={s.node: node_slots for i in instances for s in i.stages},
             decode_s=step_s,
             prefill_s_per_token=step_s,
         )
@@ -396,7 +400,10 @@ def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
     driver.admit("b", "c", prompt=10)
     after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=1)
     (told,) = switches(driver.publish(*after, step_s=0.2))
-    assert (told.moved, told.stayed, told.waiting) == (("b",), 1, 1)
+    assert (told.moved, told.stayed, told.waiting) == (("b",), 0, 2)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=3)
+    (told,) = switches(driver.publish(*after, step_s=0.2))
+    assert (told.moved, told.stayed, told.waiting) == (("c",), 1, 0)
 
 
 def test_a_request_without_kv_moves_whatever_it_costs() -> None:
@@ -468,11 +475,44 @@ def test_a_first_token_makes_room_for_the_next_prompt() -> None:
     assert [r for r, *_ in sent(driver.give("a", 1, 0))] == ["b"]
 
 
-def test_prompts_before_a_path_that_is_no_longer_used_count() -> None:
-    way = path(1, 2)
-    driver = Driver(way)
-    assert len(sent(driver.admit("a", prompt=2 * PROMPTS_AHEAD))) == 1
+def test_prompts_before_a_path_that_is_no_longer_used_count_on_its_nodes() -> None:
+    driver = Driver(path(1, 2))
+    assert len(sent(driver.admit("a", prompt=3 * PROMPTS_AHEAD))) == 1
     drains = path(1, 2, state=InstanceState.DRAINING)
     driver.publish(drains, replica(1))
     assert sent(driver.admit("b")) == []
-    assert [r for r, *_ in sent(driver.give("a", 1, 0))] == ["b"]
+    assert sent(driver.publish(drains, replica(1), replica(3))) == [("b", "replica-3", 1)]
+    assert sent(driver.admit("c", "d"))[0][1] == "replica-3"
+    driver.give("a", 1, 0)
+    driver.publish(drains, replica(1))
+    assert [i for _, i, _ in sent(driver.admit("e"))] == ["replica-1"]
+
+
+def test_paths_over_a_node_share_its_slots() -> None:
+    """Those that drain as well; half a slot a sequence, in every second pass."""
+    driver = Driver()
+    most = round(OVERFULL * 2 * 4)
+    driver.publish(path(1, 2, slots=100), node_slots=2)
+    assert len(sent(driver.admit("a", max_tokens=10))) == 1
+    names = [str(i) for i in range(most + 3)]
+    for name in names:
+        driver.admit(name)
+    assert driver.dispatch.loads()[0].running_requests == most
+    drains = path(1, 2, state=InstanceState.DRAINING, slots=100)
+    assert sent(driver.publish(drains, path(1, 3, slots=100), node_slots=2)) == []
+    (moved,) = sent(driver.give("a", 1, 0, "stop"))
+    assert moved[1] == "path-1-3"
+
+
+def test_those_without_a_token_move_first_and_then_those_with_the_least_kv() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("long", prompt=50)
+    driver.admit("short", prompt=5)
+    driver.admit("none", prompt=500)
+    driver.give("long", 1, 0)
+    driver.give("short", 1, 0)
+    moving = path(1, 2, state=InstanceState.MOVING)
+    (first,) = sent(driver.publish(moving, replica(1, slots=1)))
+    assert first[0] == "none"
+    (second,) = sent(driver.publish(moving, replica(1, slots=1), replica(2, slots=1)))
+    assert second[0] == "short"

@@ -43,6 +43,7 @@ from shared.messages.serving import (
     Submit,
     Token,
 )
+from shared.slots import OVERFULL
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
 WHY = Failure("peer_lost", "gone")
@@ -222,13 +223,16 @@ def test_what_was_made_for_an_attempt_that_did_not_begin_is_given_back() -> None
 
 
 def test_a_preempted_attempt_has_its_grammar_made_anew_and_goes_first() -> None:
-    core = batcher(slots=2)
+    kv = FakeKv(kv_capacity=40)
+    core = batcher(kv=kv)
     queue(core, one("p", WHOLE), ruled("g"))
     core.prepared("g#1")
     run(core, take(core))
     (part,) = take(core)
+    kv.kv_used = 32
     queue(core, one("late", WHOLE))
     released, asked = core.no_room(part, FULL)
+    kv.kv_used = 16
     assert released == Release(("g#1",))
     assert asked == Prepare(MODEL, "g#1~1", Context((3, 1, 1), 2, (), RULED))
     core.prepared("g#1~1")
@@ -524,19 +528,41 @@ def test_a_missing_token_fails_the_attempt() -> None:
     assert core.running == 0
 
 
-def test_sequences_that_do_not_fit_the_kv_wait_in_order() -> None:
+def test_who_does_not_fit_the_kv_waits_and_who_would_wait_behind_is_refused() -> None:
     """Each will soon have the pages of its prompt and one more."""
     kv = FakeKv(kv_capacity=96)
     core = batcher(kv=kv, step_tokens=100)
     big = submit("big", WHOLE, prompt=(1,) * 30, max_tokens=60)
-    queue(core, big, submit("more", WHOLE, prompt=(1,) * 40, max_tokens=40), one("small", WHOLE))
+    more = submit("more", WHOLE, prompt=(1,) * 40, max_tokens=40)
+    queue(core, big, more)
+    with pytest.raises(CapacityExceeded, match="no KV cache left"):
+        queue(core, one("small", WHOLE))
     assert rows(take(core)) == [("big#1", 0, 30)]
     kv.kv_used = 32
     assert not core.take()
-    assert core.waiting == 2
+    assert core.waiting == 1
     core.cancel(_cancel_of(big))
     kv.kv_used = 0
+    queue(core, one("small", WHOLE))
     assert [row[0] for row in rows(take(core))] == ["more#1", "small#1"]
+
+
+def test_what_the_slots_do_not_take_is_refused_at_once() -> None:
+    """Alone as many as there are; on paths by what a stage is of the model, for each model."""
+    core = batcher(slots=2, kv=FakeKv(kv_capacity=10_000))
+    other = msgspec.structs.replace(one("other", WHOLE), model_id=ModelId("other"))
+    queue(core, one("a", WHOLE), one("b", WHOLE), other)
+    with pytest.raises(CapacityExceeded, match="submit elsewhere"):
+        queue(core, one("c", WHOLE))
+    share = (TWO[0].stop - TWO[0].start) / BLOCKS / 2
+    most = int(OVERFULL * 2 / share)
+    queue(core, *(one(f"path-{i}", TWO) for i in range(most)))
+    with pytest.raises(CapacityExceeded, match="submit elsewhere"):
+        queue(core, one("d", TWO))
+    again = msgspec.structs.replace(one("a", TWO), attempt=2)
+    with pytest.raises(CapacityExceeded):
+        queue(core, again)
+    queue(core, msgspec.structs.replace(one("a", WHOLE), attempt=2))
 
 
 def test_a_sequence_is_admitted_for_its_tokens_and_not_for_its_limit() -> None:
@@ -611,18 +637,22 @@ def test_the_last_that_began_is_preempted_and_begins_anew_with_its_tokens_so_far
 
 
 def test_a_preempted_sequence_goes_before_what_waits_and_keeps_its_age() -> None:
-    core = batcher(step_tokens=8, slots=2)
+    kv = FakeKv(kv_capacity=40)
+    core = batcher(step_tokens=8, kv=kv)
     for name in ("first", "second"):
         queue(core, one(name, WHOLE))
         run(core, take(core))
+    kv.kv_used = 32
     queue(core, one("third", WHOLE))
     (part,) = take(core)
     core.no_room(part, FULL)
+    kv.kv_used = 16
     run(core, (core.live(part),))
     (part,) = take(core)
     assert "second#1~1" in part.keys
     assert core.waiting == 1
     core.cancel(_cancel_of(one("first", WHOLE)))
+    kv.kv_used = 0
     run(core, (core.live(part),))
     (part,) = take(core)
     assert sorted(part.keys) == ["second#1~1", "third#1"]

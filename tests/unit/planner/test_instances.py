@@ -2,12 +2,21 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.instances import Member, Rules, joined, loading, plan, revise
+from services.planner.core.instances import (
+    Member,
+    Rules,
+    joined,
+    loading,
+    node_slots,
+    plan,
+    revise,
+)
 from services.planner.core.paths import Path
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING
@@ -39,7 +48,6 @@ class Model:
         self.instances: tuple[Instance, ...] = ()
         self.planned: Mapping[tuple[Stage, ...], float] = {}
         self.busy: set[InstanceId] = set()
-        self.running: dict[InstanceId, int] = {}
         self._ids = itertools.count()
 
     def put(self, *members: Member) -> "Model":
@@ -61,7 +69,6 @@ class Model:
             self.planned,
             BLOCKS,
             busy=self.busy.__contains__,
-            running=self.running,
             new_id=lambda kind: f"{kind}-{next(self._ids)}",
             event=EVENT,
         )
@@ -183,42 +190,23 @@ def test_a_paths_slots_fill_its_stages(capacity: float, slots: int) -> None:
     assert path.slots == slots
 
 
-def test_what_drains_keeps_its_share_of_slots_until_its_requests_end() -> None:
-    model = Model().put(full("a"), member("b", 0, 1))
-    model.planned = {HALVES: 2.0}
-    (old,) = model.revise().paths
-    model.busy, model.running = {old.id}, {old.id: 112}
-    model.put(member("b", 0, 1, 2))
-    new = (Stage(B, "tcp://b", 0, 3), Stage(A, "tcp://a", 3, BLOCKS))
-    model.planned = {new: 1.0}
-    slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots[new] == SLOTS, "half of its 16: 112 quarters leave half of what b and a may take"
-    assert slots[(Stage(A, "tcp://a", 0, BLOCKS),)] == SLOTS * 3 / 8, "less the new path's quarter"
-    model.running = {old.id: 104}
-    slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots[new] == SLOTS * 3 / 2
-    model.running = {old.id: 96}
-    slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots[new] == 2 * SLOTS
+def test_a_path_takes_what_the_node_with_the_fewest_slots_does() -> None:
+    model = Model().put(full("a"), replace(member("b", 0, 1), slots=2))
+    model.planned = {HALVES: 0.5}
+    (path,) = model.revise().paths
+    assert path.slots == 2
+    assert node_slots(model.instances, model.members) == {A: SLOTS, B: 2}
 
 
-def test_a_replica_that_is_to_serve_less_leaves_room_to_paths_as_its_requests_end() -> None:
-    model = Model().put(full("a"), member("b", 0, 1))
-    (replica,) = model.plan().revise().instances[:1]
-    alone = (Stage(A, "tcp://a", 0, BLOCKS),)
-    model.planned = {alone: 0.5, HALVES: 1.0}
-    model.running = {replica.id: 4 * SLOTS}
-    slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots[HALVES] == SLOTS
-    model.running = {replica.id: 3 * SLOTS + SLOTS // 2}
-    slots = {i.stages: i.slots for i in model.revise().instances}
-    assert slots == {alone: SLOTS // 2, HALVES: 2 * SLOTS}
+def test_a_replica_has_the_slots_of_its_own_node() -> None:
+    model = Model().put(full("a"), replace(full("b"), slots=2)).plan()
+    assert {i.leader: i.slots for i in model.instances} == {A: SLOTS, B: 2}
 
 
 def test_requests_that_move_find_the_slots_of_the_replicas_they_move_to() -> None:
     model = Model().put(full("a"), member("b", 0, 1)).plan()
     (path,) = model.paths
-    model.busy, model.running = {path.id}, {path.id: 2 * SLOTS}
+    model.busy = {path.id}
     model.put(full("b")).plan()
     assert [i.slots for i in model.instances if i.is_replica] == [SLOTS, SLOTS]
 

@@ -169,7 +169,7 @@ async def test_a_stage_without_room_fails_only_what_does_not_fit() -> None:
 
 async def test_waits_for_kv_at_the_leader() -> None:
     async with cluster("a", kv_capacity={"a": 30}) as nodes:
-        messages = [submit(f"r{i}", WHOLE, max_tokens=20) for i in range(3)]
+        messages = [submit(f"r{i}", WHOLE, max_tokens=20) for i in range(2)]
         attempts = [await nodes.submit(message) for message in messages]
         for attempt in attempts:
             assert (await attempt.end()).ids == continuation(PROMPT, 20, BLOCKS)
@@ -258,17 +258,17 @@ async def test_refuses_blocks_it_does_not_hold() -> None:
         await worker.submit(submit("r", stages(("a", 0, 1), ("b", 1, BLOCKS))))
 
 
-async def test_twice_its_slots_is_what_a_node_takes() -> None:
+async def test_what_a_node_has_no_slots_for_is_refused() -> None:
     async with cluster("a", slots=2) as nodes:
         gate = nodes.gate("a", "r0", 0)
         await nodes.submit(submit("r0", WHOLE))
         await gate.wait()
-        more = [submit(f"r{i}", WHOLE) for i in range(1, 5)]
+        more = [submit(f"r{i}", WHOLE) for i in range(1, 3)]
         answers = [asyncio.create_task(nodes.submit(message)) for message in more]
         await asyncio.sleep(0)
         gate.open()
         results = await asyncio.gather(*answers, return_exceptions=True)
-        assert [type(result) for result in results] == [*[Attempt] * 3, CapacityExceeded]
+        assert [type(result) for result in results] == [Attempt, CapacityExceeded]
 
 
 async def test_only_the_newest_attempt_of_a_request_runs() -> None:

@@ -163,9 +163,9 @@ async def test_rules_that_cannot_be_followed_end_their_own_request_only(
 
 
 async def test_preempted_requests_get_the_tokens_of_transformers() -> None:
-    """KV for one and a half of the four: they all end, and say what they would alone."""
+    """KV for one and a half of the three: they all end, and say what they would alone."""
     model = make_model(dtype="float32")
-    prompts = [tuple(range(i, i + 14)) for i in range(4)]
+    prompts = [tuple(range(i, i + 14)) for i in range(3)]
     async with cluster(
         "a",
         kv_capacity={"a": 80},

@@ -1,0 +1,60 @@
+"""How many sequences instances and nodes take: the one rule by which the planner grants slots,
+gateways route, and leaders admit.
+
+A node has so many slots for a model: the sequences that it runs at once as a complete replica. On
+a path of S stages a token takes about S passes, and a node is busy with it in one of them, for its
+stage's share of the model. So a sequence takes share / S of a slot on each node of its path.
+
+The planner grants an instance as many sequences as fill the part of its nodes that is meant for
+it. Requests that began before, on instances that take no more, run beside those: so a node may come
+to `OVERFULL` slots' worth of sequences on paths, and no further. A replica never takes more
+sequences than its node has slots.
+"""
+
+from collections.abc import Collection
+
+from shared.messages.instances import Stage
+
+OVERFULL = 5.0
+"""Slots' worth of sequences on paths that a node may come to, in multiples of its slots. A decode
+step is bound by reading the weights, so that more rows cost it little, and sequences that began
+before should not keep new paths from being used: with 4, the demo's requests wait (`python -m
+benchmarks.burst`), and more than 5 changes nothing."""
+_ROUNDING = 1e-6
+
+
+def granted(capacity: float, slots: Collection[int]) -> int:
+    """Sequences that an instance takes at once: `capacity` in units of a complete node, `slots` of
+    the node of each stage."""
+    return max(1, round(capacity * len(slots) * min(slots)))
+
+
+def weight(stages: Collection[Stage], stage: Stage, blocks: int) -> float:
+    """What a sequence on this path takes of the slots of the stage's node."""
+    return (stage.stop - stage.start) / (blocks * len(stages))
+
+
+class Account:
+    """The slots of one node, for one model, and what is taken of them."""
+
+    __slots__ = ("alone", "on_paths", "slots")
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.alone = 0
+        """Sequences on the node's replica."""
+        self.on_paths = 0.0
+        """Slots' worth of sequences on paths over the node."""
+
+    def has_room(self, stages: int, weight: float) -> bool:
+        """For one more sequence on an instance of so many stages."""
+        if stages == 1:
+            return self.alone < self.slots
+        return self.on_paths + weight <= OVERFULL * self.slots + _ROUNDING
+
+    def add(self, stages: int, weight: float, sequences: int = 1) -> None:
+        """`sequences` below 0: they have ended."""
+        if stages == 1:
+            self.alone += sequences
+        else:
+            self.on_paths += weight * sequences
