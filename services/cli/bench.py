@@ -10,34 +10,34 @@ from shared.errors import BadInput
 ALL = "all"
 DTYPES = ("float32", "bfloat16")
 MULTICAST = """\
-How long a model takes from one node to all others, by strategy, against what the links allow and
-against torch.distributed over gloo. The nodes are real ones, each on a host of its own: network
-namespaces on this machine, joined by shaped links. Needs root and iproute2; changes nothing
-outside of the namespaces and leaves nothing behind.
+Measures how long a model takes from one node to all others, by strategy, beside what the links
+allow and beside torch.distributed over gloo. The nodes are real, each on a host of its own: network
+namespaces on this machine, joined by shaped links. It needs root and iproute2, changes nothing
+outside of the namespaces, and leaves nothing behind.
 """
 SERVING_SOURCE = """\
-What a node that serves requests loses of its tokens/s while its model is loaded from it onto
-another: at a link paced to half and at the whole link, against the same node left alone, and
-against a plain socket copy of the same bytes. Engines have one thread: give the machine two cores
-or more, and nothing else to do. Needs root and iproute2, as `multicast` does.
+Measures how many tokens/s a serving node loses while another node loads its model from it: with the
+link paced to half and with the whole link, compared with the same node left alone and with a plain
+socket copy of the same bytes. Engines have one thread: give the machine two cores or more, and
+nothing else to do. It needs root and iproute2, as `multicast` does.
 """
 ENGINE = """\
-How fast the engine computes on this machine's processor: decode steps of one and of many sequences,
-prefills, what a step spends outside of torch's operators, what a shared prefix saves. Beside it, in
-the same run, transformers with the same checkpoint, threads and prompts, where it is installed, and
+Measures how fast the engine computes on this machine's processor: decode steps of one and of many
+sequences, prefills, what a step spends outside of torch's operators, what a shared prefix saves. The
+same run measures transformers (if it is installed) with the same checkpoint, threads and prompts, and
 the rate at which the machine reads memory. The model is a Llama with random weights.
 """
 PIPELINE = """\
-Whether the stages of a path are busy while it decodes a steady batch: the share of the time in
-which each is idle; tokens/s, against what the slowest stage allows and against the same path with
-one micro-batch in flight; the time from one stage's end to the next one's start. Stages are
-processes, over TCP, and take a given time for a step without using the processor.
+Measures whether the stages of a path are busy while it decodes a steady batch: the share of the time
+in which each stage is idle; tokens/s, compared with what the slowest stage allows and with the same
+path with one micro-batch in flight; and the time from the end of one stage to the start of the next.
+Stages are processes, connected by TCP, and take a given time for a step without using the processor.
 """
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     parser = subparsers.add_parser(
-        "bench", help="measure on this machine", description="Measurements."
+        "bench", help="measure on this machine", description="Runs one benchmark."
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
     _add_multicast(benches)
@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
     parser = benches.add_parser(
         "multicast",
-        help="time to copy a model to N nodes, by strategy, over shaped links",
+        help="how long a model takes to N nodes, by strategy, over shaped links",
         description=MULTICAST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,22 +59,22 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
     )  # fmt: skip
     parser.add_argument(
         "--strategies", default=ALL, metavar="A,B,..",
-        help=f"the planner's, and {AUTO}, its choice (default: {ALL})",
+        help=f"the planner's strategies; {AUTO} is its own choice (default: {ALL})",
     )  # fmt: skip
     parser.add_argument(
         "--link-mbit", type=_amount, default=400.0, metavar="R",
-        help="10^6 bits/s of each link, each way (400). More than 800 at 16 nodes measures the "
-        "processor",
+        help="10^6 bits/s of each link in each direction (400). With 16 nodes, more than 800 "
+        "measures the processor",
     )  # fmt: skip
-    parser.add_argument("--mib", type=_count, default=64, help="size of the model (64)")
-    parser.add_argument("--blocks", type=_count, default=32, help="that the model is cut into (32)")
-    parser.add_argument("--runs", type=_count, default=3, help="of each (3)")
+    parser.add_argument("--mib", type=_count, default=64, help="size of the model in MiB (64)")
+    parser.add_argument("--blocks", type=_count, default=32, help="blocks of the model (32)")
+    parser.add_argument("--runs", type=_count, default=3, help="runs of each strategy (3)")
     parser.add_argument(
         "--racks", type=_racks, default=(4, 4), metavar="N,N,..",
-        help="measure nodes in racks of these sizes as well (4,4; `none`: do not)",
+        help="also measure nodes in racks of these sizes (4,4); `none`: no racks",
     )  # fmt: skip
     parser.add_argument(
-        "--trunk-mbit", type=_amount, metavar="R", help="of a rack's trunk (that of a link)"
+        "--trunk-mbit", type=_amount, metavar="R", help="rate of a rack's trunk (default: a link's)"
     )
     parser.add_argument("--no-peers", action="store_true", help="leave gloo out")
     parser.add_argument(
@@ -87,24 +87,24 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
 def _add_serving_source(benches: "argparse._SubParsersAction[Any]") -> None:
     parser = benches.add_parser(
         "serving-source",
-        help="tokens/s that a source loses while it loads another node",
+        help="tokens/s that a source loses while another node loads from it",
         description=SERVING_SOURCE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--link-mbit", type=_amount, default=400.0, metavar="R",
-        help="10^6 bits/s of each link, each way (400)",
+        help="10^6 bits/s of each link in each direction (400)",
     )  # fmt: skip
-    parser.add_argument("--mib", type=_count, default=64, help="size of the model (64)")
-    parser.add_argument("--blocks", type=_count, default=16, help="that it is cut into (16)")
+    parser.add_argument("--mib", type=_count, default=64, help="size of the model in MiB (64)")
+    parser.add_argument("--blocks", type=_count, default=16, help="blocks of the model (16)")
     parser.add_argument(
         "--batch", type=_count, default=8, help="sequences that are decoded at once (8)"
     )
     parser.add_argument(
         "--window", type=_amount, default=2.5, metavar="S",
-        help="least seconds that tokens are counted at a time (2.5)",
+        help="least seconds of one measurement (2.5)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, default=10, help="of each (10)")
+    parser.add_argument("--rounds", type=_count, default=10, help="rounds (10)")
     add_json_option(parser)
     parser.set_defaults(run=run_serving_source)
 
@@ -112,18 +112,20 @@ def _add_serving_source(benches: "argparse._SubParsersAction[Any]") -> None:
 def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
     parser = benches.add_parser(
         "engine",
-        help="tokens/s of the engine beside transformers, and of what memory allows",
+        help="tokens/s of the engine, beside transformers and beside what memory allows",
         description=ENGINE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", type=_count, default=12, help="of the model (12)")
+    parser.add_argument("--layers", type=_count, default=12, help="layers of the model (12)")
     parser.add_argument(
         "--hidden", type=_count, default=768, help="width of the model, a multiple of 192 (768)"
     )
-    parser.add_argument("--vocab", type=_count, default=32000, help="of the model (32000)")
+    parser.add_argument(
+        "--vocab", type=_count, default=32000, help="vocabulary of the model (32000)"
+    )
     parser.add_argument(
         "--dtypes", type=_dtypes, default=DTYPES, metavar="T,T,..",
-        help=f"of the weights ({','.join(DTYPES)})",
+        help=f"dtypes of the weights ({','.join(DTYPES)})",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=_count, default=16, help="sequences of the large decode batch (16)"
@@ -132,12 +134,10 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
         "--prompt", type=_count, default=512, help="tokens of the longest prompt (512)"
     )
     parser.add_argument(
-        "--tokens", type=_count, default=16, help="decode steps of each a round (16)"
+        "--tokens", type=_count, default=16, help="decode steps of each case in a round (16)"
     )
-    parser.add_argument("--rounds", type=_count, default=5, help="of each (5)")
-    parser.add_argument(
-        "--threads", type=_count, default=0, help="that torch may use (as many as it would)"
-    )
+    parser.add_argument("--rounds", type=_count, default=5, help="rounds (5)")
+    parser.add_argument("--threads", type=_count, default=0, help="threads (default: torch's own)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     add_json_option(parser)
     parser.set_defaults(run=run_engine)
@@ -146,20 +146,23 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
 def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
     parser = benches.add_parser(
         "pipeline",
-        help="how busy the stages of a path are, and what a hand-over takes",
+        help="how busy the stages of a path are, and how long a hand-over takes",
         description=PIPELINE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--stages", type=_counts, default=(2, 4), metavar="N,N,..", help="of each path (2,4)"
+        "--stages", type=_counts, default=(2, 4), metavar="N,N,..", help="stages of each path (2,4)"
     )
     parser.add_argument(
         "--stage-ms", type=_milliseconds, default=20.0, metavar="T",
-        help="least time of a stage's step (20: a fourth of a model of 8B parameters in bf16 at "
-        "200 GB/s); 0: as fast as the machine computes",
+        help="least time of a stage's step (20, the time of a quarter of a model of 8B parameters "
+        "in bf16 at 200 GB/s); 0: as fast as the machine computes",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", type=_count, default=8, help="sequences in a micro-batch, one a stage (8)"
+        "--batch",
+        type=_count,
+        default=8,
+        help="sequences of a micro-batch; there is one for each stage (8)",
     )
     parser.add_argument(
         "--hidden", type=_count, default=512, help="width of the model, a multiple of 64 (512)"
@@ -167,7 +170,7 @@ def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--window", type=_amount, default=2.0, metavar="S", help="seconds of a measurement (2)"
     )
-    parser.add_argument("--rounds", type=_count, default=5, help="of each (5)")
+    parser.add_argument("--rounds", type=_count, default=5, help="rounds (5)")
     add_json_option(parser)
     parser.set_defaults(run=run_pipeline)
 

@@ -41,11 +41,13 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="configuration of a cluster on servers: its [bus] is asked (a cluster of `up` "
-        "remembers its own)",
+        help="configuration of a cluster on servers, whose [bus] is used (a cluster of `up` needs "
+        "none)",
     )
     parser.add_argument(
-        "--nats", metavar="URL", help="bus of a cluster on servers, with the user of --config"
+        "--nats",
+        metavar="URL",
+        help="address of the bus of a cluster on servers; the user is from --config",
     )
 
 

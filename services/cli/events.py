@@ -35,16 +35,20 @@ Span = dict[str, Any]
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events = commands.add_parser("events", help="list the scaling events, newest first")
-    events.add_argument("--limit", type=int, default=20, metavar="N", help="default: %(default)s")
+    events.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="how many events (default: %(default)s)"
+    )
     events.set_defaults(run=_events)
     trace = commands.add_parser(
         "trace",
         help="print a scaling event's spans as a tree",
         description="Prints the spans of one scaling event, over all processes, as a tree: "
-        "milliseconds after the event was detected, duration, process, attributes. They are read "
-        "from DIR/traces, also when the cluster is down.",
+        "milliseconds after the event was detected, duration, process, attributes. Spans are read "
+        "from DIR/traces, so the cluster need not run.",
     )
-    trace.add_argument("event", metavar="EVENT", help="its id, from `lambdascale events`; or last")
+    trace.add_argument(
+        "event", metavar="EVENT", help="the event's id, from `lambdascale events`, or `last`"
+    )
     trace.set_defaults(run=_trace)
     for parser in (events, trace):
         add_cluster_options(parser)

@@ -14,7 +14,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "key",
         help="make an API key for the gateway",
         description="Prints a fresh API key and its SHA-256. Clients send the key "
-        "(Authorization: Bearer KEY); the gateway is given only the digest, in gateway.api_keys.",
+        "(Authorization: Bearer KEY). The gateway gets only the digest, in gateway.api_keys.",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)

@@ -33,9 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="lambdascale",
         description="Serverless LLM inference that scales in the time it takes to move the "
         "weights once, and serves while they move.",
-        epilog="`lambdascale COMMAND --help` tells more. Exit codes: 0 done, 1 failed, "
-        f"2 wrong usage, {INTERRUPTED} interrupted. What programs read goes to standard output, "
-        "all else to standard error.",
+        epilog="`lambdascale COMMAND --help` says more. Exit codes: 0 done, 1 failed, "
+        f"2 wrong usage, {INTERRUPTED} interrupted. Results go to standard output, everything "
+        "else to standard error.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

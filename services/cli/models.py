@@ -37,10 +37,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     model = commands.add_parser("model", help="publish, list and remove models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
     add = actions.add_parser("add", help="publish a Hugging Face checkpoint directory")
-    add.add_argument("path", type=absolute, metavar="PATH", help="directory on the node's host")
-    add.add_argument("--name", help="what requests call it (default: the directory's name)")
-    add.add_argument("--node", help="which node imports it (default: the first one)")
-    add.add_argument("--blocks", type=int, default=0, help="how many (default: by its size)")
+    add.add_argument(
+        "path",
+        type=absolute,
+        metavar="PATH",
+        help="directory on the machine of the node that imports it",
+    )
+    add.add_argument("--name", help="the model's name in requests (default: the directory's)")
+    add.add_argument("--node", help="the node that imports it (default: the first node)")
+    add.add_argument(
+        "--blocks", type=int, default=0, help="number of blocks (default: by its size)"
+    )
     add.add_argument("--min-instances", type=int, default=1, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))

@@ -22,23 +22,32 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "plan",
         help="show the multicast schedule for a cluster of this size",
-        description="The schedule that takes a model's blocks from the first K nodes to all N, "
-        "checked against the lower bound, and what can serve after each step. With rates: how long "
-        "it takes, on unequal links too.",
+        description="Shows the schedule that takes a model's blocks from the first K nodes to all "
+        "N, compared with the lower bound, and what can serve after each step. With rates it also "
+        "shows how long that takes, on unequal links too.",
     )
-    parser.add_argument("--nodes", type=_positive, required=True, help="N, sources included")
-    parser.add_argument("--blocks", type=_positive, required=True, help="blocks of the model")
-    parser.add_argument("--sources", type=_positive, default=1, help="nodes that hold it (1)")
+    parser.add_argument(
+        "--nodes", type=_positive, required=True, help="number of nodes, N, sources included"
+    )
+    parser.add_argument(
+        "--blocks", type=_positive, required=True, help="number of blocks of the model"
+    )
+    parser.add_argument(
+        "--sources",
+        type=_positive,
+        default=1,
+        help="number of nodes that hold the model at first, K (1)",
+    )
     parser.add_argument(
         "--algorithm",
         choices=[AUTO, *STRATEGIES],
         default=AUTO,
-        help="auto: the best for these links, with the best number of blocks a move",
+        help="auto: the best for these links, with the best number of blocks for each move",
     )
     _add_links(parser.add_argument_group("links (10^6 bits a second)"))
     form = parser.add_argument_group("form")
-    form.add_argument("--explain", action="store_true", help="what was chosen, and why")
-    form.add_argument("--json", action="store_true", help="the bare schedule, as JSON")
+    form.add_argument("--explain", action="store_true", help="show what was chosen, and why")
+    form.add_argument("--json", action="store_true", help="print only the schedule, as JSON")
     form.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule")
     form.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule")
     parser.set_defaults(run=run)
@@ -46,29 +55,35 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _add_links(links: "argparse._ArgumentGroup") -> None:
     links.add_argument("--size-mb", type=_amount, help="size of the model, 10^6 bytes")
-    links.add_argument("--link-mbit", type=_amount, help="rate of every node's port, each way")
+    links.add_argument(
+        "--link-mbit", type=_amount, help="rate of every node's port in each direction"
+    )
     links.add_argument("--rates", type=_amounts, metavar="R,R,..", help="rate of each node's port")
     links.add_argument(
         "--overhead-ms",
         type=_amount,
-        help="of a hop, and of a change of partners (the planner's default)",
+        help="alpha: what a hop, or a change of partners, costs (default: the planner's)",
     )
     links.add_argument(
         "--whole-blocks",
         action="store_true",
-        help="relays forward complete blocks only (the papers' model), instead of chunks as they "
-        "arrive, of the size that importing the model would give it",
+        help="relays forward only complete blocks (the papers' model) instead of chunks as they "
+        "arrive (of the size that importing the model would give them)",
     )
-    links.add_argument("--racks", type=_counts, metavar="N,N,..", help="nodes of each rack")
-    links.add_argument("--trunk-mbit", type=_amount, help="rate of a rack's trunk, each way")
-    links.add_argument("--hosts", type=_positive, metavar="N", help="nodes of each host")
+    links.add_argument(
+        "--racks", type=_counts, metavar="N,N,..", help="number of nodes of each rack"
+    )
+    links.add_argument(
+        "--trunk-mbit", type=_amount, help="rate of a rack's trunk in each direction"
+    )
+    links.add_argument("--hosts", type=_positive, metavar="N", help="number of nodes of each host")
     links.add_argument("--local-mbit", type=_amount, help="rate between nodes of one host")
     links.add_argument(
         "--receive-only",
         type=_indices,
         metavar="I,I,..",
         default=(),
-        help="nodes that send nothing",
+        help="numbers of the nodes that send nothing",
     )
 
 

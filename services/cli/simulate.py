@@ -26,8 +26,8 @@ DATA = Path(__file__).parents[2] / "simulation" / "data"
 DESCRIPTION = """\
 Replays a workload on a cluster of modelled nodes, once for each system, and compares what their
 clients and their operators saw: latencies, requests served in time, accelerators held, memory.
-The control plane is the real one, on a clock that skips the waiting; links, memory and
-accelerators are models of the hardware named. A run of the same arguments gives the same numbers.
+The control plane is the real one, on a clock that skips the waiting. Links, memory and
+accelerators are models of the named hardware. The same arguments give the same numbers.
 
 systems (--systems):
 {systems}
@@ -44,14 +44,15 @@ workloads (--trace):
   poisson:rate=4,seconds=600      no bursts
   hourly:file=FILE,day=9          from counts by hour (day,hour,...), column=all, compress=1
   The last four are synthetic and take prompt=1024,output=128 (tokens) as well, and
-  models=1,skew=0: each request is for one of so many, the n-th as often as 1 / n^skew.
+  models=1,skew=0: each request is for one of this many models, the n-th with a frequency of
+  1 / n^skew.
 """
 EXAMPLES = """\
 examples:
   lambdascale simulate --trace spike:rate=30,seconds=20 --systems lambdascale,serverlessllm
   lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --nodes 12 --plots figures --jobs 4
   lambdascale simulate --trace both.csv --model code=llama-2-7b,chat=llama-2-13b --until 600
-  lambdascale simulate --trace poisson:rate=50,seconds=20,models=100,skew=1 --nodes 1000 \
+  lambdascale simulate --trace poisson:rate=50,seconds=20,models=100,skew=1 --nodes 1000 \\
       --racks 50 --model '*=llama-3.1-8b' --systems lambdascale   (a minute or two, 2.2 GB)
 """
 
@@ -73,8 +74,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     slo = parser.add_argument_group(
         "SLO", f"by default {SLO_FACTOR:g} times what a request of its length takes on an idle node"
     )
-    slo.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="to the first token")
-    slo.add_argument("--slo-tpot-ms", type=_positive, metavar="MS", help="a token after the first")
+    slo.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="time to the first token")
+    slo.add_argument(
+        "--slo-tpot-ms", type=_positive, metavar="MS", help="time of each token after the first"
+    )
     parser.add_argument(
         "--jobs", type=_count, default=1, metavar="N", help="systems simulated at once (1)"
     )
@@ -91,27 +94,33 @@ def _known(kind: str) -> str:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--trace", required=True, metavar="FILE|KIND:...", help="see above")
+    group.add_argument(
+        "--trace", required=True, metavar="FILE|KIND:...", help="the workload, see above"
+    )
     group.add_argument(
         "--from", dest="from_s", type=_seconds, default=0.0, metavar="S",
-        help="begin here, seconds on the trace's clock (0)",
+        help="begin at this second of the trace (0)",
     )  # fmt: skip
     group.add_argument(
         "--until", dest="until_s", type=_seconds, default=math.inf, metavar="S",
-        help="end before here",
+        help="end before this second of the trace",
     )  # fmt: skip
     group.add_argument(
         "--rate-factor", type=_factor, metavar=f"F|{FIT}",
-        help=f"requests are thinned (below 1) or copied (above), in the same time; {FIT}: so that "
+        help=f"thins requests (below 1) or copies them (above 1) without stretching time; {FIT}: "
         f"the peak just fits when every node serves (default: {FIT}; 1 for synthetic workloads)",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="of all that is drawn at random (0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument(
-        "--systems", type=_systems, default=tuple(SYSTEMS), metavar="A,B,...", help="default: all"
+        "--systems",
+        type=_systems,
+        default=tuple(SYSTEMS),
+        metavar="A,B,...",
+        help="systems (default: all)",
     )
     group.add_argument(
         "--model", default="llama-2-13b", metavar="MODEL|NAME=MODEL,...",
@@ -119,13 +128,17 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         f"{EACH}=MODEL: every other model of the trace is a model of its own, of this "
         "architecture (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--nodes", type=_count, default=12, metavar="N", help="default: %(default)s")
-    group.add_argument("--racks", type=_count, default=1, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--nodes", type=_count, default=12, metavar="N", help="nodes (default: %(default)s)"
+    )
+    group.add_argument(
+        "--racks", type=_count, default=1, metavar="N", help="racks (default: %(default)s)"
+    )
     group.add_argument(
         "--hardware",
         default="h800-400g",
         metavar="NAME",
-        help="of every node; default: %(default)s",
+        help="hardware of every node (default: %(default)s)",
     )
     group.add_argument(
         "--slots", type=_count, default=32, metavar="N",
@@ -133,8 +146,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--min-instances", type=_whole, default=1, metavar="N",
-        help="replicas of each model that stay when nobody asks for it; 0: it sleeps until "
-        "somebody does (default: %(default)s)",
+        help="replicas of each model that stay when nobody asks for it; 0: the model sleeps "
+        "until somebody does (default: %(default)s)",
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="show the cluster: processes, nodes, blocks, instances, events",
         description="Shows the cluster: processes, nodes and the blocks they hold, instances, "
         "and the last scaling events. Exits with 1 if no cluster runs, or if a part of it does "
-        "not answer; then it shows what does.",
+        "not answer; it then shows the other parts.",
     )
     add_cluster_options(parser)
     add_json_option(parser)

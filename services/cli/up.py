@@ -34,19 +34,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "up",
         help="start a cluster on this machine",
         description="Starts nats-server, registry, planner, gateway and N nodes on this machine, "
-        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`): what ends is "
-        "started again, after a second at first and half a minute at most. What was published in "
-        "the data directory before is served again.",
+        "and keeps them until Ctrl-C (or, with --detach, until `lambdascale down`). A process that "
+        "ends is started again, after a second at first and half a minute at most. Models that "
+        "were published in the data directory before are served again.",
     )
     up.add_argument("--nodes", type=int, default=3, metavar="N", help="default: %(default)s")
-    up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint too")
+    up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint, too")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
-    port = "of the gateway; 0: any free one (default: the configured one, 8000)"
+    port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
     up.add_argument("--port", type=int, metavar="N", help=port)
     up.add_argument(
         "--detach", action="store_true",
-        help="return when everything is ready; a process that stays keeps the cluster, and says in "
-        "DIR/logs/up.log what it does",
+        help="return when everything is ready; a process in the background keeps the cluster, and "
+        "logs to DIR/logs/up.log",
     )  # fmt: skip
     add_data_option(up, DATA)
     up.add_argument("--config", type=absolute, metavar="FILE", help="configuration (TOML)")
@@ -55,8 +55,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     down = commands.add_parser(
         "down",
         help="end the cluster on this machine",
-        description="Ends every process of the cluster, also after a crash, or while `up` is at "
-        "work. What is published stays in the data directory.",
+        description="Ends every process of the cluster, also after a crash or while `up` starts "
+        "it. Published models stay in the data directory.",
     )
     add_data_option(down, DATA)
     add_json_option(down)
