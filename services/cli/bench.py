@@ -23,15 +23,16 @@ nothing else to do. It needs root and iproute2, as `multicast` does.
 """
 ENGINE = """\
 Measures how fast the engine computes on this machine's processor: decode steps of one and of many
-sequences, prefills, what a step spends outside of torch's operators, what a shared prefix saves. The
-same run measures transformers (if it is installed) with the same checkpoint, threads and prompts, and
-the rate at which the machine reads memory. The model is a Llama with random weights.
+sequences, prefills, what a step spends outside of torch's operators, what a shared prefix saves.
+The same run measures transformers (if it is installed) with the same checkpoint, threads and
+prompts, and the rate at which the machine reads memory. The model is a Llama with random weights.
 """
 PIPELINE = """\
-Measures whether the stages of a path are busy while it decodes a steady batch: the share of the time
-in which each stage is idle; tokens/s, compared with what the slowest stage allows and with the same
-path with one micro-batch in flight; and the time from the end of one stage to the start of the next.
-Stages are processes, connected by TCP, and take a given time for a step without using the processor.
+Measures whether the stages of a path are busy while it decodes a steady batch: the share of the
+time in which each stage is idle; tokens/s, compared with what the slowest stage allows and with the
+same path with one micro-batch in flight; and the time from the end of one stage to the start of the
+next. Stages are processes, connected by TCP, and take a given time for a step without using the
+processor.
 """
 
 
