@@ -89,6 +89,7 @@ class Attention:
         self.head_dim = config.head_dim
         self.group = config.n_heads // config.n_kv_heads
         self.norm_eps = config.norm_eps
+        # YaRN multiplies queries and keys by its factor; the scores get both at once.
         self.scale = config.head_dim**-0.5 * config.rope.attention_factor**2
         self.dtype, self.device = dtype, device
         self.q_size = self.n_heads * self.head_dim

@@ -149,6 +149,7 @@ class TorchEngine:
         spec = model.manifest.blocks[block]
         model.blocks[block] = model.network.units(spec, weights, self._form)
         if model.graphs is not None:
+            # Graphs have the old addresses of the weights.
             model.graphs.forget(block)
             if model.graphs.warm:
                 self._record(model_id, block)
@@ -180,6 +181,7 @@ class TorchEngine:
         if not layers:
             return 0
         found = self._kv.adopt(self._kv.start(model_id, blocks, layers, key, limit), tokens)
+        # Without a cached prefix, the sweep starts the sequence itself.
         if not found:
             self._kv.free((key,))
         return found

@@ -93,6 +93,7 @@ class KernelStep:
         rows, width = len(slots), config.hidden_size
         self._threads = kernels.threads_for(rows * width, width)
         narrow = decoder.dtype == torch.bfloat16
+        # Tiles multiply bfloat16 only. Without them, activations inside a layer stay in float32.
         inner = torch.bfloat16 if narrow and compiled.tiles else torch.float32
         self._normed, qkv, attended, gated, queries, scores = workspace.take(
             ((rows, width), inner),
@@ -104,6 +105,7 @@ class KernelStep:
         )
         cos, sin = rotations(torch.tensor(positions), decoder.frequencies)
         integers = [np.array(numbers, dtype=np.int32) for numbers in (slots, blocks, pages)]
+        # The kernels know these only by address: this keeps the memory alive.
         self._kept = (cos, sin, *integers)
         attention = kernels.Attention(
             rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
@@ -130,6 +132,8 @@ class KernelStep:
         first = 0
         for last, layer in enumerate(layers):
             experts = layer.mlp if isinstance(layer.mlp, ExpertMlp) else None
+            # Layers are collected for one call. A layer with experts ends it, because torch runs
+            # the experts.
             if experts is None and last + 1 < len(layers):
                 continue
             self._layers.layers = ctypes.addressof(given[first])

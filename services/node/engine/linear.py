@@ -87,6 +87,7 @@ class Stored:
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         rows, dtype = len(x), dtype or x.dtype
+        # A multiple of ROWS rows gives a row the same bits in every batch (attention.py).
         if x.device.type == "cpu" and rows % ROWS:
             x = functional.pad(x, (0, 0, 0, -rows % ROWS))
         if self._bias is None:

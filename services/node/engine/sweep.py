@@ -217,12 +217,15 @@ class TorchSweep:
 
     def advance(self) -> dict[int, PartResult]:
         with torch.inference_mode():
+            # Sequences may have been freed since the last block: their rows must not run.
             if self._changes != self._kv.changes:
                 self._drop_freed()
             left = self._let_off(lambda rider: not rider.rows)
             if not self._aboard and self._waiting:
                 self._at = min(rider.start for rider in self._waiting)
             boarding = [rider for rider in self._waiting if rider.start == self._at]
+            # More rows for the same weights: a part joins at once instead of waiting for the next
+            # sweep.
             if boarding:
                 self._waiting = [r for r in self._waiting if r.start != self._at]
                 self._aboard += boarding

@@ -329,6 +329,7 @@ class Connection:
         silent_s = now - max(self._silent_since, self._in_use_since)
         if silent_s < limit_s / 2:
             return
+        # From now on any byte wakes us: a slow link must not look like a silent peer.
         self._wake_at(1)
         if idle:
             limit_s *= IDLE_SLOWER

@@ -160,6 +160,7 @@ class Port:
     def _release(self, lane: Hashable, nbytes: int) -> None:
         loop = asyncio.get_running_loop()
         held_s = loop.time() - self._lanes.pop(lane)
+        # A holder that did not wait for its frame to leave says nothing about the rate.
         if self.unsent is None:
             self._moved = self._moved * _MEMORY + nbytes
             self._moving_s = self._moving_s * _MEMORY + held_s

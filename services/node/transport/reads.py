@@ -177,6 +177,7 @@ class ReadChannel:
             if pending.taking is None:
                 _end(pending, lost)
             else:
+                # The take may still write to the buffer, so the read ends only after it.
                 pending.taking.add_done_callback(partial(_end_after, pending, lost))
                 pending.taking.cancel()
         self._pending.clear()
@@ -355,6 +356,7 @@ class ReadServer:
         if serving is None or serving.task is None or serving.cancelled:
             return
         serving.cancelled = True
+        # A part that was begun is finished: the reader could not tell where half a frame ends.
         if not serving.in_part:
             serving.task.cancel()
         await asyncio.wait([serving.task])

@@ -200,6 +200,7 @@ class TcpTransport:
                 f"at most {MAX_BODY} + {self._max_payload} can be sent"
             )
         connection = await self._senders.get(address)
+        # A message does not wait for the port; reads after it pay for its bytes.
         self._link.out.charge(body + rest)
         prefix = encode_prefix(Kind.MESSAGE, body=body, payload=rest)
         await connection.send([prefix, header, *payload])
@@ -223,6 +224,7 @@ class TcpTransport:
                 connection.close(PeerLost(f"{address}: not connected"))
                 raise
         finally:
+            # `_complete` has taken out the offer that is in use.
             for offer in offers.values():
                 offer.withdraw()
         spawn = self._spawner(connection)
@@ -303,8 +305,8 @@ class TcpTransport:
     # --- accepting -------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accepts one connection. `loop.sock_accept` is not used, because it loses the socket if it
-        is cancelled at the wrong moment."""
+        """Accepts connections. `loop.sock_accept` is not used, because it loses the socket if it is
+        cancelled at the wrong moment."""
         while True:
             await readable(listener)
             try:
