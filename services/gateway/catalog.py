@@ -11,7 +11,7 @@ import msgspec
 from services.gateway.template import ChatTemplate
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
-from shared.errors import BadInput, ModelError
+from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
 from shared.messages.pool import ModelRecord, Task
@@ -82,9 +82,19 @@ class Catalog:
             return found
         async with self._loading.setdefault(record.model_id, asyncio.Lock()):
             if record.model_id not in self._known:
-                load = self._sight if record.task is Task.CLASSIFY else self._lingo
-                self._known[record.model_id] = await load(record)
+                found = await self._read(record)
+                if self.records.get(record.name) != record:  # removed meanwhile
+                    return found
+                self._known[record.model_id] = found
             return self._known[record.model_id]
+
+    async def _read(self, record: ModelRecord) -> Lingo | Sight:
+        try:
+            return await (self._sight if record.task is Task.CLASSIFY else self._lingo)(record)
+        except LambdaScaleError:
+            raise
+        except Exception as error:  # the model's files are foreign, and so are their readers
+            raise ModelError(f"the model's files cannot be used: {error!r}") from error
 
     async def _sight(self, record: ModelRecord) -> Sight:
         config = await self._config(record)
@@ -157,8 +167,8 @@ def _template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, 
         return files[CHAT_TEMPLATE].decode(errors="replace")
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 

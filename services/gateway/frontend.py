@@ -6,7 +6,10 @@ from typing import Any
 
 import structlog
 
+from services.gateway.containment import failure_of
+from services.gateway.core import admission
 from services.gateway.core.commands import (
+    Broken,
     Command,
     Emit,
     End,
@@ -24,7 +27,7 @@ from services.gateway.metrics import Metrics
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
-from shared.errors import BusError, LambdaScaleError, NoResponders
+from shared.errors import BusError, NoResponders
 from shared.ids import RequestId
 from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet
@@ -108,32 +111,43 @@ class Frontend:
         self.run(self.dispatch.on_tokens(message, now()))
 
     async def on_instances(self, message: InstanceSet) -> None:
+        if fault := admission.fault_of(message):
+            self._log.warning("instances not taken", model=message.name, fault=fault)
+            return
         self.run(self.dispatch.on_instances(message, now()))
 
     def run(self, commands: list[Command]) -> None:
         for command in commands:
-            match command:
-                case Emit():
-                    self._emit(command)
-                case Scored():
-                    if call := self._calls.get(command.request):
-                        call.take(command)
-                case Send():
-                    self._spawn(self._submit(command), f"submit {command.submit.request}")
-                case Withdraw():
-                    work = self._publish(subjects.node_cancel(command.node), command.cancel)
-                    task = self._spawn(work, f"cancel {command.cancel.request}")
-                    self._withdrawals.add(task)
-                    task.add_done_callback(self._withdrawals.discard)
-                case End():
-                    self._end(command)
-                case Resumed():
-                    self._metrics.resumptions.labels(command.name, command.reason).inc()
-                    self._log.debug("resumed", reason=command.reason, detail=command.detail)
-                case Served():
-                    self._served(command)
-                case Switched():
-                    self._switched(command)
+            try:
+                self._do(command)
+            except Exception:  # the next ones are other requests'
+                self._log.exception("command failed", command=type(command).__name__)
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Emit():
+                self._emit(command)
+            case Scored():
+                if call := self._calls.get(command.request):
+                    call.take(command)
+            case Send():
+                self._spawn(self._submit(command), f"submit {command.submit.request}")
+            case Withdraw():
+                work = self._publish(subjects.node_cancel(command.node), command.cancel)
+                task = self._spawn(work, f"cancel {command.cancel.request}")
+                self._withdrawals.add(task)
+                task.add_done_callback(self._withdrawals.discard)
+            case End():
+                self._end(command)
+            case Resumed():
+                self._metrics.resumptions.labels(command.name, command.reason).inc()
+                self._log.debug("resumed", reason=command.reason, detail=command.detail)
+            case Served():
+                self._served(command)
+            case Switched():
+                self._switched(command)
+            case Broken():
+                self._log.error("model made anew", model=command.name, exc_info=command.error)
 
     def _emit(self, command: Emit) -> None:
         request = command.request
@@ -156,10 +170,9 @@ class Frontend:
 
     async def _submit(self, command: Send) -> None:
         submit: Submit = command.submit
-        try:
-            subject = subjects.node_submit(command.node)
-            await self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
-        except LambdaScaleError as failure:
+        subject = subjects.node_submit(command.node)
+        asked = self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
+        if failure := await failure_of(asked, self._log, f"the submission to {command.node}"):
             # Without a connection no instance is at fault: the request waits until there is one.
             error = failure if self._bus.is_up else NoResponders(NO_BUS)
             self._log.info(
@@ -172,9 +185,8 @@ class Frontend:
             self.run(self.dispatch.on_not_taken(submit.request, submit.attempt, error, now()))
 
     async def _publish(self, subject: str, message: Message) -> None:
-        try:
-            await self._bus.publish(subject, message)
-        except BusError as error:
+        sent = self._bus.publish(subject, message)
+        if error := await failure_of(sent, self._log, f"a message on {subject}"):
             self._log.warning("not published", subject=subject, error=str(error))
 
     # --- records -------------------------------------------------------------

@@ -132,6 +132,8 @@ class Generation:
         self._by_id: dict[RequestId, Choice] = {choice.request.id: choice for choice in choices}
         self._call = Call([choice.request for choice in choices])
         self._open = len(choices)
+        self._failed = "cancelled"
+        """What ended the choices that did not end by themselves: an error's code, or the client."""
         self.generated = 0
         """Tokens of all choices."""
 
@@ -151,8 +153,7 @@ class Generation:
     ) -> None:
         self._frontend.end(self._call)
         if self._open:
-            end = exc.code if isinstance(exc, ApiError) and exc.code else "cancelled"
-            self._metrics.requests.labels(self.record.name, end).inc(self._open)
+            self._metrics.requests.labels(self.record.name, self._failed).inc(self._open)
         self._record_span()
 
     def _record_span(self) -> None:
@@ -193,7 +194,9 @@ class Generation:
             deltas = []
             for piece in pieces:
                 if isinstance(piece, End):
-                    raise of_error(piece.error)
+                    error = of_error(piece.error)
+                    self._failed = error.code or "error"
+                    raise error
                 choice = self._by_id[piece.request]
                 if not isinstance(piece, Emit):
                     choice.prompt_logprobs += piece.logprobs

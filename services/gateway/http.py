@@ -33,6 +33,7 @@ from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
 from shared.messages.serving import LogitRules
 
+FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
 """A stream that has nothing to say says so this often."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -102,7 +103,7 @@ class Api:
             response = _error_response(of_error(error))
         except Exception:  # the supervised boundary of all handlers
             self._log.exception("request failed", path=request.path, request=request[_ID])
-            response = _error_response(ApiError(500, "the gateway failed; its log says why"))
+            response = _error_response(ApiError(500, FAILED))
         resource = request.match_info.route.resource
         route = resource.canonical if resource else "none"
         self._metrics.responses.labels(route, str(response.status)).inc()
@@ -160,13 +161,44 @@ class Api:
         answers = Answers(body, generation, request[_ID], lingo.codec)
         async with generation:
             if body.streams:
-                return await _stream(request, generation, answers)
+                return await self._stream(request, generation, answers)
             texts: list[list[str]] = [[] for _ in choices]
             async for deltas in generation.deltas(None):
                 for choice, text, *_ in deltas:
                     texts[choice.index].append(text)
             data = await _written(generation, answers.whole, texts)
             return web.Response(body=data, content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, answers: Answers
+    ) -> web.StreamResponse:
+        """Headers go out with the first thing to say: an early failure has its own status."""
+        response = web.StreamResponse(headers=_NO_STORE)
+        response.content_type = "text/event-stream"
+        response.charset = "utf-8"
+        try:
+            try:
+                async for deltas in generation.deltas(KEEPALIVE_S):
+                    data = await _written(generation, answers.events, deltas) if deltas else WAITING
+                    if not data:
+                        continue  # half a character, or what may become a stop string
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(data)
+                await response.write(answers.last())
+            except (ConnectionResetError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # once headers are out, the stream itself has to say it
+                if not response.prepared:
+                    raise
+                if not isinstance(error, ApiError):
+                    self._log.exception("stream failed", request=request[_ID])
+                    error = ApiError(500, FAILED)
+                await response.write(answers.failed(error))
+            await response.write_eof()
+        except ConnectionResetError:
+            pass  # the client left; the generation's context cancels what it asked for
+        return response
 
     async def _check_grammar(
         self, body: CompletionRequest | ChatRequest, rules: LogitRules | None
@@ -223,33 +255,6 @@ class Api:
             self._log.warning("model's files not loaded", model=record.name, error=str(error))
             message = f"model {record.name!r} can't be served now: {error}"
             raise ApiError(503, message, code=error.code, retry_after=1) from error
-
-
-async def _stream(
-    request: web.Request, generation: Generation, answers: Answers
-) -> web.StreamResponse:
-    """Headers go out with the first thing to say, so that an early failure has its own status."""
-    response = web.StreamResponse(headers=_NO_STORE)
-    response.content_type = "text/event-stream"
-    response.charset = "utf-8"
-    try:
-        try:
-            async for deltas in generation.deltas(KEEPALIVE_S):
-                data = await _written(generation, answers.events, deltas) if deltas else WAITING
-                if not data:
-                    continue  # half a character, or what may become a stop string
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(data)
-            await response.write(answers.last())
-        except ApiError as error:
-            if not response.prepared:
-                raise
-            await response.write(answers.failed(error))
-        await response.write_eof()
-    except ConnectionResetError:
-        pass  # the client left; the generation's context cancels what it asked for
-    return response
 
 
 async def _written(

@@ -1,6 +1,7 @@
 """What the gateway tells Prometheus, from a registry of its own."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -49,6 +50,12 @@ class Metrics:
             self.queued.labels(load.model).set(load.queued_requests)
             self.running.labels(load.model).set(load.running_requests)
             self.outstanding.labels(load.model).set(load.queued_tokens + load.running_tokens)
+
+    def forget(self, model: str) -> None:
+        """Its gauges: what was counted stays."""
+        for gauge in (self.queued, self.running, self.outstanding):
+            with suppress(KeyError):  # no load was set yet
+                gauge.remove(model)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

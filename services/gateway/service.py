@@ -1,6 +1,7 @@
 """The gateway process: HTTP on one side, the control bus on the other."""
 
 import asyncio
+import math
 import random
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from services.gateway.catalog import Catalog
+from services.gateway.containment import go_on
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
 from services.gateway.frontend import Frontend
@@ -18,8 +20,8 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.clock import now
 from shared.config import GatewayConfig
-from shared.errors import BusError, ConfigError, LambdaScaleError
-from shared.ids import GatewayId, ModelId, ModelName, check_name
+from shared.errors import ConfigError, LambdaScaleError
+from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
 from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import (
@@ -54,13 +56,14 @@ class GatewayService(Service):
     def __init__(self, bus: Bus, config: GatewayConfig, *, listen: bool = True) -> None:
         """`listen`: serve HTTP. Without it requests come in through `frontend` only."""
         super().__init__(check_name("gateway id", config.id))
-        self.id = GatewayId(config.id)
+        self.id = GatewayId(new_id(config.id))
+        """On the bus: of this process alone, whatever other gateways are configured as."""
         self._bus = bus
         self._config = config
         self._metrics = Metrics()
         rules = Rules(
             gateway=self.id,
-            draw=random.Random(config.id).random,
+            draw=random.Random(self.id).random,
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
             stall_s=STALL_S,
@@ -72,7 +75,9 @@ class GatewayService(Service):
         """Where HTTP is served; known once the service is open."""
         self._listen = listen
         self._api: Api | None = None
-        self._up_at = float("-inf")
+        self._said: tuple[ModelLoad, ...] | None = None
+        self._said_at = 0.0
+        self._up_at = -math.inf
         """When the bus was last seen connected."""
 
     async def open(self) -> None:
@@ -90,10 +95,13 @@ class GatewayService(Service):
         self.resources.push_async_callback(self.frontend.withdrawn)
         if self._listen:
             await self._open_http()
-        self.spawn(self._learn_models(), name="models")
-        self.spawn(self._learn_instances(), name="instances")
-        self.spawn(self._tick(), name="tick")
-        self.spawn(self._report(), name="load")
+        for name, step in (
+            ("models", self._learn_models),
+            ("instances", self._learn_instances),
+            ("tick", self._tick),
+            ("load", self._report),
+        ):
+            self.spawn(go_on(step, self.log, name), name=name)
 
     async def _open_http(self) -> None:
         config = self._config
@@ -150,18 +158,15 @@ class GatewayService(Service):
     async def _on_removed(self, message: ModelRemoved) -> None:
         self._remove(message.name, message.model_id)
 
-    async def _learn_models(self) -> None:
-        while True:
-            try:
-                subject = subjects.REGISTRY_MODELS
-                models = await self._bus.request(
-                    subject, ModelsQuery(), Models, timeout=ASK_TIMEOUT_S
-                )
-            except BusError as error:
-                self.log.debug("registry does not answer", error=str(error))
-            else:
-                self._reconcile(models.records)
-            await asyncio.sleep(REFRESH_S if self._catalog.known else LEARN_S)
+    async def _learn_models(self) -> float:
+        subject = subjects.REGISTRY_MODELS
+        try:
+            models = await self._bus.request(subject, ModelsQuery(), Models, timeout=ASK_TIMEOUT_S)
+        except LambdaScaleError as error:
+            self.log.debug("registry does not answer", error=str(error))
+        else:
+            self._reconcile(models.records)
+        return REFRESH_S if self._catalog.known else LEARN_S
 
     def _reconcile(self, records: tuple[ModelRecord, ...]) -> None:
         there = {record.model_id for record in records}
@@ -185,6 +190,7 @@ class GatewayService(Service):
 
     def _remove(self, name: ModelName, model_id: ModelId) -> None:
         self._catalog.remove(name, model_id)
+        self._metrics.forget(name)
         self.frontend.run(self._dispatch.remove_model(model_id, now()))
 
     async def _prefetch(self, record: ModelRecord) -> None:
@@ -196,48 +202,37 @@ class GatewayService(Service):
 
     # --- instances -----------------------------------------------------------
 
-    async def _learn_instances(self) -> None:
-        """Once; from then on the planner's broadcasts say all."""
-        while True:
-            try:
-                answer = await self._bus.request(
-                    subjects.PLANNER_INSTANCES,
-                    InstancesQuery(),
-                    InstanceSets,
-                    timeout=ASK_TIMEOUT_S,
-                )
-            except BusError as error:
-                self.log.debug("planner does not answer", error=str(error))
-                await asyncio.sleep(LEARN_S)
-            else:
-                for found in answer.sets:
-                    await self.frontend.on_instances(found)
-                return
+    async def _learn_instances(self) -> float | None:
+        """Until the planner has answered once; from then on its broadcasts say all."""
+        subject = subjects.PLANNER_INSTANCES
+        try:
+            answer = await self._bus.request(
+                subject, InstancesQuery(), InstanceSets, timeout=ASK_TIMEOUT_S
+            )
+        except LambdaScaleError as error:
+            self.log.debug("planner does not answer", error=str(error))
+            return LEARN_S
+        for found in answer.sets:
+            await self.frontend.on_instances(found)
+        return None
 
     async def _on_gone(self, message: NodeGone) -> None:
         self.frontend.run(self._dispatch.on_node_gone(message.node, now()))
 
     # --- time and load -------------------------------------------------------
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            if self._bus.is_up:
-                self._up_at = now()
-            self.frontend.run(self._dispatch.on_tick(now()))
+    async def _tick(self) -> float:
+        if self._bus.is_up:
+            self._up_at = now()
+        self.frontend.run(self._dispatch.on_tick(now()))
+        return TICK_S
 
-    async def _report(self) -> None:
+    async def _report(self) -> float:
         """Ten times a second while the load changes, twice when it does not."""
-        said: tuple[ModelLoad, ...] | None = None
-        said_at = 0.0
-        while True:
-            loads = self._dispatch.loads()
-            if loads != said or now() - said_at >= SAME_LOAD_S:
-                said, said_at = loads, now()
-                self._metrics.set_loads(loads)
-                message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
-                try:
-                    await self._bus.publish(subjects.LOAD_GATEWAY, message)
-                except BusError as error:
-                    self.log.debug("load not reported", error=str(error))
-            await asyncio.sleep(LOAD_S)
+        loads = self._dispatch.loads()
+        if loads != self._said or now() - self._said_at >= SAME_LOAD_S:
+            self._said, self._said_at = loads, now()
+            self._metrics.set_loads(loads)
+            message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
+            await self._bus.publish(subjects.LOAD_GATEWAY, message)
+        return LOAD_S

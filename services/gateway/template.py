@@ -61,7 +61,7 @@ class ChatTemplate:
         """The role that it has for the API's `developer`, which most templates do not know."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # foreign code: Python's own limits and jinja2's bugs as well
             raise ModelError(f"the model's chat template cannot be read: {error}") from error
 
     def render(

@@ -1,6 +1,9 @@
-"""What a request may ask for, and how many may wait."""
+"""What a request may ask for, how many may wait, and what instances may be."""
+
+import math
 
 from shared.errors import BadInput, CapacityExceeded
+from shared.messages.instances import InstanceSet
 
 MAX_CHOICES = 128
 """Most completions that one HTTP request may ask for (prompts x n)."""
@@ -18,6 +21,18 @@ def check_queue(waiting: int, arriving: int, limit: int) -> None:
             f"{waiting} requests are waiting for this model and the limit is {limit}: "
             "try again later"
         )
+
+
+def fault_of(new: InstanceSet) -> str:
+    """What makes a set that is well framed mean nothing; empty: nothing does."""
+    for instance in new.instances:
+        if not instance.stages:
+            return f"instance {instance.id!r} has no stages"
+        if not 0 <= instance.capacity < math.inf:
+            return f"instance {instance.id!r} has a capacity of {instance.capacity}"
+    if not 0 <= new.decode_s < math.inf or not 0 <= new.prefill_s_per_token < math.inf:
+        return f"a pass takes {new.decode_s} s, and {new.prefill_s_per_token} s a token more"
+    return ""
 
 
 def check_choices(prompts: int, n: int) -> None:

@@ -85,6 +85,13 @@ class Switched(msgspec.Struct, frozen=True, kw_only=True):
     """Of one that stayed."""
 
 
+class Broken(msgspec.Struct, frozen=True):
+    """A model's state could not be trusted any more and was made anew. For the log."""
+
+    name: ModelName
+    error: Exception
+
+
 Piece = Scored | Emit | End
 """What a request's client gets, in order."""
-Command = Send | Withdraw | Piece | Resumed | Served | Switched
+Command = Send | Withdraw | Piece | Resumed | Served | Switched | Broken

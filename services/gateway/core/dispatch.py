@@ -2,12 +2,16 @@
 
 Events are the calls: requests are admitted, instance sets and tokens arrive, attempts are refused
 or fail, nodes go, clients leave, time passes. Each returns the commands for the shell, in order.
+
+What goes wrong with one model stays with it: an error out of its state, which is a bug, ends its
+requests and makes the state anew, from the newest instances; the other models' requests go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import admission, streams
-from services.gateway.core.commands import Command, Withdraw
+from services.gateway.core.commands import Broken, Command, End, Withdraw
 from services.gateway.core.model import Ledger, Model, Rules
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
@@ -17,14 +21,24 @@ from shared.messages.instances import InstanceSet
 from shared.messages.load import ModelLoad
 from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
 
+T = TypeVar("T")
+Given = TypeVarTuple("Given")
+BROKEN = "the gateway failed; its log says why"
+
 
 class Dispatch:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._ledger = Ledger()
         self._models: dict[ModelId, Model] = {}
+        self._sets: dict[ModelId, InstanceSet] = {}
+        """The newest of each model that is known."""
 
     # --- what is there -------------------------------------------------------
+
+    def knows(self, model_id: ModelId) -> bool:
+        """It is listed, or something of it is left."""
+        return model_id in self._models
 
     def add_model(self, name: ModelName, model_id: ModelId) -> None:
         self._model(name, model_id).listed = True
@@ -33,16 +47,20 @@ class Dispatch:
         """What waits ends; what runs goes on as long as its instance is there."""
         if model := self._models.get(model_id):
             model.listed = False
-            model.dispatch(now)
+            self._guard(model, now, model.dispatch, now)
         return self._flush()
 
     def on_instances(self, new: InstanceSet, now: float) -> list[Command]:
-        self._model(new.name, new.model_id).apply(new, now)
+        known = self._sets.get(new.model_id)
+        if known is None or (new.epoch, new.revision) >= (known.epoch, known.revision):
+            self._sets[new.model_id] = new
+        model = self._model(new.name, new.model_id)
+        self._guard(model, now, model.apply, new, now)
         return self._flush()
 
     def on_node_gone(self, node: NodeId, now: float) -> list[Command]:
-        for model in self._models.values():
-            model.node_gone(node, now)
+        for model in list(self._models.values()):
+            self._guard(model, now, model.node_gone, node, now)
         return self._flush()
 
     # --- requests ------------------------------------------------------------
@@ -56,7 +74,7 @@ class Dispatch:
         for request in requests:
             self._ledger.requests[request.id] = request
             model.queue.append(request)
-        model.dispatch(now)
+        self._guard(model, now, model.dispatch, now)
         return self._flush()
 
     def finish(self, request_id: RequestId, now: float) -> list[Command]:
@@ -69,13 +87,14 @@ class Dispatch:
     def _leave(self, request_id: RequestId, state: State, why: str, now: float) -> list[Command]:
         """Unknown and ended requests are ignored."""
         if request := self._ledger.requests.get(request_id):
-            self._models[request.model_id].leave(request, state, why, now)
+            model = self._models[request.model_id]
+            self._guard(model, now, model.leave, request, state, why, now)
         return self._flush()
 
     # --- what nodes say ------------------------------------------------------
 
     def on_tokens(self, message: Tokens, now: float) -> list[Command]:
-        freed: dict[ModelId, Model] = {}
+        freed: dict[ModelId, None] = {}
         late: dict[tuple[RequestId, int], None] = {}
         requests = self._ledger.requests
         pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
@@ -87,28 +106,32 @@ class Dispatch:
             elif verdict is Verdict.NEXT:
                 model = self._models[request.model_id]
                 if isinstance(piece, Scores):
-                    model.score(request, piece)
-                elif model.accept(request, piece, now):
-                    freed[model.id] = model
+                    self._guard(model, now, model.score, request, piece)
+                elif self._guard(model, now, model.accept, request, piece, now):
+                    freed[model.id] = None
             elif verdict is Verdict.GAP:
-                model = freed[request.model_id] = self._models[request.model_id]
+                model = self._models[request.model_id]
+                freed[model.id] = None
                 missing = f"token {piece.index} came where {request.due} was due"
-                model.lost(request, "lost", missing, now)
+                self._guard(model, now, model.lost, request, "lost", missing, now)
         for failure in message.failed:
             self._on_failed(failure, now, freed)
         # A node that still works on an attempt which is over has not seen its withdrawal.
         for request_id, attempt in late:
             cancel = Cancel(request=request_id, attempt=attempt)
             self._ledger.out.append(Withdraw(message.node, cancel))
-        for model in freed.values():
-            model.dispatch(now)
+        for model_id in freed:
+            model = self._models[model_id]
+            self._guard(model, now, model.dispatch, now)
         return self._flush()
 
-    def _on_failed(self, failure: AttemptFailed, now: float, freed: dict[ModelId, Model]) -> None:
+    def _on_failed(self, failure: AttemptFailed, now: float, freed: dict[ModelId, None]) -> None:
         request = self._ledger.requests.get(failure.request)
         if request and request.attempt == failure.attempt and request.running:
-            model = freed[request.model_id] = self._models[request.model_id]
-            model.not_done(request, from_code(failure.code, failure.message), now)
+            model = self._models[request.model_id]
+            freed[model.id] = None
+            error = from_code(failure.code, failure.message)
+            self._guard(model, now, model.not_done, request, error, now)
 
     def on_not_taken(
         self, request_id: RequestId, attempt: int, error: LambdaScaleError, now: float
@@ -123,16 +146,20 @@ class Dispatch:
             return []
         if request.state is State.SUBMITTED or request.asked_at is not None:
             model = self._models[request.model_id]
-            model.not_done(request, error, now)
-            model.dispatch(now)
+            self._guard(model, now, model.not_done, request, error, now)
+            model = self._models[request.model_id]
+            self._guard(model, now, model.dispatch, now)
         return self._flush()
 
     # --- time and load -------------------------------------------------------
 
     def on_tick(self, now: float) -> list[Command]:
         """Time-outs, and instances that may be tried again; to be called every few 10 ms."""
-        for model in self._models.values():
-            model.tick(now)
+        for model in list(self._models.values()):
+            self._guard(model, now, model.tick, now)
+            if model.over:
+                del self._models[model.id]
+                self._sets.pop(model.id, None)
         return self._flush()
 
     def loads(self) -> tuple[ModelLoad, ...]:
@@ -142,6 +169,41 @@ class Dispatch:
         model = self._models.get(model_id)
         if model is None:
             model = self._models[model_id] = Model(name, model_id, self._rules, self._ledger)
+        return model
+
+    def _guard(
+        self, model: Model, now: float, step: Callable[[*Given], T], *given: *Given
+    ) -> T | None:
+        try:
+            return step(*given)
+        except Exception as error:  # the supervised boundary of each model's state
+            self._make_anew(model, error, now)
+            return None
+
+    def _make_anew(self, broken: Model, error: Exception, now: float) -> None:
+        out = self._ledger.out
+        out.append(Broken(broken.name, error))
+        for request in [r for r in self._ledger.requests.values() if r.model_id == broken.id]:
+            del self._ledger.requests[request.id]
+            route = broken.table.routes.get(request.instance) if request.instance else None
+            if route is not None:
+                cancel = Cancel(request=request.id, attempt=request.attempt)
+                out.append(Withdraw(route.instance.leader, cancel))
+            out.append(End(request.id, LambdaScaleError(BROKEN)))
+        model = self._replace(broken)
+        if known := self._sets.pop(broken.id, None):
+            try:
+                model.apply(known, now)
+            except Exception as again:  # the set itself is at fault: the model waits for the next
+                out.append(Broken(broken.name, again))
+                self._replace(broken)
+            else:
+                self._sets[broken.id] = known
+
+    def _replace(self, broken: Model) -> Model:
+        model = Model(broken.name, broken.id, self._rules, self._ledger)
+        model.listed = broken.listed
+        self._models[broken.id] = model
         return model
 
     def _flush(self) -> list[Command]:

@@ -92,6 +92,11 @@ class Model:
         self._ledger = ledger
         self._out = ledger.out
 
+    @property
+    def over(self) -> bool:
+        """It was removed, its requests have ended and its instances are gone."""
+        return not (self.listed or self.queue or self.table.routes)
+
     # --- events --------------------------------------------------------------
 
     def apply(self, new: InstanceSet, now: float) -> None:

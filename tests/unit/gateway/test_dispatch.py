@@ -440,6 +440,19 @@ def test_unlisted_models_take_nothing() -> None:
     assert driver.dispatch.loads() == ()
 
 
+def test_nothing_stays_of_a_model_that_is_over() -> None:
+    """Once it was removed, its requests have ended and its instances are gone."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.dispatch.remove_model(MODEL, driver.now)
+    driver.later(1)
+    assert driver.dispatch.knows(MODEL)
+    driver.give("a", 1, 0, "stop")
+    driver.publish()
+    driver.later(1)
+    assert not driver.dispatch.knows(MODEL)
+
+
 def test_work_is_counted_as_it_shrinks() -> None:
     driver = Driver(replica(1, slots=1))
     driver.admit("a", "b", prompt=10, max_tokens=5)

@@ -18,6 +18,7 @@ from shared.messages.pool import ModelRemoved
 from shared.messages.serving import AttemptFailed, Cancel, Token, Tokens
 from tests.unit.gateway.reader import ASK, TEXT, Reader, nodes_of
 from tests.unit.gateway.support import (
+    NAME,
     PATIENCE_S,
     Cluster,
     ids_of,
@@ -339,6 +340,59 @@ async def test_health_does_not_wait_for_the_others() -> None:
         await cluster.until(lambda: bool(cluster.loads and cluster.loads[-1].models))
         async with http.get("/v1/models") as response:
             assert response.status == 200
+
+
+async def test_two_gateways_of_one_configured_id_do_not_meet() -> None:
+    """Each would take the other's tokens for those of requests that are over, and cancel them."""
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        (node,) = await nodes_of(cluster, 1, pause_at=10)
+        async with GatewayService(cluster.bus, GatewayConfig(port=0)) as other:
+            assert other.name == cluster.service.name
+            reader = Reader(cluster)
+            reading = group.create_task(reader.read())
+            await reader.until(10)
+            node.resume.set()
+            assert await reading == TEXT
+        assert node.cancels == []
+
+
+async def test_a_stream_that_failed_is_not_counted_as_cancelled() -> None:
+    config = GatewayConfig(max_attempts=0)
+    async with running(replica(1), config=config) as cluster, asyncio.TaskGroup() as group:
+        (node,) = await nodes_of(cluster, 1, pause_at=10)
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        await reader.until(10)
+        submit = node.submits[0]
+        failure = AttemptFailed(submit.request, submit.attempt, PeerLost.code, "gone")
+        await node.send(submit, failed=failure)
+        await reading
+        assert reader.error
+        assert await metrics(cluster, "requests_total") == [
+            f'lambdascale_gateway_requests_total{{end="error",model="{NAME}"}} 1.0'
+        ]
+
+
+async def test_nothing_stays_of_a_removed_model() -> None:
+    async with running(replica(1)) as cluster:
+        record = cluster.records[0]
+        assert await metrics(cluster, "queued_requests")
+        cluster.records = ()
+        await cluster.publish(record=record)
+        removed = ModelRemoved(name=record.name, model_id=record.model_id)
+        await cluster.bus.publish(subjects.POOL_MODELS, removed)
+        await cluster.until(lambda: not cluster.loads[-1].models)
+        for gauge in ("queued_requests", "running_requests", "outstanding_tokens"):
+            assert await metrics(cluster, gauge) == []
+
+
+async def metrics(cluster: Cluster, name: str) -> list[str]:
+    async with (
+        aiohttp.ClientSession(cluster.service.url) as http,
+        http.get("/metrics") as response,
+    ):
+        lines = (await response.text()).splitlines()
+    return [line for line in lines if line.startswith(f"lambdascale_gateway_{name}")]
 
 
 async def test_keys_that_are_no_digests_are_refused() -> None:

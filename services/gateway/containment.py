@@ -1,0 +1,51 @@
+"""The boundary that keeps what goes wrong with one request, model or message to itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from shared.errors import LambdaScaleError
+
+AFTER_FAILURE_S = 1.0
+"""Until a step that failed is tried again: a bug must not fill the log."""
+
+
+async def failure_of(
+    work: Awaitable[object], log: structlog.stdlib.BoundLogger, what: str
+) -> LambdaScaleError | None:
+    """What came of it; None: it went well. Only the end of the caller's own task passes.
+
+    An untyped error is a bug or foreign code's: it is logged, and its text stays here.
+    """
+    try:
+        await work
+    except LambdaScaleError as error:
+        return error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return LambdaScaleError(f"{what} was given up")  # what was awaited, not this task
+    except Exception:  # the supervised boundary of what the gateway calls
+        log.exception("call failed", what=what)
+        return LambdaScaleError(f"{what} failed; the gateway's log says why")
+    return None
+
+
+async def go_on(
+    step: Callable[[], Awaitable[float | None]], log: structlog.stdlib.BoundLogger, what: str
+) -> None:
+    """Takes the step again and again, each time after the seconds that it returns; None ends it."""
+
+    pause: float | None = 0.0
+
+    async def take() -> None:
+        nonlocal pause
+        pause = await step()
+
+    while pause is not None:
+        await asyncio.sleep(pause)
+        pause = AFTER_FAILURE_S
+        if error := await failure_of(take(), log, what):
+            log.debug("step failed", what=what, error=str(error))
