@@ -20,12 +20,13 @@ EXPIRY_SLACK_S = 1.5
 
 
 async def next_generation(counters: KeyValue, node: NodeId, above: int = 0) -> Generation:
-    """Greater than that of every process that has had the node's name, and than `above`."""
+    """A generation greater than that of every process that has had the node's name, and than
+    `above`."""
     return Generation(await next_number(counters, subjects.node_counter(node), above=above))
 
 
 class Lease:
-    """`info` is what the lease says of the node."""
+    """`info` is what the lease says about the node."""
 
     def __init__(
         self,
@@ -42,14 +43,15 @@ class Lease:
         self._log = log
         self._revision = 0
         self._generations = {info.generation}
-        """This process's."""
+        """The generations of this process."""
         self._turn = asyncio.Lock()
-        """A renewal must not bring back what was given back."""
+        """Serialises calls, because a renewal must not bring back a key that was given back."""
         self.over = False
-        """It was given back."""
+        """Whether it was given back."""
 
     async def wait_until_free(self) -> None:
-        """Waits out a dead process's lease. Conflict if a living one holds the node's name."""
+        """Waits until a dead process's lease has ended. Conflict if a living process holds the
+        node's name."""
         give_up = now() + self._lease_s + EXPIRY_SLACK_S
         while await self._bucket.get(self.info.node) is not None:
             if now() > give_up:
@@ -57,14 +59,16 @@ class Lease:
             await asyncio.sleep(POLL_S)
 
     async def take(self) -> None:
-        """From here on the registry knows the node. Conflict if another process was faster."""
+        """Takes the lease. From here on the registry knows the node. Conflict if another process
+        was faster."""
         try:
             await self._create()
         except KeyExists as error:
             raise self._taken() from error
 
     async def keep(self) -> None:
-        """Renews until it is given back; a key that expired while the bus was away is made again.
+        """Renews the lease until it is given back. A key that expired while the bus was away is
+        made again.
 
         Conflict: another process has taken the node's name meanwhile.
         """
@@ -75,14 +79,15 @@ class Lease:
                     await self._renew()
 
     async def start_over(self, ended: Generation) -> None:
-        """The generation was declared over: goes on under a new one, which the lease says at once.
+        """Goes on under a new generation, because this one was declared over. The lease says so at
+        once.
 
-        If the bus fails now, this is tried again when the registry says once more that it is over.
-        Conflict: another process has taken the node's name meanwhile.
+        If the bus fails now, this is tried again when the registry repeats that the generation is
+        over. Conflict: another process has taken the node's name meanwhile.
         """
         async with self._turn:
             if self.over or self.info.generation != ended:
-                return  # said again, before it heard of the new one
+                return  # repeated before it heard of the new generation
             try:
                 generation = await next_generation(self._counters, self.info.node, ended)
             except BusError as error:
@@ -94,7 +99,7 @@ class Lease:
             await self._renew()
 
     async def give_back(self) -> None:
-        """Deletes the key, unless another process has it by now; once."""
+        """Deletes the key, unless another process has it by now. Runs once."""
         async with self._turn:
             if self.over:
                 return
@@ -115,7 +120,8 @@ class Lease:
             self._log.warning("lease not renewed", error=str(error))
 
     async def _retake(self) -> None:
-        """The key is not as we left it: expired, or a renewal was stored but not acknowledged."""
+        """Takes back a key that is not as we left it: it expired, or a renewal was stored but not
+        acknowledged."""
         entry = await self._bucket.get(self.info.node)
         if entry is None:
             await self._create()

@@ -1,23 +1,24 @@
 """The node's scheduler: what its one engine runs next, and what follows from each result.
 
-Every node leads paths (a complete replica is a path of one stage) and is a later stage of others',
-all at once. Whatever can run stands in one order, by the tick at which it became runnable: new
-micro-batches of led lanes and micro-batches that came from other nodes. The engine takes the
-oldest, together with all others of the same model that fit in a step, in one sweep over the blocks
-(`services.node.engine.base`): a pass over the weights serves every path at once, and no decode
-waits for more than the sweep before it. What arrives during a sweep may still join it, if it begins
-at a block ahead. A step with room to spare also runs tokens that are proposed to follow
+Every node leads paths (a complete replica is a path of one stage) and is at the same time a later
+stage of paths that others lead. All runnable work stands in one order, by the tick at which it
+became runnable: new micro-batches of led lanes, and micro-batches that came from other nodes. The
+engine takes the oldest, together with all others of the same model that fit in a step, in one sweep
+over the blocks (`services.node.engine.base`). So one pass over the weights serves every path, and
+no decode waits for more than the sweep before it. Work that arrives during a sweep may still join
+it, if it begins at a block ahead. A step with room to spare also runs proposed tokens
 (`services.node.core.speculation`).
 
 Events are the methods; commands are what they return. `take` and `join` hand out parts, each of
-which comes back through `ran` or `failed`, or is tried again after `no_room`; a `Prepare` is
+which comes back through `ran` or `failed`, or is tried again after `no_room`. A `Prepare` is
 answered by `prepared`. Events may come in between: rows of sequences that end meanwhile are
 ignored.
 
-When the KV cache has no page left, the sequence that began here last gives its pages back: a led
-one is preempted, a followed one fails at its leader, for want of capacity, and its gateway takes
-it elsewhere or brings it again after a pause (here it could only wait for what its leader does not
-see). Either loses nothing, and the one that began first always goes on: so all of them end.
+When the KV cache has no page left, the sequence that began here last gives its pages back. If this
+node leads it, it is preempted. If this node follows, the sequence fails at its leader for lack of
+capacity, and its gateway takes it elsewhere or brings it again after a pause (here it could only
+wait for something that its leader does not see). Neither loses anything, and the sequence that
+began first always goes on, so all of them end.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,18 +51,18 @@ class Batcher:
     def __init__(
         self, node: NodeId, *, slots: int, step_tokens: int, speculation: int = 0, kv: Kv
     ) -> None:
-        """`speculation`: most tokens that are proposed for a sequence in a step."""
+        """`speculation`: the most tokens that are proposed for a sequence in a step."""
         self._leader = Leader(node, slots=slots, speculation=speculation, kv=kv)
         self._follower = Follower(node, kv)
         self._step_tokens = step_tokens
         self._speculative = min(STEP_POSITIONS, step_tokens) if speculation else 0
-        """Positions to which proposals fill a step."""
+        """The number of positions up to which proposals fill a step."""
         self._ticks = 0
         self._batches = 0
         self.tokens_out = 0
         """Tokens drawn on this node."""
         self.preemptions = 0
-        """Times that a sequence gave its KV back, so that others had room."""
+        """How often a sequence gave its KV back to make room for others."""
 
     # --- events -------------------------------------------------------------
 
@@ -85,8 +86,8 @@ class Batcher:
                 raise ProtocolViolation(f"unexpected {type(message).__name__} from a peer")
 
     def prepared(self, key: SequenceKey, failure: Failure | None = None) -> list[Command]:
-        """What a `Prepare` asked for is done, or why it cannot be; for a sequence that still waits:
-        what ended was released."""
+        """Continues a waiting sequence whose `Prepare` is done, or has failed. The result for a
+        sequence that ended is released."""
         if key in self._leader.preparing:
             return self._leader.prepared(key, failure)
         return self._follower.prepared(key, failure, self._tick())
@@ -99,17 +100,18 @@ class Batcher:
         return led + self._follower.model_closed(model_id, why)
 
     def give_up(self, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
-        """These end, wherever they are; unknown ones are ignored."""
+        """Ends these sequences, wherever they are. Unknown ones are ignored."""
         return self._leader.give_up(keys, why) + self._follower.give_up(keys, why)
 
     def close(self, why: Failure) -> list[Command]:
-        """The node stops: everything that it leads or follows ends."""
+        """Ends everything that this node leads or follows, because the node stops."""
         return self._leader.close(why) + self._follower.close(why)
 
     # --- the engine ---------------------------------------------------------
 
     def take(self) -> tuple[Part, ...]:
-        """What to run in a new sweep, of one model, the oldest first. Empty: nothing can run."""
+        """The parts to run in a new sweep, of one model, the oldest first. Empty if nothing can
+        run."""
         tick = self._tick()
         if self._leader.waiting:
             self._leader.admit(tick)
@@ -127,7 +129,7 @@ class Batcher:
         return tuple(self._speculated(parts))
 
     def join(self, model_id: ModelId, at: int, aboard: Iterable[Part]) -> tuple[Part, ...]:
-        """What may join a sweep, with these parts in it, that has come to block `at`."""
+        """The parts that may join a sweep which has come to block `at` with these parts aboard."""
         if not self._follower.queue:
             return ()
         room = self._step_tokens - sum(part.positions for part in aboard)
@@ -146,8 +148,8 @@ class Batcher:
         hidden: Hidden,
         logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] | None = None,
     ) -> list[Command]:
-        """The part's result: tokens drawn after each row; `hidden` where it did not end in the
-        head."""
+        """Takes the part's result: the tokens drawn after each row, and `hidden` if it did not end
+        in the head."""
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
         self.tokens_out += sum(map(len, sampled))
@@ -162,11 +164,13 @@ class Batcher:
         return self._fail(part, part.keys, why)
 
     def refused(self, part: Part, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
-        """The engine can't serve these sequences of the part: they end, the rest may be run."""
+        """The engine cannot serve these sequences of the part: they end, and the rest may be
+        run."""
         return self._fail(part, keys, why)
 
     def no_room(self, part: Part, why: Failure) -> list[Command]:
-        """The engine has no pages for the part: whoever began last gives its own back."""
+        """The engine has no pages for the part: the sequence that began last gives its pages
+        back."""
         led = [s for s in self._leader.running.values() if s.started and not s.submit.image]
         followed = self._follower.with_kv()
         if len(led) + len(followed) == 1:
@@ -180,7 +184,7 @@ class Batcher:
         return self._follower.failed(followed[newest].path, [newest], why)
 
     def live(self, part: Part) -> Part:
-        """The part less rows of sequences that are over, or were preempted."""
+        """The part without the rows of sequences that are over or were preempted."""
         return part.without([key for key in part.keys if not self._alive(part, key)])
 
     # --- state --------------------------------------------------------------
@@ -211,7 +215,7 @@ class Batcher:
         return self._leader.accepted
 
     def flights(self, path: Path) -> int:
-        """Micro-batches of a led path that are out."""
+        """Number of micro-batches of a led path that are out."""
         lane = self._leader.lanes.get(path)
         return len(lane.flights) if lane else 0
 
@@ -226,7 +230,8 @@ class Batcher:
         yield from self._follower.queue
 
     def _part(self, source: Lane | Part, room: int, *, first: bool) -> Part | None:
-        """What of `source` goes into a step with `room` positions left; the first goes whole."""
+        """The part of `source` for a step with `room` positions left. The first part is taken
+        whole."""
         if isinstance(source, Part):
             return source if first or source.positions <= room else None
         self._batches += 1
@@ -234,7 +239,8 @@ class Batcher:
         return part if part.rows else None
 
     def _speculated(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """A step's parts; if it is small, and there is KV for what runs already, with proposals."""
+        """A step's parts, with proposals if the step is small and there is KV for everything that
+        runs."""
         parts = tuple(parts)
         spare = self._speculative - sum(part.positions for part in parts)
         speculates = spare > 0 and self._leader.kv_room() >= 0

@@ -1,8 +1,9 @@
-"""A node as a later stage of others' paths: what it keeps of their sequences, what waits to run.
+"""A node as a later stage of others' paths: what it keeps of their sequences, and what waits to
+run.
 
-A micro-batch comes from the stage before, word that a sequence is over from the leader: the two
-can overtake each other. So the keys of sequences that ended are remembered for a while, and a row
-that comes after the end makes no KV; its leader is told, and ignores it if it knows.
+Micro-batches come from the stage before, and the news that a sequence is over comes from the
+leader: the two can overtake each other. So the keys of ended sequences are remembered for a while.
+A row that comes after the end makes no KV; its leader is told, and ignores that if it knows.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -37,9 +38,9 @@ class Followed:
     since: int
     """When it began to run here, in the scheduler's ticks."""
     certain: int = 0
-    """Positions that stay; those after them have proposed tokens."""
+    """Positions that stay. The positions after them hold proposed tokens."""
     position: int = 0
-    """Positions run here, or queued to be."""
+    """Positions that were run here or are queued."""
 
 
 class Follower:
@@ -50,16 +51,16 @@ class Follower:
         self.queue: list[tuple[int, Part]] = []
         """(tick of arrival, micro-batch), in order."""
         self.preparing: dict[SequenceKey, Part] = {}
-        """Rows whose grammars are being made; then they are queued."""
+        """Rows whose grammars are being made. After that they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
 
     def forward(self, message: Forward, hidden: Hidden, tick: int) -> list[Command]:
-        """A micro-batch to run. ProtocolViolation if it is not for this node."""
+        """Takes in a micro-batch to run. ProtocolViolation if it is not for this node."""
         if message.path.stages[message.stage].node != self._node:
             raise ProtocolViolation(
                 f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
             )
-        # Without capacity no model with KV is open: the engine says so when the part comes to it.
+        # Without capacity no model with KV is open. The engine says so when the part comes to it.
         capacity = self._kv.kv_capacity if self._kv.keeps(message.path.model_id) else 0
         large = [row.sequence for row in message.rows if 0 < capacity < row.limit]
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
@@ -76,7 +77,8 @@ class Follower:
         ]
 
     def _queue(self, part: Part, tick: int) -> list[Command]:
-        """Rows at whose end a grammar is followed here come after the others, once it is made."""
+        """Queues the rows. A row whose grammar is followed here is queued later, once the grammar
+        is made."""
         commands: list[Command] = []
         ends = part.stage + 1 == len(part.path.stages)
         for row in part.rows if ends else ():
@@ -90,7 +92,7 @@ class Follower:
         return commands
 
     def prepared(self, key: SequenceKey, failure: Failure | None, tick: int) -> list[Command]:
-        """The grammar of one that is preparing is made, or cannot be."""
+        """The grammar of a preparing sequence is made, or cannot be made."""
         part = self.preparing.pop(key)
         if failure:
             return self.failed(part.path, [key], failure)
@@ -121,7 +123,8 @@ class Follower:
         return [*self.end(ours), _failed(path, keys, why)]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
-        """A leader has one micro-batch of a sequence under way at a time."""
+        """Whether the row continues its sequence. A leader has one micro-batch of a sequence under
+        way at a time."""
         followed = self.sequences.get(row.sequence)
         if followed is None:
             return row.position == 0 and row.sequence not in self._over
@@ -135,12 +138,12 @@ class Follower:
         return followed.path if followed else None
 
     def with_kv(self) -> dict[SequenceKey, Followed]:
-        """Those that may have pages here."""
+        """The sequences that may have pages here."""
         known = self.sequences.items()
         return {key: each for key, each in known if self._kv.keeps(each.path.model_id)}
 
     def take(self, parts: Collection[Part]) -> None:
-        """These are run: they leave the queue."""
+        """Takes parts that are being run out of the queue."""
         taken = {id(part) for part in parts}
         self.queue = [queued for queued in self.queue if id(queued[1]) not in taken]
 
@@ -148,12 +151,14 @@ class Follower:
         return self.end(message.sequences)
 
     def failed(self, path: Path, keys: Iterable[SequenceKey], why: Failure) -> list[Command]:
-        """Sequences of one path that this node can't run: freed here, told to their leader."""
+        """Sequences of one path cannot be run on this node: frees them here, and tells their
+        leader."""
         known = [key for key in keys if key in self.sequences]
         return self.end(known) + ([_failed(path, known, why)] if known else [])
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
-        """The leader is told even if it is the one that was lost: it may be there again."""
+        """Ends the peer's sequences. The leader is told even if it is the lost peer, since it may
+        be back."""
         return self._fail_where(lambda _, path: path.goes_through(address), why)
 
     def give_up(self, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
@@ -176,7 +181,7 @@ class Follower:
         return commands
 
     def end(self, keys: Collection[SequenceKey]) -> list[Command]:
-        """Forgets sequences, takes their rows out of the queue and frees their KV."""
+        """Forgets sequences, takes their rows out of the queue, and frees their KV."""
         for key in keys:
             self._over[key] = None
             self.preparing.pop(key, None)

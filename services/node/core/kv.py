@@ -1,4 +1,4 @@
-"""What the scheduler knows of the KV cache of its node's engine."""
+"""The scheduler's view of the KV cache of its node's engine."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from services.node.core.rows import SequenceKey
 from shared.ids import ModelId
 
 PAGE = 16
-"""Positions of a page: KV is taken, shared and given back in whole pages."""
+"""Positions of a page. KV is taken, shared and given back in whole pages."""
 
 
 def pages_of(positions: int) -> int:
@@ -14,28 +14,28 @@ def pages_of(positions: int) -> int:
 
 
 def whole_pages(positions: int) -> int:
-    """Positions that the pages for so many have."""
+    """The positions of all the pages that `positions` positions need."""
     return pages_of(positions) * PAGE
 
 
 class Kv(Protocol):
-    """An engine implements it. In positions, whole pages always."""
+    """Implemented by an engine. All numbers are positions of whole pages."""
 
     @property
     def kv_used(self) -> int:
-        """Of the pages that live sequences have; one that several share counts once."""
+        """Positions of pages that live sequences have. A shared page counts once."""
 
     @property
     def kv_capacity(self) -> int:
-        """0: no model that keeps KV is open."""
+        """0 if no model that keeps KV is open."""
 
     def keeps(self, model_id: ModelId) -> bool:
-        """Whether the model's sequences have KV: images have none, and any number of positions.
-        True if it is not open."""
+        """Whether the model's sequences have KV. Images have none, and any number of positions.
+        True if the model is not open."""
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
     ) -> int:
         """Starts a sequence, which must be run whole on this node, with the KV of the longest
-        beginning of `tokens` that is cached, and never of all of them: the number of its
-        positions. 0: nothing is cached, and the sequence is not known yet."""
+        cached beginning of `tokens`, but never of all of them. Returns the number of its positions.
+        0: nothing is cached, and the sequence is not known yet."""

@@ -54,26 +54,28 @@ class Leader:
         self._speculation = speculation
         self._kv = kv
         self.preparing: dict[SequenceKey, Sequence] = {}
-        """Those whose grammars are being made; then they wait."""
+        """Sequences whose grammars are being made. After that they wait."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
-        """The newest attempt seen of a request: older ones come too late."""
+        """The newest attempt seen of each request. Older attempts come too late."""
         self.prompt_tokens = 0
-        """Of the sequences that have begun, each counted once, whether it was preempted or not."""
+        """Prompt tokens of sequences that have begun. Each sequence counts once, even if it was
+        preempted."""
         self.cached_tokens = 0
-        """Those of them whose KV was cached."""
+        """How many of `prompt_tokens` had cached KV."""
         self.proposed = 0
         """Tokens that were proposed and run."""
         self.accepted = 0
-        """Those of them that were drawn."""
+        """How many of `proposed` were drawn."""
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
-        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing queued.
+        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing was
+        queued.
 
-        The newest attempt once more: it goes on (no error), is over (StaleEpoch), or is stuck on
-        its path (TransportTimeout).
+        If it is the newest attempt again, it goes on (no error), is over (StaleEpoch), or is stuck
+        on its path (TransportTimeout).
         """
         check_submit(submit, self._node, n_blocks)
         first = submit.stages[0]
@@ -137,7 +139,7 @@ class Leader:
         return []
 
     def prepared(self, key: SequenceKey, failure: Failure | None) -> list[Command]:
-        """The grammar of one that is preparing is made, or cannot be."""
+        """The grammar of a preparing sequence is made, or cannot be made."""
         if failure:
             return self.end([self.preparing[key]], failure)
         self._wait(self.preparing.pop(key))
@@ -150,10 +152,10 @@ class Leader:
             self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
-        """Waiting sequences start, in order, as KV allows.
+        """Starts waiting sequences, in order, as KV allows.
 
-        What one begins with may be cached. That is asked only of paths of one stage: the stages of
-        others would all have to have it, and such paths are short-lived.
+        The beginning of a sequence may be cached. The cache is asked only for paths of one stage:
+        otherwise all stages would need the pages, and such paths are short-lived.
         """
         while self.waiting and self.waiting[0].kv_soon <= self.kv_room():
             sequence = self.waiting.popleft()
@@ -172,13 +174,13 @@ class Leader:
             lane.sequences[sequence.key] = sequence
 
     def kv_room(self) -> int:
-        """Positions, less those that the running sequences here will take before long."""
+        """Free positions, less those that the running sequences here will soon take."""
         free = self._kv.kv_capacity - self._kv.kv_used
         return free - sum(max(0, s.kv_soon - s.kv_taken) for s in self.running.values())
 
     def propose(self, part: Part, spare: int) -> Part:
-        """A part that was just formed, with proposed tokens: `spare` positions more at most, shared
-        evenly by those who have some."""
+        """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
+        evenly among the sequences that have proposals."""
         rows = []
         for left, row in zip(range(len(part.rows), 0, -1), part.rows, strict=True):
             row = self.running[row.sequence].propose(-(-spare // left))
@@ -192,7 +194,7 @@ class Leader:
         return commands + self._prepare(sequence)
 
     def sampled(self, message: Sampled, tick: int) -> list[Command]:
-        """A micro-batch is back: tokens go out, its sequences are ready again or over."""
+        """A micro-batch is back: sends its tokens out; its sequences are ready again or over."""
         commands: list[Command] = []
         over: list[Sequence] = []
         cut: list[Sequence] = []
@@ -239,8 +241,8 @@ class Leader:
         return self.end(list(self._all()), failure)
 
     def end(self, sequences: Iterable[Sequence], failure: Failure | None) -> list[Command]:
-        """Forgets sequences and frees what stages keep of them, lost peers included: they may be
-        there again."""
+        """Forgets sequences, and frees what stages keep of them. Lost peers are told too, since
+        they may be back."""
         released: list[SequenceKey] = []
         elsewhere: list[tuple[str, SequenceKey]] = []
         told: list[Command] = []
@@ -276,7 +278,7 @@ class Leader:
 
 
 def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...]) -> Command:
-    """Those of the prompt's next tokens."""
+    """The scores of the prompt's next tokens."""
     submit = sequence.submit
     index = sequence.scored - submit.prompt_tokens
     sequence.scored += len(logprobs)
@@ -286,7 +288,7 @@ def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...]) -> Command:
 def _taken(
     sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...]
 ) -> tuple[list[Command], Finish]:
-    """What goes out of the drawn tokens: none after one that ends the request."""
+    """The commands for the drawn tokens. Nothing goes out after a token that ends the request."""
     submit = sequence.submit
     commands: list[Command] = []
     finish = Finish.NOT_YET
@@ -301,8 +303,8 @@ def _taken(
 
 
 def _check_goes_on(sequence: Sequence) -> None:
-    """TransportTimeout if other nodes have the micro-batch that they had when this was asked last;
-    what waits its turn here is served by those who answer."""
+    """TransportTimeout if other nodes have the same micro-batch as when this was last asked. A
+    micro-batch that waits its turn here is no concern, since this node answers."""
     before, sequence.asked_in = sequence.asked_in, sequence.flight
     if sequence.flight is not None and sequence.flight == before and sequence.path.followers:
         nodes = ", ".join(stage.node for stage in sequence.path.stages)

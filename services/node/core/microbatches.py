@@ -1,9 +1,9 @@
-"""Micro-batches: what stages of a path tell each other, and what the scheduler asks of its shell.
+"""Micro-batches: what the stages of a path tell each other, and what the scheduler asks of its
+shell.
 
-`Forward`, `Sampled`, `Free` and `Failed` cross between nodes (their wire form is in
-`services.node.execution.activations`). `Send`, `Release`, `Prepare` and `Emit` are commands: what
-the scheduler wants done. Hidden states are opaque here: the scheduler passes them on and never
-looks inside.
+`Forward`, `Sampled`, `Free` and `Failed` cross between nodes (`services.node.execution.activations`
+has their wire form). `Send`, `Release`, `Prepare` and `Emit` are commands of the scheduler. The
+scheduler passes hidden states on and never looks inside.
 """
 
 import enum
@@ -20,11 +20,12 @@ from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Token
 
 Hidden = Any
-"""Hidden states of a batch, [sum(count), hidden_size]; whatever form the shell gives them."""
+"""Hidden states of a batch, [sum(count), hidden_size], in the form that the shell gives them."""
 
 
 class Path(msgspec.Struct, frozen=True):
-    """A model's stages, in order, covering every block once. The first leads."""
+    """The stages of a model, in order, which together cover every block once. The first stage
+    leads."""
 
     model_id: ModelId
     stages: tuple[Stage, ...]
@@ -42,7 +43,7 @@ class Path(msgspec.Struct, frozen=True):
 
 
 class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
-    """What one node of a path sends to another."""
+    """A message from one node of a path to another."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -51,7 +52,7 @@ class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Forward(StageMessage, frozen=True, tag="forward"):
-    """Previous stage -> this one: run your blocks over these rows. Hidden states come along."""
+    """Previous stage -> this stage: run your blocks over these rows. Hidden states come along."""
 
     path: Path
     stage: int
@@ -69,10 +70,11 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
 
     batch: int
     tokens: tuple[tuple[SequenceKey, tuple[int, ...]], ...]
-    """A row each, with what was drawn: nothing where nothing was due, several tokens where
-    proposed ones were accepted."""
+    """For each row the tokens drawn: none if none was due, several if proposed tokens were
+    accepted."""
     logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
-    """Of the tokens that were to be scored, and of those whose draws asked for them, one each."""
+    """Log probabilities: one for each token to be scored, and for each drawn token whose draw asks
+    for them."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -90,7 +92,7 @@ class Free(StageMessage, frozen=True, tag="free"):
 
 
 class Failed(StageMessage, frozen=True, tag="failed"):
-    """Stage -> leader: these sequences cannot go on; nothing of them is kept here."""
+    """Stage -> leader: these sequences cannot go on, and nothing of them is kept here."""
 
     sequences: tuple[SequenceKey, ...]
     code: str
@@ -151,7 +153,7 @@ class Part:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why sequences end before their time; `code` is that of a `shared.errors` class."""
+    """Why sequences end before their time. `code` is the code of a `shared.errors` class."""
 
     code: str
     message: str
@@ -168,7 +170,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Free these sequences' KV in this node's engine."""
+    """Free the KV of these sequences in this node's engine."""
 
     sequences: tuple[SequenceKey, ...]
 
@@ -176,7 +178,7 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """Make the grammar of this sequence, away from the engine, and say when that is done. Nothing
-    of the sequence that needs it is run before."""
+    of the sequence that needs the grammar runs before."""
 
     model_id: ModelId
     sequence: SequenceKey
@@ -185,7 +187,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Tell a gateway."""
+    """Send this to a gateway."""
 
     gateway: GatewayId
     what: Token | AttemptFailed | Scores
@@ -195,7 +197,7 @@ Command = Send | Release | Prepare | Emit
 
 
 class Finish(enum.Enum):
-    """How a request ends well; the values are those of `Token.finish`."""
+    """How a request ends well. The values are those of `Token.finish`."""
 
     NOT_YET = ""
     STOP = "stop"
@@ -203,7 +205,7 @@ class Finish(enum.Enum):
 
 
 def frees(pairs: Sequence[tuple[str, SequenceKey]]) -> list[Command]:
-    """One Free a peer, from (address, sequence) pairs."""
+    """One Free for each peer, from (address, sequence) pairs."""
     by_address: dict[str, list[SequenceKey]] = {}
     for address, key in pairs:
         by_address.setdefault(address, []).append(key)

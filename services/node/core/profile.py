@@ -1,9 +1,9 @@
-"""How fast a node's port, disk and engine are, by what they did.
+"""How fast a node's port, disk and engine are, as seen from what they did.
 
-Nothing is measured for its own sake: transfers and sweeps that happen anyhow are looked at, and
-most of them say only that the node is *at least* so fast. A relay that waits for its source is not
-slow. So a port's rate is the best that was seen lately, and its fixed time per transfer the least;
-a single wild value (a clock that was set) counts in neither.
+Nothing is measured for its own sake. Transfers and sweeps that happen anyway are observed, and most
+of them say only that the node is *at least* that fast, because a relay that waits for its source is
+not slow. So a port's rate is the best that was seen lately, and its fixed time for each transfer
+the least. A single wild value (from a clock that was set) counts in neither.
 """
 
 from collections import deque
@@ -15,34 +15,36 @@ from shared.ids import ModelId
 from shared.messages.pool import ModelProfile, Profile
 
 PERIODS = 8
-"""Busy periods that a rate is remembered for."""
+"""The number of busy periods for which a rate is remembered."""
 SHORTEST_S = 0.01
-"""A rate over less time is that of a buffer, not of a link."""
+"""A rate over less time would be that of a buffer, not of a link."""
 WAITS = 64
 MODELS = 8
-"""Most models that a profile tells of: those that ran last."""
+"""The most models that a profile reports: the models that ran last."""
 REDRAW = 32
-"""New passes after which the line through them is drawn anew."""
+"""After this many new passes, the line through them is computed anew."""
 SAMPLES = 5
-"""Kept of each size of pass, so that many passes of one token do not drive out those of many."""
+"""How many passes of each size are kept. Counting sizes apart, many passes of one token do not push
+out passes of many."""
 
 
 class Throughput:
     """bytes/s of one direction of a port, or of a disk.
 
-    A busy period is a time in which some transfer was under way. Bytes of the transfers that it
-    saw whole, over the time since it began, are never more than the port can do, and come close to
-    that in a period in which the port was the limit.
+    A busy period is a time in which some transfer was under way. The bytes of the transfers that
+    began and ended in it, over the time since it began, are never more than the port can do, and
+    come close to that if the port was the limit.
     """
 
     def __init__(self) -> None:
         self._best: deque[float] = deque(maxlen=PERIODS)
-        """By period; 0 where it was too short."""
+        """One rate for each period; 0 for a period that was too short."""
         self._began = self._ended = float("-inf")
         self._bytes = 0
 
     def add(self, began: float, ended: float, nbytes: int) -> None:
-        """A transfer that has ended; times in s, in about the order of their ends."""
+        """Adds a transfer that has ended. Times are in seconds, in about the order of the
+        transfers' ends."""
         if ended <= began:
             return
         if began >= self._ended:
@@ -61,7 +63,7 @@ class Throughput:
 
 
 class Latency:
-    """Seconds from the asking for a block to its first byte, when nothing else is waited for."""
+    """Seconds from asking for a block to its first byte, when nothing else is waited for."""
 
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=WAITS)
@@ -78,18 +80,19 @@ class Latency:
 
 
 class EngineTimes:
-    """One model's: the line through (tokens in the pass, seconds of a pass through the whole).
+    """The times of one model: a line through (tokens in the pass, seconds of a pass through the
+    whole model).
 
-    The line is Theil and Sen's with pairs weighted by their distance (Scholz 1978): a few wild
+    It is the line of Theil and Sen, with pairs weighted by their distance (Scholz 1978). A few wild
     passes (another process on the device, a page fault) leave it where it was.
     """
 
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[float, float]]] = {}
-        """By the number of binary digits of the tokens."""
+        """Passes by the number of binary digits of their tokens."""
         self._line = (0.0, 0.0)
         self._new = 0
-        """Passes since the line was drawn."""
+        """Passes since the line was computed."""
 
     def add(self, tokens: float, seconds: float) -> None:
         size = int(tokens).bit_length()
@@ -97,10 +100,10 @@ class EngineTimes:
         self._new += 1
 
     def line(self) -> tuple[float, float]:
-        """(seconds of a pass of one token, of each token more); 0: not known yet.
+        """(seconds of a pass of one token, seconds for each further token); 0: not known yet.
 
-        Passes that all have the same number of tokens cannot tell one from the other: then they
-        are taken for decode steps of that batch.
+        If all passes have the same number of tokens, the two cannot be told apart. The passes are
+        then taken for decode steps of that batch.
         """
         if self._new >= min(REDRAW, sum(map(len, self._passes.values()))) > 0:
             self._line, self._new = self._draw(), 0
@@ -119,30 +122,30 @@ class EngineTimes:
 
 
 class Profiler:
-    """Everything that one node measures. Times in s of any one clock."""
+    """Everything that one node measures. Times are in seconds of any one clock."""
 
     def __init__(self) -> None:
         self._in, self._out, self._load = Throughput(), Throughput(), Throughput()
         self._overhead = Latency()
         self._engine: dict[ModelId, EngineTimes] = {}
-        """What ran last comes last."""
+        """The model that ran last comes last."""
 
     def pulled(self, asked: float, first_byte: float, ended: float, nbytes: int) -> None:
-        """A block came from a peer."""
+        """Records a block that came from a peer."""
         self._in.add(first_byte, ended, nbytes)
         self._overhead.add(first_byte - asked)
 
     def sent(self, began: float, ended: float, nbytes: int) -> None:
-        """Bytes went to a peer, in one go."""
+        """Records bytes that went to a peer in one go."""
         self._out.add(began, ended, nbytes)
 
     def loaded(self, began: float, ended: float, nbytes: int) -> None:
-        """A block was brought up from the node's own lower tiers."""
+        """Records a block that was brought up from the node's own lower tiers."""
         self._load.add(began, ended, nbytes)
 
     def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
-        """The engine took `tokens` (their mean over the blocks) through a `share` of the model's
-        blocks, in (0, 1]."""
+        """Records a sweep: the engine took `tokens` tokens (their mean over the blocks) through a
+        `share`, in (0, 1], of the model's blocks."""
         times = self._engine.pop(model, None) or EngineTimes()
         self._engine[model] = times
         times.add(tokens, seconds / share)
@@ -167,7 +170,7 @@ class Profiler:
 
 
 def _weighted_median(values: list[tuple[float, float]]) -> float:
-    """Of (value, weight): half of the weight lies on either side."""
+    """The median of (value, weight) pairs: half of the weight lies on either side."""
     half, seen = sum(weight for _, weight in values) / 2, 0.0
     for value, weight in sorted(values):
         seen += weight
@@ -177,5 +180,5 @@ def _weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To two significant digits."""
+    """Rounds to two significant digits."""
     return float(f"{value:.2g}")

@@ -8,7 +8,8 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Holds the last `capacity` keys that were set: what must be known of things just over."""
+    """Holds the last `capacity` keys that were set, for what must be remembered of things just
+    over."""
 
     capacity = 4096
 

@@ -1,9 +1,10 @@
 """What a node holds of one model, and which plan it follows; pure.
 
         (no space) -> standby -> active -> standby | (no space)
-Space in the arena is had whole before the first block. Active: the engine has the model open, and
-runs each block once it is attached. Standby: the engine does not; the bytes stay. Peers are served
-what is held in either.
+
+The space in the arena is taken whole before the first block. In `active` the engine has the model
+open, and runs each block once it is attached. In `standby` the engine does not have the model open,
+but the bytes stay. Peers are served in both modes.
 """
 
 import enum
@@ -27,7 +28,7 @@ class Residency:
     held: frozenset[int] = frozenset()
     """Verified blocks in the arena."""
     runnable: frozenset[int] = frozenset()
-    """Those that the engine can run."""
+    """Blocks that the engine can run."""
     event: EventId | None = None
     revision: int = -1
 
@@ -36,7 +37,7 @@ class Residency:
         return len(self.held) == self.n_blocks
 
     def follow(self, event: EventId, revision: int) -> "Residency":
-        """Takes up a plan; StaleEpoch if it is older than the one being followed."""
+        """Takes up a plan. StaleEpoch if it is older than the plan being followed."""
         if event == self.event and revision < self.revision:
             raise StaleEpoch(
                 f"revision {revision} of event {event} came after revision {self.revision}"
@@ -50,15 +51,15 @@ class Residency:
         return replace(self, held=self.held | {block})
 
     def run(self, block: int) -> "Residency":
-        """A held block was attached."""
+        """Records that a held block was attached."""
         return replace(self, runnable=self.runnable | {block})
 
     def stand_by(self) -> "Residency":
         return replace(self, mode=Mode.STANDBY, runnable=frozenset(), event=None, revision=-1)
 
     def holdings(self) -> list[Holding]:
-        """Every held block once. An active model has its GPU tier also with no block in it yet:
-        the space is taken."""
+        """Every held block once. An active model has its GPU tier even without a block in it,
+        because the space is taken."""
         found: list[Holding] = []
         if self.mode is Mode.ACTIVE:
             found.append(Holding(self.model_id, Tier.GPU, tuple(sorted(self.runnable))))

@@ -1,9 +1,10 @@
-"""The sequences that this node leads, and the lanes (one a path) in which they advance.
+"""The sequences that this node leads, and the lanes (one for each path) in which they advance.
 
 A lane of S stages keeps at most S micro-batches in flight (2-D pipelining: lambdaScale, section
-4.3). A micro-batch takes at most an S-th of the lane's sequences, of those that are not in flight:
-so the lane stays evenly split while sequences come and go. Prompts are prefilled first come, first
-served (what is shared among them all is late for them all); decodes go by who has waited longest.
+4.3). A micro-batch takes at most an S-th of the lane's sequences, from those that are not in
+flight. So the lane stays evenly split while sequences come and go. Prompts are prefilled first
+come, first served, because sharing the budget among all would make all of them late. Decodes go by
+who has waited longest.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,8 @@ from shared.messages.serving import Submit
 from shared.slots import weight
 
 SCORED_POSITIONS = 1024
-"""Most positions of a micro-batch whose sequences are scored: with 20 log probabilities each, what
-the last stage answers has 0.3 MiB, of 1 MiB that a message may have."""
+"""The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
+the answer of the last stage then has 0.3 MiB, of the 1 MiB that a message may have."""
 
 
 def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
@@ -26,7 +27,7 @@ def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
 
 
 def limit_of(submit: Submit) -> int:
-    """Positions that the request can come to: its last token is never run."""
+    """The positions that the request may reach. Its last token is never run."""
     return submit.prompt_tokens + submit.max_tokens - 1
 
 
@@ -38,7 +39,7 @@ def weight_of(submit: Submit) -> float:
 
 @dataclass(slots=True)
 class Sequence:
-    """One attempt: its known tokens and how many of them have been run."""
+    """One attempt: its known tokens, and how many of them have been run."""
 
     submit: Submit
     key: SequenceKey
@@ -47,17 +48,17 @@ class Sequence:
     weight: float
     """What it takes of the leader's slots."""
     limit: int
-    """Positions that it can come to."""
+    """The positions that it may reach."""
     prompt: int
-    """Tokens that it begins with: the prompt, and what was generated before."""
+    """Number of tokens that it begins with: the prompt, and what was generated before."""
     speculation: Speculation | None
     """None: nothing is proposed."""
     scored: int
     """The prompt's tokens before this one were scored, or need not be."""
     admitted: int = 0
-    """When it first began to run, in the scheduler's ticks; 0: it has not."""
+    """When it first began to run, in the scheduler's ticks; 0 if it has not."""
     preempted: int = 0
-    """So many times."""
+    """How often it was preempted."""
     ready: int = 0
     """When it last became ready."""
     position: int = 0
@@ -66,13 +67,13 @@ class Sequence:
     flight: int | None = None
     """The micro-batch that it is in."""
     row: Row | None = None
-    """What of it is in that micro-batch."""
+    """Its row in that micro-batch."""
     asked_in: int | None = None
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
 
     @classmethod
     def of(cls, submit: Submit, speculation: int) -> "Sequence":
-        """`speculation`: most tokens that are proposed a step."""
+        """`speculation`: the most tokens that are proposed in a step."""
         key = sequence_key(submit.request, submit.attempt)
         path = Path(submit.model_id, submit.stages)
         tokens = list(submit.tokens)
@@ -90,8 +91,8 @@ class Sequence:
 
     @property
     def kv_soon(self) -> int:
-        """Positions that it will have before long: those of its known tokens, and a page more.
-        An image keeps none."""
+        """Positions that it will soon have: those of its known tokens, and a page more. An image
+        keeps none."""
         if self.submit.image:
             return 0
         return whole_pages(min(self.limit, len(self.tokens) + PAGE))
@@ -102,7 +103,7 @@ class Sequence:
 
     @property
     def started(self) -> bool:
-        """Some stage may hold KV of it."""
+        """Whether some stage may hold KV of it."""
         return self.position > 0 or self.flight is not None
 
     @property
@@ -111,8 +112,8 @@ class Sequence:
 
     @property
     def reusable(self) -> tuple[int, ...]:
-        """The tokens whose KV may have been there before, but for the last one: what is to be
-        scored has to be run."""
+        """The tokens whose KV may be cached. The last one is left out, and so is everything to be
+        scored, because these have to be run."""
         return tuple(self.tokens[: self.scored] if self.scoring else self.tokens)
 
     @property
@@ -121,11 +122,11 @@ class Sequence:
 
     @property
     def turn(self) -> int:
-        """Lower goes first in its lane."""
+        """Its place in the lane; lower goes first."""
         return self.ready if self.position >= self.prompt else self.admitted
 
     def depart(self, batch: int, count: int) -> Row:
-        """Its next `count` positions, in a micro-batch."""
+        """Puts its next `count` positions into a micro-batch."""
         start, stop = self.position, self.position + count
         draw = None
         if self.speculation:
@@ -140,7 +141,7 @@ class Sequence:
         return self.row
 
     def _score(self, start: int, stop: int) -> Score | None:
-        """Of the prompt's tokens that come after these positions and were not scored yet."""
+        """The score for the prompt's tokens after these positions that were not scored yet."""
         end = min(stop + 1, self.submit.prompt_tokens)
         if self.scored >= end:
             return None
@@ -148,8 +149,9 @@ class Sequence:
         return Score(self.scored - 1 - start, tokens, top or 0)
 
     def propose(self, most: int) -> Row:
-        """The row in which it departed, with up to `most` proposed tokens behind if it decodes:
-        none past its limit, and none that ends the request (what followed could not be used)."""
+        """The row in which it departed, with up to `most` proposed tokens behind it if it decodes.
+        None of them is past its limit, and none ends the request (the tokens after that could not
+        be used)."""
         row = self.row
         assert row is not None
         if self.speculation is None or not self.decodes or row.draw is None:
@@ -168,7 +170,7 @@ class Sequence:
 
     @property
     def grammar(self) -> Context | None:
-        """What it takes to make the grammar that is followed on this node, if there is one."""
+        """What it takes to make the grammar that this node follows, if there is one."""
         context = self._context() if len(self.path.stages) == 1 else None
         return context if context and context.has_grammar else None
 
@@ -195,7 +197,7 @@ class Sequence:
         self.flight, self.row = None, None
 
     def append(self, token: int) -> tuple[int, Finish]:
-        """Takes the drawn token: (its index, how the request ended)."""
+        """Takes the drawn token, and returns (its index, how the request ended)."""
         index = len(self.tokens) - self.submit.prompt_tokens
         self.tokens.append(token)
         if token in self.submit.stop_ids:
@@ -210,30 +212,33 @@ class Lane:
     path: Path
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     formed: int = 0
-    """Tick of its last micro-batch: what that one left out does not make the lane older. Unless it
-    had no budget for prompts: then the lane keeps its age, and one day is the first to get some."""
+    """The lane's age counts from the tick of its last micro-batch, so sequences left out don't age
+    it. The exception is a micro-batch without prompt budget: the lane then keeps its age, so that
+    it cannot starve."""
 
     @property
     def depth(self) -> int:
-        """Most micro-batches in flight."""
+        """The most micro-batches in flight."""
         return len(self.path.stages)
 
     @property
     def flights(self) -> set[int]:
-        """Micro-batches out; one whose sequences have all ended is no longer waited for."""
+        """Micro-batches that are out. A micro-batch whose sequences have all ended is not waited
+        for."""
         return {s.flight for s in self.sequences.values() if s.flight is not None}
 
     @property
     def waiting_since(self) -> int | None:
-        """Tick since which a micro-batch could have been formed; None: there is none to form."""
+        """The tick since which a micro-batch could have been formed. None if there is none to
+        form."""
         if len(self.flights) >= self.depth:
             return None
         since = min((s.ready for s in self.sequences.values() if s.flight is None), default=None)
         return None if since is None else max(since, self.formed)
 
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
-        """The next micro-batch: decode rows and, in chunks, `prompt_budget` prompt tokens. An image
-        is not cut: the last one may exceed the budget."""
+        """The next micro-batch: decode rows, and `prompt_budget` prompt tokens in chunks. An image
+        is not cut, so the last image may exceed the budget."""
         score_budget = SCORED_POSITIONS
         share = -(-len(self.sequences) // self.depth)
         ready = sorted(

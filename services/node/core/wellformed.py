@@ -1,9 +1,10 @@
-"""Whether what another process said can be meant: each field in its range, and all consistent.
+"""Checks whether a message from another process can be meant: each field in its range, all
+consistent.
 
-Their types were checked when they were decoded. What depends on this node (does it hold the
+The types were checked when the message was decoded. What depends on this node (does it hold the
 blocks, how large is the vocabulary) is checked where that is known. The checks of a request's own
-settings give the reason as words, empty if there is none: a peer's `Forward` and a gateway's
-`Submit` both carry them, and fail in different ways.
+settings return the reason in words, or an empty string: a peer's `Forward` and a gateway's `Submit`
+both carry these settings, and fail in different ways.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,11 +17,11 @@ from shared.errors import ProtocolViolation
 from shared.messages.serving import LogitRules, Logprobs, Sampling
 
 END = 1 << 31
-"""Positions, counts and token ids are below it: they fit the engine's integers."""
+"""Positions, counts and token ids must be below this, so that they fit the engine's integers."""
 
 
 def check(message: StageMessage) -> None:
-    """ProtocolViolation if no node that works could have said this."""
+    """ProtocolViolation if no working node could have sent this."""
     match message:
         case Forward():
             _check_forward(message)
@@ -33,7 +34,7 @@ def check(message: StageMessage) -> None:
 
 
 def wrong_sampling(sampling: Sampling) -> str:
-    """Why nothing can be drawn like this."""
+    """Why nothing can be drawn like this; empty if it can."""
     if not (isfinite(sampling.temperature) and sampling.temperature >= 0):
         return f"a temperature of {sampling.temperature}"
     if not 0 <= sampling.top_p <= 1:
@@ -48,7 +49,7 @@ def wrong_sampling(sampling: Sampling) -> str:
 
 
 def wrong_rules(rules: LogitRules) -> str:
-    """Why these can't be followed, whatever the model."""
+    """Why these rules cannot be followed by any model; empty if they can."""
     if not (isfinite(rules.repetition_penalty) and rules.repetition_penalty > 0):
         return f"a repetition penalty of {rules.repetition_penalty}"
     if not (isfinite(rules.frequency_penalty) and isfinite(rules.presence_penalty)):
@@ -73,7 +74,7 @@ def _check_forward(message: Forward) -> None:
 
 
 def _check_path(path: Path, stage: int) -> None:
-    """Of several stages, of which that one, not the first, is meant."""
+    """Checks a path of several stages. `stage` is the one addressed, and cannot be the first."""
     _require(0 < stage < len(path.stages), f"stage {stage} of {len(path.stages)}")
     _require(path.stages[0].start == 0, "a path that does not begin at block 0")
     _require(all(s.start < s.stop < END for s in path.stages), "a stage without blocks")
@@ -95,7 +96,7 @@ def _check_row(row: Row) -> None:
 
 
 def _check_draw(draw: Draw, known: int) -> None:
-    """`known`: tokens before it. At least one of them is the prompt's."""
+    """`known`: the number of tokens before the draw. At least one of them is the prompt's."""
     _require(0 <= draw.index < known, f"token {draw.index} of a request after {known} tokens")
     _check_ids(draw.proposed)
     wrong = wrong_sampling(draw.sampling)

@@ -1,7 +1,7 @@
-"""Wire form of what stages tell each other: a msgpack header and, in a `Forward`, hidden states.
+"""The wire form of stage messages: a msgpack header and, for a `Forward`, hidden states.
 
-The payload is the tensor's own bytes, [sum(count), hidden_size] row-major in the model's dtype:
-nothing is copied between a CPU tensor and the transport, in either direction.
+The payload is the tensor's own bytes, [sum(count), hidden_size] row-major in the model's dtype.
+Nothing is copied between a CPU tensor and the transport, in either direction.
 """
 
 import msgspec
@@ -29,20 +29,20 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(message: StageMessage, hidden: torch.Tensor | None) -> tuple[bytes, list[Buffer]]:
-    """(header, payload) for the transport. The payload is `hidden`'s memory if that is on the
-    CPU: the tensor must not be written to any more."""
+    """(header, payload) for the transport. The payload is `hidden`'s own memory if that is on the
+    CPU, so the tensor must not be written to any more."""
     if not isinstance(message, Forward | Sampled | Free | Failed):
         raise TypeError(f"{type(message).__name__} has no wire form")
     if hidden is None:
         return _encoder.encode(_Header(VERSION, message)), []
     on_cpu = hidden.detach().to("cpu").contiguous()
     header = _Header(VERSION, message, _NAMES[on_cpu.dtype], on_cpu.shape[1])
-    # numpy has no bfloat16: the bytes are taken through uint8.
+    # numpy has no bfloat16, so the bytes are taken through uint8.
     return _encoder.encode(header), [on_cpu.view(-1).view(torch.uint8).numpy().data]
 
 
 def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch.Tensor | None]:
-    """The message and its hidden states (a view of `payload` where that is writable).
+    """The message and its hidden states (a view of `payload` if that is writable).
 
     ProtocolViolation if anything does not fit (`services.node.core.wellformed`).
     """

@@ -28,21 +28,21 @@ REGISTRY_TIMEOUT_S = 2.0
 
 class Library:
     def __init__(self, bus: Bus, store: AnyStore, *, changed: Callable[[], None]) -> None:
-        """`changed`: what lies on the disk is not what it was."""
+        """`changed` is called when the content of the disk has changed."""
         self._bus = bus
         self._store = store
         self._changed = changed
         self._known: set[ModelId] = set()
-        """Published or stored, and not removed since."""
+        """Models that were published or stored, and not removed since."""
         self._manifests: dict[ModelId, Manifest] = {}
         self._files: dict[ModelId, Mapping[str, str]] = {}
-        """Names of their checkpoints' small files in the asset store."""
+        """Names in the asset store of the small files of their checkpoints."""
         self._disk: dict[ModelId, frozenset[int]] = {}
-        """Blocks not known to be damaged."""
+        """Blocks on the disk that are not known to be damaged."""
         self._listed: tuple[Holding, ...] | None = None
-        """What the disk holds, as it was last said; None: that changed."""
+        """The disk's content as it was last reported. None: it has changed since."""
         self._writing = asyncio.Lock()
-        """Imports and removals go one at a time."""
+        """Imports and removals run one at a time."""
 
     async def read_store(self) -> None:
         """Finds the packed models on this node's disk."""
@@ -71,7 +71,8 @@ class Library:
             self._manifests[record.model_id] = manifest
 
     async def manifest(self, model: ModelId) -> Manifest:
-        """Asks the registry if it is not known: the model's announcement may have been missed."""
+        """The manifest. Asks the registry if it is not known, because the model's announcement may
+        have been missed."""
         if model not in self._manifests:
             await self._ask_for(model)
         if model not in self._manifests:
@@ -80,7 +81,7 @@ class Library:
 
     async def file(self, model: ModelId, name: str) -> bytes | None:
         """A small file of a published model's checkpoint; None if it has no such file. NotFound if
-        the registry does not know the model, or the file is not in the asset store; BusError."""
+        the registry does not know the model, or if the file is not in the asset store; BusError."""
         if model not in self._files:
             await self._ask_for(model)
         if model not in self._files:
@@ -101,8 +102,8 @@ class Library:
     # --- the disk ---
 
     async def read(self, model: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
-        """`Store.read`. A block that could not be read is not offered again, until the model is
-        imported anew."""
+        """The same as `Store.read`. A block that could not be read is not offered again until the
+        model is imported anew."""
         async with aclosing(self._store.read(model, wanted)) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome, Unreadable):
@@ -132,7 +133,8 @@ class Library:
         )
 
     def forget(self, model: ModelId) -> bool:
-        """The model was removed from the pool; whether its files are still to be deleted."""
+        """Forgets a model that was removed from the pool. Returns whether its files are still to be
+        deleted."""
         self._known.discard(model)
         self._manifests.pop(model, None)
         self._files.pop(model, None)

@@ -1,7 +1,7 @@
-"""The published models. A name means one model, and a model has one name.
+"""The published models. A name stands for one model, and a model has one name.
 
-The second half is not obvious: memory of a model is released and forgotten by model id, so two
-names of one model would take it away from each other.
+The second rule is needed because memory of a model is released and forgotten by model id: two names
+of one model would take it away from each other.
 """
 
 from collections.abc import Iterable
@@ -48,7 +48,8 @@ class Catalog:
         self._by_id[record.model_id] = record
 
     def restore(self, records: Iterable[ModelRecord]) -> list[tuple[ModelRecord, str]]:
-        """Takes stored records, oldest first; those that do not fit, and why not."""
+        """Takes stored records, oldest first. Returns the records that do not fit, with the
+        reasons."""
         refused = []
         for record in sorted(records, key=lambda r: (r.created_ns, r.model_id)):
             try:
@@ -81,7 +82,7 @@ class Catalog:
 
     @property
     def records(self) -> tuple[ModelRecord, ...]:
-        """By name."""
+        """Sorted by name."""
         return tuple(self._by_name[name] for name in sorted(self._by_name))
 
 

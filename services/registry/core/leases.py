@@ -21,15 +21,16 @@ from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
 
 SILENCE_S = 2.0
-"""Nodes report every second: one that let this pass without a report, or a lease, is gone."""
+"""Nodes report every second. A node that lets this time pass without a report or a lease is
+gone."""
 LEASELESS_S = 10.0
-"""How long reports alone keep a node: longer than the durable store may refuse writes."""
+"""How long reports alone keep a node. It is longer than the durable store may refuse writes."""
 DEAF_S = 1.5
-"""The registry hears itself more often than this: else it is the bus that was away."""
+"""The registry hears itself more often than this. If it does not, the bus was away."""
 OWN_DELETE_S = 0.9
-"""A key lives at least one second, so one that ends sooner after its renewal was deleted."""
+"""A key lives at least one second, so a key that ends sooner after its renewal was deleted."""
 REMEMBERED = 8
-"""Generations that are over, a node."""
+"""How many generations that are over are remembered for each node."""
 
 Change = NodeJoined | NodeGone
 
@@ -39,9 +40,9 @@ class _Lease:
     info: NodeInfo
     renewed: float
     heard: float = float("-inf")
-    """Last status report."""
+    """When its last status report came."""
     ended: float | None = None
-    """When its key was seen to be gone; None while it stands."""
+    """When its key was seen to be gone. None while the key stands."""
     announced: bool = True
 
 
@@ -52,10 +53,10 @@ class Leases:
         self._heard_at = float("-inf")
         """When anything came from anybody."""
         self._hears_since = float("-inf")
-        """Without having been cut off in between."""
+        """Since when it hears without having been cut off."""
 
     def restore(self, info: NodeInfo, now: float) -> None:
-        """A node from before this process: in doubt until its lease shows."""
+        """Takes in a node from before this process. It is in doubt until its lease shows."""
         self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now, announced=False)
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
@@ -78,7 +79,7 @@ class Leases:
         return changes
 
     def hear(self, now: float) -> None:
-        """Something came over the bus, be it from this process itself."""
+        """Something came over the bus, possibly from this process itself."""
         if now - self._heard_at >= DEAF_S:
             self._hears_since = now
         self._heard_at = now
@@ -101,14 +102,14 @@ class Leases:
         return self.overdue(now)
 
     def only(self, nodes: Collection[NodeId], now: float) -> list[Change]:
-        """These nodes have leases, no others (what a watch that begins tells)."""
+        """Only these nodes have leases (as a new watch tells)."""
         for node, lease in self._leases.items():
             if node not in nodes and lease.ended is None:
                 lease.ended = now
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[Change]:
-        """Ends the leases whose doubt is over."""
+        """Ends the leases whose doubt has lasted too long."""
         ended: list[Change] = []
         for lease in list(self._leases.values()):
             if lease.ended is None:
@@ -124,7 +125,7 @@ class Leases:
         return generation in self._over.get(node, ())
 
     def gone_again(self, node: NodeId, generation: Generation) -> NodeGone:
-        """For a process that lives on under a generation that is over, so that it learns."""
+        """The message for a process that lives on under a generation that is over."""
         reason = "this generation is over: go on under a new one"
         return NodeGone(node=node, generation=generation, reason=reason)
 

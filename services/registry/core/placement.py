@@ -1,29 +1,30 @@
-"""Who should receive a model, and who should send it: the policy, as orders over what is known.
+"""The policy of who should receive a model and who should send it, as orders over what is known.
 
-Targets, in the order of what counts (the first difference decides):
+Targets are ordered by these properties (the first difference decides):
 
 1. the event's own nodes: an event that asks again gets what it has (for the choice only, not for
    the order of the answer);
-2. blocks in memory already, then of these on the device, then blocks on disk: what need not move
-   is faster than any link;
+2. blocks in memory, among these blocks on the device, then blocks on disk: what need not move is
+   faster than any link;
 3. an engine for itself: fewer other models that are open on the device. A replica that shares an
-   engine is worth a part of one for as long as it serves, a link costs once;
+   engine is worth only a part of a replica for as long as it serves; a slow link costs only once;
 4. a complete copy on the same host, where the local link is faster than the port: it takes nothing
    from the network;
 5. a faster port, by powers of two, since the slowest port sets the multicast's pace;
 6. a port that is not sending to another event;
 7. fewer models asleep in its memory: each will want the engine when it wakes;
-8. a rack that holds a source, then one with fewer targets of other events: less on trunks;
+8. a rack that holds a source, then a rack with fewer targets of other events: less traffic on
+   trunks;
 9. the least free memory that suffices (best fit), so that large holes stay for large models.
 
-Best fit comes last on purpose. Replicas are given back seconds after a spike, so that holes come
-back by themselves, while two models on one engine halve each other; packing tightly first would
-buy memory that nobody waits for with throughput that everybody does. What stays behind for good
-is one sleeping copy a model (the pool's last one).
+Best fit comes last on purpose. Replicas are given back seconds after a spike, so holes come back by
+themselves, while two models on one engine halve each other's speed. Packing tightly first would
+gain memory that nobody waits for, at the cost of throughput that everybody waits for. Only one
+sleeping copy of each model stays for good (the pool's last one).
 
-Then one correction, for failures: if all replicas, those that serve and those chosen, would lie in
-one rack, the last chosen node that holds nothing in memory gives its place to the best node of
-another rack. Two racks are enough, and cost one crossing of a trunk.
+Then one correction is made, for failures. If all replicas, those that serve and those chosen, would
+lie in one rack, the last chosen node that holds nothing in memory gives its place to the best node
+of another rack. Two racks are enough, and cost one crossing of a trunk.
 """
 
 from collections.abc import Collection, Iterable
@@ -37,29 +38,31 @@ MEMORY = (Tier.GPU, Tier.HOST)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that has room, and what counts for or against it. Blocks are the model's."""
+    """A node that has room, with everything that counts for or against it. Blocks are the
+    model's."""
 
     info: NodeInfo
     free: int
-    """Bytes of its arena."""
+    """Free bytes of its arena."""
     own: bool = False
-    """The event's already."""
+    """Whether it is reserved for this event already."""
     in_memory: int = 0
     on_device: int = 0
     on_disk: int = 0
     active: int = 0
-    """Other models open on the device."""
+    """Number of other models open on the device."""
     asleep: int = 0
-    """Other models in its memory that are not."""
+    """Number of other models in its memory that are not open."""
     beside: bool = False
-    """A node of the same host has a complete copy, and the local link is faster than the port."""
+    """Whether a node of the same host has a complete copy, and the local link is faster than the
+    port."""
     rate: float = 0.0
     """bytes/s of its port; 0: not known."""
     sending: bool = False
-    """It holds what another event moves."""
+    """Whether it holds what another event moves."""
     source_rack: bool = False
     crowd: int = 0
-    """Targets of other events in its rack."""
+    """Number of targets of other events in its rack."""
 
 
 class _Rank(NamedTuple):
@@ -78,7 +81,7 @@ class _Rank(NamedTuple):
 
 
 def rank(candidate: Candidate) -> _Rank:
-    """Sorts best first."""
+    """Sorts the best candidate first."""
     return _Rank(
         fewer_in_memory=-candidate.in_memory,
         fewer_on_device=-candidate.on_device,
@@ -99,15 +102,16 @@ def rank(candidate: Candidate) -> _Rank:
 class Target:
     info: NodeInfo
     reason: str
-    """Why this one, for people."""
+    """Why this target was chosen, for people."""
 
 
 def choose(
     candidates: Iterable[Candidate], count: int, blocks: int, serving_racks: Collection[str]
 ) -> tuple[Target, ...]:
-    """Up to `count` targets, best first. `serving_racks`: where the model is open already.
+    """Up to `count` targets, best first. `serving_racks`: the racks in which the model is open
+    already.
 
-    Time O(n log n) in the candidates.
+    Takes O(n log n) for n candidates.
     """
     order = sorted(candidates, key=lambda c: (not c.own, rank(c)))
     chosen, rest = sorted(order[:count], key=rank), order[count:]
@@ -123,7 +127,8 @@ def choose(
 
 
 def _reason(candidate: Candidate, blocks: int, not_rack: str = "") -> str:
-    """What speaks for the node and against it. `not_rack`: it was taken for lying elsewhere."""
+    """What speaks for the node and against it. `not_rack`: the node was taken for lying outside
+    this rack."""
     c = candidate
     others = f"beside {c.active} other models" if c.active else "an engine for itself"
     parts = (
@@ -146,11 +151,11 @@ class Sender:
 
     source: Source
     running: int = 0
-    """Sequences on its engine, whose activations share its port."""
+    """Number of sequences on its engine, whose activations share its port."""
     sending: bool = False
-    """It holds what another event moves."""
+    """Whether it holds what another event moves."""
     same_rack: bool = False
-    """Some target of the model is in its rack."""
+    """Whether some target of the model is in its rack."""
     rate: float = 0.0
 
 
@@ -167,8 +172,8 @@ class _SenderRank(NamedTuple):
 
 
 def sender_rank(sender: Sender) -> _SenderRank:
-    """Sorts best first. Host memory sends as fast as the device's, so that of two copies in memory
-    the one with an idle port counts more than the nearer tier."""
+    """Sorts the best sender first. Host memory sends as fast as the device's. So between two copies
+    in memory, an idle port counts more than the nearer tier."""
     source = sender.source
     return _SenderRank(
         disk=source.tier not in MEMORY,

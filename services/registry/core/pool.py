@@ -1,6 +1,6 @@
-"""The registry's whole state, as one machine: events in, effects out, no clock of its own.
+"""The registry's whole state as one machine: events in, effects out, without a clock of its own.
 
-Invariants: a node belongs to one event at most; a reservation is of a node and generation that is
+Invariants: a node belongs to at most one event; a reservation is of a node and generation that is
 present; only nodes with a standing lease are sources or targets.
 """
 
@@ -44,7 +44,7 @@ class ReservationEnded(msgspec.Struct, frozen=True):
 
 
 Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
-"""To be announced, and to be stored."""
+"""An effect has to be announced, and stored."""
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Pool:
     def restore(
         self, nodes: Iterable[NodeInfo], reservations: Iterable[Reservation], now: float
     ) -> None:
-        """What was stored before a restart; `leases_are` then tells what still holds."""
+        """Takes in what was stored before a restart. `leases_are` then tells what still holds."""
         for info in nodes:
             self.leases.restore(info, now)
         for reservation in reservations:
@@ -72,7 +72,8 @@ class Pool:
         return self._after(self.leases.dropped(node, now))
 
     def leases_are(self, nodes: Collection[NodeId], now: float) -> list[Effect]:
-        """The leases that exist, all of them: whatever rests on others is in doubt or ends."""
+        """The complete list of leases. Everything that rests on other leases is in doubt or
+        ends."""
         effects = self._after(self.leases.only(nodes, now))
         for held in self.reservations.all:
             info = self.leases.info(held.node)
@@ -89,7 +90,7 @@ class Pool:
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what has been in doubt for too long."""
+        """Ends whatever has been in doubt for too long."""
         effects = self._after(self.leases.overdue(now))
         present = {(info.node, info.generation) for info in self.leases.present}
         self.residency.prune(present, now)
@@ -108,10 +109,11 @@ class Pool:
     # --- what is asked of the pool ---
 
     def reserve(self, request: Reserve) -> tuple[tuple[Target, ...], list[Effect]]:
-        """Targets for an event, best first. Asking again gives the same nodes: those that the
-        event has, and does not exclude, are taken first and count.
+        """Targets for an event, best first. Asking again gives the same nodes: nodes that the event
+        has, and does not exclude, are taken first and count.
 
-        BadInput: negative numbers. NotFound: no such model. Conflict: the event moves another.
+        BadInput: negative numbers. NotFound: no such model. Conflict: the event moves another
+        model.
         """
         if request.count < 0 or request.nbytes < 0:
             raise BadInput(
@@ -159,9 +161,9 @@ class Pool:
         return replication.copies(record, filter(None, holders), self.residency)
 
     def copies_after(self, gone: NodeGone) -> list[tuple[ModelRecord, Copies]]:
-        """Of the models that the node held, where they are whole without it. Left out are those
-        that only its disk held and that another node holds whole: most, where every disk has all.
-        """
+        """For each model that the node held, where it is whole without the node. Models are left
+        out that only the node's disk held and that another node holds whole: if every disk has all
+        models, that is most of them."""
         found: list[tuple[ModelRecord, Copies]] = []
         for model, tiers in sorted(self.residency.models(gone.node, gone.generation).items()):
             record = self.catalog.get(model)

@@ -18,16 +18,17 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[NodeId, ...]
     """Nodes that hold every block in host or GPU memory."""
     disk: tuple[NodeId, ...]
-    """Nodes that hold every block if their disk counts too (those above included)."""
+    """Nodes that hold every block if their disk counts too (including `memory`)."""
     missing: tuple[int, ...]
-    """Blocks that no node holds in any tier: the model cannot be had until one comes back."""
+    """Blocks that no node holds in any tier. The model cannot be had until one of their holders
+    comes back."""
 
     @property
     def safe(self) -> bool:
         return bool(self.memory)
 
     def last_in_memory(self, node: NodeId) -> bool:
-        """Would there be no full copy in memory without this node's?"""
+        """Whether there would be no full copy in memory without this node's."""
         return self.memory == (node,)
 
 

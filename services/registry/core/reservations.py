@@ -1,6 +1,6 @@
-"""Nodes set aside for scaling events: a node belongs to one event at most.
+"""Nodes set aside for scaling events: a node belongs to at most one event.
 
-A reservation is of a node's generation; it ends with it.
+A reservation is of a node's generation, and ends with it.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Reservations:
         self._by_node: dict[NodeId, Reservation] = {}
 
     def add(self, reservation: Reservation) -> None:
-        """Conflict if the node belongs to another event."""
+        """Adds a reservation. Conflict if the node belongs to another event."""
         held = self._by_node.get(reservation.node)
         if held is not None and held.event != reservation.event:
             raise Conflict(
@@ -36,7 +36,7 @@ class Reservations:
         return self._by_node.get(node)
 
     def others(self, event: EventId | None) -> list[Reservation]:
-        """Those of other events, in no order."""
+        """The reservations of other events, in no order."""
         return [held for held in self._by_node.values() if held.event != event]
 
     def check_model(self, event: EventId, model_id: ModelId) -> None:
@@ -49,9 +49,10 @@ class Reservations:
                 )
 
     def release(self, event: EventId, nodes: Iterable[NodeId]) -> list[Reservation]:
-        """Ends the event's reservations of these nodes; of all, if none is named.
+        """Ends the event's reservations of these nodes; of all its nodes if none is named.
 
-        Nodes that are not the event's (any more) are left alone: the call may come late or twice.
+        Nodes that are not (or no longer) the event's are left alone: the call may come late or
+        twice.
         """
         named = set(nodes)
         ended = [

@@ -1,9 +1,9 @@
-"""What each node holds, by its own last word (NodeStatus), and who holds a model.
+"""What each node holds, by its own last report (NodeStatus), and who holds a model.
 
-Kept a generation, whatever the leases say: a report may overtake the lease it belongs to. Reports
-of generations that have no lease, or no longer, are forgotten after a while.
+Reports are kept by generation, whatever the leases say, because a report may overtake its lease.
+Reports of generations without a lease are forgotten after a while.
 
-Nodes report every second, mostly what they said before: then nothing is worked out anew. Questions
+Nodes report every second, and mostly repeat themselves. Then nothing is computed anew. Questions
 about a model look only at the nodes that hold something of it.
 """
 
@@ -16,11 +16,11 @@ from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 ORPHAN_S = 10.0
 """How long a report is kept without a lease of its generation."""
 TIERS = tuple(Tier)
-"""Nearest to execution first."""
+"""The tier nearest to execution is first."""
 
 Key = tuple[NodeId, Generation]
 Blocks = Mapping[Tier, frozenset[int]]
-"""Tier -> a model's blocks there. A tier that was reported is there, even if empty."""
+"""Tier -> the model's blocks in it. A tier that was reported is present, even if it is empty."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,8 @@ class _Report:
     at: float
     models: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
     in_memory: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
-    """Those of them that are on the device or in host memory: few, where disks hold them all."""
+    """The models that are on the device or in host memory. They are few, even where disks hold
+    all."""
 
 
 class Residency:
@@ -37,10 +38,11 @@ class Residency:
         self._latest: dict[Key, _Report] = {}
         self._holders: dict[ModelId, set[Key]] = {}
         self._sharers: dict[ModelId, set[Key]] = {}
-        """Who holds blocks of the model in memory."""
+        """Who holds blocks of each model in memory."""
 
     def report(self, status: NodeStatus, now: float) -> bool:
-        """False if a later report of the same generation is known already."""
+        """Takes in a report. Returns False if a later report of the same generation is known
+        already."""
         key = (status.node, status.generation)
         known = self._latest.get(key)
         if known is None:
@@ -63,7 +65,7 @@ class Residency:
         return self.models(info.node, info.generation).get(model_id, {})
 
     def models(self, node: NodeId, generation: Generation) -> Mapping[ModelId, Blocks]:
-        """All that the node holds, or held last."""
+        """Everything that the node holds, or held last."""
         report = self._latest.get((node, generation))
         return {} if report is None else report.models
 
@@ -81,7 +83,7 @@ class Residency:
         return self._holders.get(model_id, ())
 
     def holders(self, model_id: ModelId) -> list[NodeId]:
-        """Nodes some generation of which has reported the model, by name; O(their number)."""
+        """Nodes of which some generation has reported the model, by name; O(their number)."""
         return sorted({node for node, _ in self._holders.get(model_id, ())})
 
     def prune(self, present: Collection[Key], now: float) -> None:

@@ -1,4 +1,4 @@
-"""What the pool knows that placement goes by, gathered for one question about one model."""
+"""What the pool knows that matters for placement, gathered for one question about one model."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -14,8 +14,8 @@ _EMPTY: frozenset[int] = frozenset()
 
 
 class Survey:
-    """Costs O(holders of the model, and those that have models in memory which other events move);
-    `candidates` one step a node more."""
+    """Costs O(holders of the model, and of other models in memory that other events move).
+    `candidates` costs one step more for each node."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Survey:
         residency: Residency,
         reservations: Reservations,
     ) -> None:
-        """`event`: who asks; its own reservations do not speak against a node."""
+        """`event`: the event that asks. Its own reservations do not count against a node."""
         self.record = record
         self._event = event
         self._leases = leases
@@ -35,7 +35,7 @@ class Survey:
         others = reservations.others(event)
         self._crowds = Counter(info.rack for r in others if (info := leases.info(r.node)))
         moved = {r.model_id for r in others} - {record.model_id}
-        # Whatever the number of their blocks: targets of an event send too.
+        # Whatever the number of their blocks, because targets of an event send too.
         self._sending = {info.node for model in moved for info in self._sharers(model)}
         copies = [
             info
@@ -48,9 +48,9 @@ class Survey:
     # --- targets ---
 
     def candidates(self, nbytes: int, exclude: Collection[NodeId]) -> Iterator[Candidate]:
-        """Nodes that have reported, have room, and are no other event's.
+        """Nodes that have reported, have room, and belong to no other event.
 
-        A node that has space for the model in its arena needs no more: space is had whole before
+        A node that has space for the model in its arena needs no more: space is taken whole before
         the first block, and a copy that sleeps in host memory keeps it.
         """
         for info in self._leases.standing:
@@ -64,7 +64,7 @@ class Survey:
                 yield self._candidate(info, status, held is not None)
 
     def serving_racks(self) -> set[str]:
-        """Where the model is open on some device."""
+        """The racks in which the model is open on some device."""
         return {info.rack for info in self._holders() if Tier.GPU in self._blocks(info)}
 
     def _candidate(self, info: NodeInfo, status: NodeStatus, own: bool) -> Candidate:
@@ -94,7 +94,7 @@ class Survey:
     # --- sources ---
 
     def senders(self) -> Iterator[Sender]:
-        """One a node and tier that has blocks."""
+        """One sender for each node and tier that has blocks."""
         targets = {
             info.rack
             for held in self._reservations.others(self._event)
@@ -117,7 +117,7 @@ class Survey:
     # --- what is known ---
 
     def _holders(self) -> Iterator[NodeInfo]:
-        """Nodes that stand and hold something of the model, by name."""
+        """Nodes with a standing lease that hold something of the model, by name."""
         return filter(None, map(self._leases.stands, self._residency.holders(self.record.model_id)))
 
     def _blocks(self, info: NodeInfo) -> Blocks:
@@ -136,6 +136,6 @@ def _memory(blocks: Blocks) -> frozenset[int]:
 
 
 def _rate(info: NodeInfo, status: NodeStatus) -> float:
-    """bytes/s of the port: as configured, else the most that was seen, else 0."""
+    """bytes/s of the port: the configured rate, or else the highest that was seen, or else 0."""
     profile = status.profile
     return info.link_bytes_per_s or max(profile.in_bytes_per_s, profile.out_bytes_per_s)
