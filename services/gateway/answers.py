@@ -1,6 +1,6 @@
 """The OpenAI API's answers: whole ones, and the events of a stream.
 
-An event differs from the one before in its text only, so all else is encoded once a choice.
+Events of one choice differ only in their text, so everything else is encoded once for each choice.
 """
 
 import time
@@ -21,9 +21,9 @@ from shared.messages.serving import Logprobs
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
-"""An SSE comment: clients ignore it, proxies see that the connection lives."""
+"""An SSE comment: clients ignore it, and proxies see that the connection lives."""
 LEAST_LOGPROB = -9999.0
-"""The API's way to say: impossible."""
+"""The API's value for an impossible token."""
 _encode = msgspec.json.encode
 
 
@@ -57,9 +57,9 @@ class Answers:
         self._after = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}'
         self._echoes = echoes(body)
         self._begun: set[int] = set()
-        """Choices of which the stream has said what goes before their first token."""
+        """Choices for which the stream has said what goes before their first token."""
         self._by_token = bool(body.return_token_ids) or logprobs_of(body) is not None
-        """Every token has an event of its own, with text or not."""
+        """Whether every token has an event of its own, with text or not."""
         self._offsets = [
             Offsets(codec, () if self._echoes else choice.request.prompt[-CONTEXT:], choice.echo)
             for choice in generation.choices
@@ -69,7 +69,7 @@ class Answers:
     # --- whole ---------------------------------------------------------------
 
     def whole(self, texts: list[list[str]]) -> bytes:
-        """`texts` are the parts of each choice."""
+        """A whole answer. `texts` are the parts of each choice."""
         choices = [
             self._choice(choice, "".join((choice.echo, *parts)))
             for choice, parts in zip(self._generation.choices, texts, strict=True)
@@ -95,7 +95,8 @@ class Answers:
     def _logprobs(
         self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Logprobs | None]
     ) -> dict[str, object] | None:
-        """Of these tokens, the next ones of the choice; None if they were not asked for."""
+        """The log probabilities of the next tokens of the choice; None if they were not asked
+        for."""
         if logprobs_of(self._body) is None:
             return None
         pairs = list(zip(tokens, logprobs, strict=True))
@@ -118,11 +119,12 @@ class Answers:
         }
 
     def _prompt(self, choice: Choice) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
-        """The echoed tokens; the first of all follows none, so it has no probability."""
+        """The echoed tokens with their log probabilities. The very first token follows none, so it
+        has none."""
         return choice.request.prompt, (None, *choice.prompt_logprobs)
 
     def _alternatives(self, token: int, found: Logprobs) -> dict[str, float]:
-        """By text; of tokens that read the same, the most probable one."""
+        """Log probabilities by text. Of tokens with the same text, the most probable counts."""
         named: dict[str, float] = {}
         for one, value in (*found.top, (token, found.drawn)):
             text, value = self._text(one), _finite(value)
@@ -135,7 +137,7 @@ class Answers:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
     def _text(self, token: int) -> str:
-        """As the API writes tokens that are no whole characters."""
+        """The token's text, in the API's notation if it is not made of whole characters."""
         data = self._codec.token_bytes(token)
         try:
             return data.decode()
@@ -191,14 +193,14 @@ class Answers:
         return b'],"usage":null}\n\n' if self._body.usage_at_end else b"]}\n\n"
 
     def last(self) -> bytes:
-        """What follows the choices."""
+        """The events after those of the choices."""
         if not self._body.usage_at_end:
             return DONE
         return self._head + b'],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + DONE
 
     @staticmethod
     def failed(error: ApiError) -> bytes:
-        """The end of a stream that had begun before it failed."""
+        """The end of a stream that fails after it has begun."""
         return b"data: " + error.body + b"\n\n" + DONE
 
 

@@ -1,5 +1,5 @@
-"""The models that users can ask for, and what it takes to turn text into tokens, or an image into
-a model's input."""
+"""The models that users can ask for, and what turns text into tokens, or images into a model's
+input."""
 
 import asyncio
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True, slots=True)
 class Lingo:
-    """What a model reads and writes."""
+    """What is needed to read and write a model's text."""
 
     codec: TextCodec
     template: ChatTemplate | None
@@ -37,17 +37,17 @@ class Lingo:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What an image classifier sees and answers."""
+    """What an image classifier takes and answers."""
 
     input: ImageInput
     labels: tuple[str, ...]
-    """By class."""
+    """One for each class, in order."""
 
 
 class Catalog:
     def __init__(self, objects: ObjectStore) -> None:
         self.known = False
-        """The registry has answered once."""
+        """Whether the registry has answered once."""
         self.records: dict[ModelName, ModelRecord] = {}
         self._objects = objects
         self._known: dict[ModelId, Lingo | Sight] = {}
@@ -61,14 +61,14 @@ class Catalog:
         self._loading.pop(model_id, None)
 
     async def lingo(self, record: ModelRecord) -> Lingo:
-        """BadInput if the model is for images; else as `load`."""
+        """A text model's Lingo. BadInput if the model is for images; else as `load`."""
         found = await self.load(record)
         if not isinstance(found, Lingo):
             raise BadInput(f"model {record.name!r} classifies images: use /v1/classify")
         return found
 
     async def sight(self, record: ModelRecord) -> Sight:
-        """BadInput if the model is for text; else as `load`."""
+        """A classifier's Sight. BadInput if the model is for text; else as `load`."""
         found = await self.load(record)
         if not isinstance(found, Sight):
             raise BadInput(
@@ -77,7 +77,8 @@ class Catalog:
         return found
 
     async def load(self, record: ModelRecord) -> Lingo | Sight:
-        """At the first call. ModelError, NotFound or BusError if that can't be done."""
+        """Loads the model's files at the first call. ModelError, NotFound or BusError if that
+        fails."""
         if found := self._known.get(record.model_id):
             return found
         async with self._loading.setdefault(record.model_id, asyncio.Lock()):
@@ -93,7 +94,8 @@ class Catalog:
             return await (self._sight if record.task is Task.CLASSIFY else self._lingo)(record)
         except LambdaScaleError:
             raise
-        except Exception as error:  # the model's files are foreign, and so are their readers
+        # The model's files come from strangers, and fail in their readers' own ways.
+        except Exception as error:
             raise ModelError(f"the model's files cannot be used: {error!r}") from error
 
     async def _sight(self, record: ModelRecord) -> Sight:
@@ -118,7 +120,7 @@ class Catalog:
 
 
 def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
-    """From a checkpoint's text files and its config.json; ModelError names the one at fault."""
+    """Reads a checkpoint's text files and its config.json. ModelError names the file at fault."""
     tokenizer_config = _json(files, TOKENIZER_CONFIG)
     special = _special_tokens({**_json(files, SPECIAL_TOKENS), **tokenizer_config})
     codec = TextCodec(
@@ -150,7 +152,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like; they stand as texts, or as objects with their `content`."""
+    """`bos_token` and the like, which are texts, or objects with their `content`."""
     tokens = {}
     for name, value in config.items():
         if not name.endswith("_token"):
@@ -162,7 +164,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The file of its own goes first; a checkpoint with several names one `default`."""
+    """The template: the separate file goes first; among several named templates, `default`
+    counts."""
     if CHAT_TEMPLATE in files:
         return files[CHAT_TEMPLATE].decode(errors="replace")
     found = tokenizer_config.get("chat_template")

@@ -1,10 +1,11 @@
 """`POST /v1/classify`: an image in, its most probable classes out.
 
 The body is JSON, `{"model", "image", "top_k"}`, with the file in base64 or as a data URL; or a form
-(multipart/form-data) with fields of these names. The answer has OpenAI's frame, and as `data` what
-transformers' image classification pipeline gives: the classes, the most probable first.
+(multipart/form-data) with fields of these names. The answer has OpenAI's frame, and its `data` is
+what transformers' image classification pipeline gives: the classes, the most probable first.
 
-To everything behind it, a classification is a generation of one token, whose text is the label.
+To everything behind this module, a classification is a generation of one token, whose text is the
+label.
 """
 
 import base64
@@ -28,7 +29,7 @@ from shared.messages.pool import ModelRecord
 from shared.messages.serving import Sampling
 
 TOP_K = 5
-"""Classes that are told of, unless the request says how many."""
+"""The number of classes in an answer, unless the request says how many."""
 FORM = "multipart/form-data"
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -42,12 +43,12 @@ class _Json(msgspec.Struct, kw_only=True):
 class Classify(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     image: bytes
-    """A file."""
+    """The bytes of the file."""
     top_k: int
 
 
 async def read(request: web.Request) -> Classify:
-    """ApiError 400 names the field that is missing or does not fit."""
+    """The request. ApiError 400 names the field that is missing or does not fit."""
     if request.content_type == FORM:
         return await _form(request)
     body = decoded(await request.read(), _Json)
@@ -71,7 +72,7 @@ def choice_of(body: Classify, pixels: bytes, sight: Sight, record: ModelRecord) 
 def answer(
     answer_id: str, generation: Generation, choice: Choice, sight: Sight
 ) -> dict[str, object]:
-    """Of a generation that has ended."""
+    """The answer of a generation that has ended."""
     (logprobs,) = choice.logprobs
     return {
         "id": f"classify-{answer_id}",
@@ -122,7 +123,7 @@ def _of_form(fields: Mapping[str, str | bytes | bytearray | web.FileField]) -> C
 
 
 def _file(image: str) -> bytes:
-    """From base64, or a data URL."""
+    """The file's bytes, from base64 or a data URL."""
     if image.startswith(("http://", "https://")):
         invalid("image", "URLs are not fetched; send the file itself, in base64")
     if image.startswith("data:"):

@@ -8,15 +8,16 @@ import structlog
 from shared.errors import LambdaScaleError
 
 AFTER_FAILURE_S = 1.0
-"""Until a step that failed is tried again: a bug must not fill the log."""
+"""Seconds until a failed step is tried again, so that a bug does not fill the log."""
 
 
 async def failure_of(
     work: Awaitable[object], log: structlog.stdlib.BoundLogger, what: str
 ) -> LambdaScaleError | None:
-    """What came of it; None: it went well. Only the end of the caller's own task passes.
+    """The error with which `work` ended; None if it went well. Only cancelling the caller's own
+    task passes through.
 
-    An untyped error is a bug or foreign code's: it is logged, and its text stays here.
+    An untyped error is a bug, or comes from foreign code: it is logged, and its text stays here.
     """
     try:
         await work
@@ -26,7 +27,8 @@ async def failure_of(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return LambdaScaleError(f"{what} was given up")  # what was awaited, not this task
+        # The awaited work was cancelled, not this task.
+        return LambdaScaleError(f"{what} was given up")
     except Exception:  # the supervised boundary of what the gateway calls
         log.exception("call failed", what=what)
         return LambdaScaleError(f"{what} failed; the gateway's log says why")
@@ -36,7 +38,7 @@ async def failure_of(
 async def go_on(
     step: Callable[[], Awaitable[float | None]], log: structlog.stdlib.BoundLogger, what: str
 ) -> None:
-    """Takes the step again and again, each time after the seconds that it returns; None ends it."""
+    """Takes the step again and again, each time after the seconds that it returns. None ends it."""
 
     pause: float | None = 0.0
 

@@ -33,9 +33,9 @@ from shared.messages.pool import ModelRecord
 from shared.messages.serving import Logprobs
 
 COMPLETION_TOKENS = 16
-"""The API's default of `max_tokens` for completions; chats may fill the context."""
+"""The API's default of `max_tokens` for completions. Chats may fill the context."""
 CONTEXT = 4
-"""Prompt tokens that the first generated ones are decoded with."""
+"""How many prompt tokens the first generated tokens are decoded with."""
 
 
 class Choice:
@@ -51,10 +51,10 @@ class Choice:
         min_tokens: int = 0,
         silent: bool = False,
     ) -> None:
-        """`prompt`: its number in the call. `echo` goes before what is generated. Stop strings are
-        not looked for in the text of the first `min_tokens` tokens. `silent`: nothing is to be
-        generated; that the prompt was run shows in the one token that comes, which nobody is
-        told."""
+        """`prompt`: the number of its prompt in the call. `echo` goes before the generated text.
+        Stop strings are not looked for in the text of the first `min_tokens` tokens. `silent`:
+        nothing is to be generated. One token shows that the prompt ran, but nobody is told of
+        it."""
         self.index = index
         self.prompt = prompt
         self.request = request
@@ -62,11 +62,11 @@ class Choice:
         self.finish: str | None = None
         self.tokens: list[int] = []
         self.prompt_logprobs: list[Logprobs] = []
-        """Of the prompt's tokens but the first, if they were asked for."""
+        """Log probabilities of the prompt's tokens after the first, if they were asked for."""
         self.logprobs: list[Logprobs] = []
-        """One a token, if they were asked for."""
+        """Log probabilities of each generated token, if they were asked for."""
         self.cached: int | None = None
-        """Prompt tokens that were cached where it began; None: not known before its first token."""
+        """Prompt tokens that were cached where it began. None: not known before its first token."""
         self.first_at = 0.0
         self._decode = decode
         self._stops = stops
@@ -74,7 +74,8 @@ class Choice:
         self._silent = silent
 
     def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
-        """The text that became certain; sets `finish` with the last one."""
+        """Takes a token and returns the text that became certain. Sets `finish` with the last
+        token."""
         if self._silent:
             self.finish = "length"
             return ""
@@ -101,16 +102,17 @@ class Delta(NamedTuple):
     choice: Choice
     text: str
     token: int | None
-    """None: the choice is silent, and has ended."""
+    """None if the choice is silent and has ended."""
     logprobs: Logprobs | None
     finish: str | None
-    """Why the choice ends with this token; None: it goes on."""
+    """Why the choice ends with this token; None if it goes on."""
     generated: int
-    """Tokens of all choices, up to this one."""
+    """Number of tokens of all choices, up to this one."""
 
 
 class Generation:
-    """One HTTP request's completions. Leaving the context cancels what has not ended."""
+    """The completions of one HTTP request. Leaving the context cancels those that have not
+    ended."""
 
     def __init__(
         self,
@@ -133,9 +135,10 @@ class Generation:
         self._call = Call([choice.request for choice in choices])
         self._open = len(choices)
         self._failed = "cancelled"
-        """What ended the choices that did not end by themselves: an error's code, or the client."""
+        """What ended the choices that did not end by themselves: the code of an error, or the
+        client."""
         self.generated = 0
-        """Tokens of all choices."""
+        """Number of tokens of all choices."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -157,7 +160,7 @@ class Generation:
         self._record_span()
 
     def _record_span(self) -> None:
-        """Linked to the scaling events whose instances served it."""
+        """Records the `request` span, linked to the scaling events whose instances served it."""
         requests = [choice.request for choice in self.choices]
         telemetry.record(
             "request",
@@ -176,9 +179,11 @@ class Generation:
         )
 
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
-        """What came since the last time, until all choices have ended; ApiError if one fails.
+        """The pieces that came since the last time, until all choices have ended. ApiError if a
+        choice fails.
 
-        An empty list: there is nothing to tell yet, or nothing came for `patience_s`.
+        An empty list means that there is nothing to tell yet, or that nothing came for
+        `patience_s`.
         """
         call = self._call
         while self._open:
@@ -211,11 +216,12 @@ class Generation:
 
     @property
     def scored(self) -> bool:
-        """Prompts have log probabilities."""
+        """Whether prompts have log probabilities."""
         return self.choices[0].request.score_from > 0
 
     def usage(self, generated: int | None = None) -> dict[str, object]:
-        """`generated`: when so many tokens had been; without it, now."""
+        """Token counts. `generated`: for the moment when this many tokens were generated; None:
+        now."""
         completion = self.generated if generated is None else generated
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -225,8 +231,8 @@ class Generation:
         }
 
     def _cached_tokens(self) -> int:
-        """Prompt tokens that no choice had to compute. The choices of a prompt begin together, so
-        all but the first may find what the first computed: the least of them counts."""
+        """Prompt tokens that no choice had to compute. The choices of a prompt begin together, and
+        all but the first may find what the first computed, so the least of them counts."""
         least: dict[int, int] = {}
         for choice in self.choices:
             if choice.cached is not None:
@@ -256,7 +262,7 @@ class Generation:
 
 
 async def prompts_of(body: CompletionRequest | ChatRequest, lingo: Lingo) -> list[list[int]]:
-    """The token ids of every prompt; ApiError 400 if there are none to be had."""
+    """The token ids of every prompt. ApiError 400 if a prompt has none."""
     if isinstance(body, ChatRequest):
         return [await _chat_prompt(body, lingo)]
     prompts = []
@@ -345,7 +351,7 @@ def choices_of(
 
 
 def _echo(body: CompletionRequest | ChatRequest, number: int, lingo: Lingo) -> str:
-    """The prompt with this number as text, if it is to be said again."""
+    """The text of the prompt with this number, if it is to be repeated."""
     if isinstance(body, ChatRequest) or not body.echo:
         return ""
     prompt = body.prompts()[number]

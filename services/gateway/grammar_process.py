@@ -1,8 +1,9 @@
-"""The process that checks grammars for a gateway (`services.gateway.grammars`): it may die of them.
+"""The process that checks grammars for a gateway (`services.gateway.grammars`), because a grammar
+may kill it.
 
-Reads JSON strings from its standard input, a grammar a line, and answers each with a line: null, or
-a string that says what is wrong with it. More than its share of processor time, memory or stack
-ends the process; so does the end of its input.
+It reads JSON strings from its standard input, one grammar on each line, and answers each with a
+line: null, or a string that says what is wrong. A grammar that needs more than its share of
+processor time, memory or stack ends the process; so does the end of its input.
 """
 
 import resource
@@ -16,7 +17,8 @@ from shared import grammar
 from shared.errors import BadInput
 
 CHECK_S = 0.5
-"""Processor time for one grammar: a node takes about as long to make it, while others wait."""
+"""Seconds of processor time for one grammar. A node takes about as long to make it, while others
+wait."""
 MAX_MEMORY = 2 << 30
 
 

@@ -1,4 +1,4 @@
-"""Grammars of clients, checked before a node sees them, by a process that may die of them."""
+"""Checks the grammars of clients before a node sees them, in a process that they may kill."""
 
 import asyncio
 import signal
@@ -13,26 +13,27 @@ from shared.errors import BadInput, CapacityExceeded, LambdaScaleError
 from shared.grammar import MAX_CHARS
 
 MAX_WAITING = 64
-"""Grammars that wait to be checked; more are refused."""
+"""The most grammars that wait to be checked. Further ones are refused."""
 MAX_KNOWN = 4096
-"""Grammars whose check is remembered."""
+"""The number of grammars whose check is remembered."""
 _ROOT = Path(__file__).parents[2]
 _OVERFLOWS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""What a process dies of whose stack or memory is used up."""
+"""The signals that end a process whose stack or memory is used up."""
 
 
 class GrammarChecker:
-    """One grammar is checked at a time. The process is started when it is first needed."""
+    """Checks one grammar at a time. The process is started when it is first needed."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._known: dict[bytes, str | None] = {}
-        """What is wrong with a grammar, by its digest; the oldest first."""
+        """What is wrong with each grammar, by its digest, the oldest first."""
 
     async def check(self, grammar: str) -> None:
-        """BadInput if it cannot be followed, or takes too much; CapacityExceeded: too many wait."""
+        """BadInput if the grammar cannot be followed or takes too much; CapacityExceeded if too
+        many wait."""
         if len(grammar) > MAX_CHARS:
             raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")
         digest = sha256(grammar.encode()).digest()
@@ -70,7 +71,7 @@ class GrammarChecker:
         try:
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             answer = await process.stdout.readline()
-        except BaseException:  # what it answers would be taken for the next answer
+        except BaseException:  # its answer would be taken for the next one
             self._process = None
             await _end(process)
             raise
@@ -86,7 +87,7 @@ class GrammarChecker:
 
 
 async def _end(process: Process) -> None:
-    """Waits for it, though it has to be killed."""
+    """Waits for the process, even if it has to be killed."""
     if process.returncode is None:
         process.kill()
     await process.wait()

@@ -35,7 +35,7 @@ from shared.messages.serving import LogitRules
 
 FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
-"""A stream that has nothing to say says so this often."""
+"""Seconds after which a silent stream sends a sign of life."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ID = web.RequestKey("request_id", str)
 _NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -55,9 +55,9 @@ class Api:
         *,
         connected: Callable[[], bool],
     ) -> None:
-        """`connected`: the control bus is there, or was a moment ago."""
+        """`connected`: whether the control bus is there, or was a moment ago."""
         self.draining = False
-        """Nothing new is taken."""
+        """Whether nothing new is accepted any more."""
         self._keys = [bytes.fromhex(key) for key in config.api_keys]
         self._max_body = config.max_body_bytes
         self._max_image = config.max_image_bytes
@@ -172,7 +172,8 @@ class Api:
     async def _stream(
         self, request: web.Request, generation: Generation, answers: Answers
     ) -> web.StreamResponse:
-        """Headers go out with the first thing to say: an early failure has its own status."""
+        """Streams an answer. Headers go out with the first piece, so that an early failure has its
+        own status."""
         response = web.StreamResponse(headers=_NO_STORE)
         response.content_type = "text/event-stream"
         response.charset = "utf-8"
@@ -181,14 +182,14 @@ class Api:
                 async for deltas in generation.deltas(KEEPALIVE_S):
                     data = await _written(generation, answers.events, deltas) if deltas else WAITING
                     if not data:
-                        continue  # half a character, or what may become a stop string
+                        continue  # half a character, or the possible beginning of a stop string
                     if not response.prepared:
                         await response.prepare(request)
                     await response.write(data)
                 await response.write(answers.last())
             except (ConnectionResetError, asyncio.CancelledError):
                 raise
-            except Exception as error:  # once headers are out, the stream itself has to say it
+            except Exception as error:  # headers are out, so the stream itself has to say it
                 if not response.prepared:
                     raise
                 if not isinstance(error, ApiError):
@@ -197,13 +198,13 @@ class Api:
                 await response.write(answers.failed(error))
             await response.write_eof()
         except ConnectionResetError:
-            pass  # the client left; the generation's context cancels what it asked for
+            pass  # the client left; the generation's context cancels its requests
         return response
 
     async def _check_grammar(
         self, body: CompletionRequest | ChatRequest, rules: LogitRules | None
     ) -> None:
-        """Of the rules that all choices have."""
+        """Checks the grammar of the rules that all choices share."""
         if rules is None or not rules.grammar:
             return
         try:
@@ -260,8 +261,8 @@ class Api:
 async def _written(
     generation: Generation, write: Callable[[list[Found]], bytes], what: list[Found]
 ) -> bytes:
-    """An answer. With scores it has a line for every token of the prompt, and 10,000 of them take
-    0.2 s: they are written on a thread, so that streams go on meanwhile."""
+    """Encodes an answer. With scores it has a line for every token of the prompt, and 10,000 of
+    them take 0.2 s. So it is encoded on a thread, while streams go on."""
     return await asyncio.to_thread(write, what) if generation.scored else write(what)
 
 

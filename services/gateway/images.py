@@ -1,7 +1,7 @@
 """From an image file to the pixels that a model sees.
 
-The same pixels as transformers makes of it: `load_image` turns it as its EXIF data say and makes it
-RGB, ViTImageProcessor resizes it with Pillow.
+The pixels are the same as transformers': `load_image` rotates the image as its EXIF data say and
+converts it to RGB, and ViTImageProcessor resizes it with Pillow.
 """
 
 import asyncio
@@ -15,9 +15,10 @@ from shared.vision import ImageInput
 
 FORMATS = ("JPEG", "PNG")
 MAX_PIXELS = 50_000_000
-"""Of an image as it was sent. Decoded it takes some 10 bytes a pixel, however small its file."""
+"""Limit for an image as it was sent. Decoding takes about 10 bytes for each pixel, however small
+the file."""
 THREADS = 4
-"""Images that are decoded at once."""
+"""The number of images that are decoded at once."""
 
 
 class ImageDecoder:
@@ -25,7 +26,7 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     async def pixels(self, file: bytes, wanted: ImageInput) -> bytes:
-        """As `pixels_of`, while the loop goes on."""
+        """The same as `pixels_of`, while the loop goes on."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, pixels_of, file, wanted)
 
@@ -34,8 +35,8 @@ class ImageDecoder:
 
 
 def pixels_of(file: bytes, wanted: ImageInput) -> bytes:
-    """Rows of pixels, red, green and blue a byte each. BadInput if the file is not an image, is
-    broken, too large, or not of the size wanted where that can't be changed."""
+    """Rows of pixels, one byte each for red, green and blue. BadInput if the file is no image, is
+    broken or too large, or has the wrong size and may not be resized."""
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -46,7 +47,7 @@ def pixels_of(file: bytes, wanted: ImageInput) -> bytes:
             return _resized(image.convert("RGB"), wanted).tobytes()
     except BadInput:
         raise
-    except Exception as error:  # what Pillow raises for broken files has no common type
+    except Exception as error:  # Pillow's errors for broken files have no common type
         formats = " or ".join(FORMATS)
         raise BadInput(f"the image cannot be read as {formats}: {error}") from error
 

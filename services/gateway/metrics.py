@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus, from a registry of its own."""
+"""The gateway's Prometheus metrics, in a registry of their own."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -52,7 +52,7 @@ class Metrics:
             self.outstanding.labels(load.model).set(load.queued_tokens + load.running_tokens)
 
     def forget(self, model: str) -> None:
-        """Its gauges: what was counted stays."""
+        """Removes the model's gauges. Its counters stay."""
         for gauge in (self.queued, self.running, self.outstanding):
             with suppress(KeyError):  # no load was set yet
                 gauge.remove(model)

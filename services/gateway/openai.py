@@ -78,7 +78,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     schema: dict[str, Any]
     name: str | None = None
     strict: bool | None = None
-    """The answer keeps to the schema either way."""
+    """Has no effect: the answer keeps to the schema in any case."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
@@ -87,14 +87,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's; exactly one field is given."""
+    """vLLM's field. Exactly one of its fields is given."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """In llguidance's Lark syntax."""
+    """A grammar in llguidance's Lark syntax."""
 
 
 class _Common(Unsupported, kw_only=True):
@@ -108,13 +108,13 @@ class _Common(Unsupported, kw_only=True):
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
-    """Taken where it equals `n`."""
+    """Accepted if it equals `n`."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     return_token_ids: bool | None = None
-    """Adds `token_ids` to every choice: what was generated, before it was text."""
+    """Adds `token_ids` to every choice: the generated tokens themselves."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -143,7 +143,7 @@ class CompletionRequest(_Common, kw_only=True):
     echo: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Each a text or a list of token ids."""
+        """Each prompt is a text or a list of token ids."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -176,7 +176,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     audio: Any = None
 
     def for_template(self, index: int, *, developer: str) -> dict[str, str]:
-        """`developer`: what the template calls this role."""
+        """The message for a template. `developer`: the template's name for this role."""
         role = developer if self.role == "developer" else self.role
         fields = {"role": role, "content": self._text(index)}
         if self.name is not None:
@@ -211,7 +211,7 @@ _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$")
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """The request; ApiError 400 names the field that does not fit, or what is not supported."""
+    """The request. ApiError 400 names the field that does not fit, or that is not supported."""
     body = decoded(raw, kind)
     _check_common(body)
     if isinstance(body, CompletionRequest):
@@ -222,7 +222,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 
 
 def decoded(raw: bytes, kind: type[Json]) -> Json:
-    """A JSON body; ApiError 400 names the field that does not fit."""
+    """A JSON body. ApiError 400 names the field that does not fit."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -308,7 +308,7 @@ def _check_chat(body: ChatRequest) -> None:
 
 
 def _check_message(message: "ChatMessage", where: str) -> None:
-    """What a template would not be given must not get lost."""
+    """Refuses content that would not be passed to the template, and so would be lost."""
     if message.role in ("tool", "function") or message.tool_calls or message.function_call:
         field = "role" if message.role in ("tool", "function") else "tool_calls"
         invalid(f"{where}.{field}", "tool calls and their results are not supported yet")
@@ -326,12 +326,12 @@ def stops_of(body: _Common) -> tuple[str, ...]:
 
 
 def echoes(body: _Common) -> bool:
-    """The prompt is said again. Then an answer may have no token of its own."""
+    """Whether the prompt is repeated in the answer, which may then have no token of its own."""
     return isinstance(body, CompletionRequest) and bool(body.echo)
 
 
 def logprobs_of(body: _Common) -> int | None:
-    """How many alternatives are wanted with each token; None: no log probabilities at all."""
+    """How many alternatives each token comes with. None: no log probabilities at all."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     if isinstance(body, ChatRequest) and body.logprobs:
@@ -351,7 +351,8 @@ def sampling_of(body: _Common, seed: int) -> Sampling:
 
 
 def rules_of(body: _Common, vocab_size: int) -> LogitRules | None:
-    """None if the model's logits are taken as they are. The grammar is not checked yet."""
+    """The rules; None if the model's logits are taken as they are. The grammar is not checked
+    yet."""
     biased = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     if biased and max(biased) >= vocab_size:
         message = f"token id {max(biased)} is not one of the model's, 0 to {vocab_size - 1}"
@@ -368,7 +369,7 @@ def rules_of(body: _Common, vocab_size: int) -> LogitRules | None:
 
 
 def _grammar_of(body: _Common) -> str:
-    """What the text is held to; empty: nothing."""
+    """The grammar that the text must follow; empty if there is none."""
     asked, wanted = body.response_format, body.structured_outputs
     if asked is None or asked.type == "text":
         asked = None
@@ -388,7 +389,7 @@ def _grammar_of(body: _Common) -> str:
 
 
 def grammar_field(body: _Common) -> str:
-    """Where the request says what its text is held to."""
+    """The field of the request that asks for a grammar."""
     asked = body.response_format
     return "structured_outputs" if asked is None or asked.type == "text" else "response_format"
 

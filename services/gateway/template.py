@@ -1,7 +1,7 @@
 """Chat templates: Jinja2 as Hugging Face checkpoints use it, in a sandbox.
 
-A template comes with the model, so it is not trusted: it can read what it is given and nothing
-else, and change nothing.
+A template comes with the model, so it is not trusted. It can only read what it is given, and can
+change nothing.
 """
 
 import json
@@ -19,8 +19,8 @@ from shared.errors import BadInput, ModelError
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model wrote, for training; the text
-    between is rendered as it is."""
+    """`{% generation %}...{% endgeneration %}` marks what a model wrote, for training. The text
+    between is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares a set
 
@@ -34,7 +34,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML."""
+    """Plain JSON. Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -58,7 +58,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         known = "'developer'" in source or '"developer"' in source
         self.developer = "developer" if known else "system"
-        """The role that it has for the API's `developer`, which most templates do not know."""
+        """The template's role for the API's `developer`, which most templates do not know."""
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # foreign code: Python's own limits and jinja2's bugs as well
@@ -71,8 +71,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         arguments: Mapping[str, Any],
     ) -> str:
-        """The prompt. BadInput if the template refuses the messages; `arguments` are the
-        caller's own switches (`enable_thinking` and the like)."""
+        """The prompt. BadInput if the template refuses the messages. `arguments`: the caller's own
+        switches (`enable_thinking` and the like)."""
         variables = {"tools": None, "documents": None, **self._special_tokens, **arguments}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from shared.errors import BadInput, ModelError
 
 _INLINE_CHARS = 1 << 14
-"""Longer texts are tokenized on a thread, so that streams go on meanwhile."""
+"""Longer texts are tokenized on a thread, while streams go on."""
 _UTF8_LONGEST = 4
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64
@@ -19,8 +19,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as (GPT-2; Radford et al. 2019): the
-    printable ones stand for themselves, the others for the bytes that are left, in order."""
+    """The characters with which byte-level tokenizers write bytes (GPT-2; Radford et al. 2019).
+    Printable characters stand for themselves, others for the remaining bytes, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(0x100) if byte not in plain]
     named = {chr(byte): byte for byte in plain}
@@ -34,7 +34,7 @@ class TextCodec:
     """A model's tokenizer, from the bytes of its tokenizer.json."""
 
     def __init__(self, tokenizer_json: bytes, *, bos: str | None = None, add_bos: bool = False):
-        """`add_bos`: prompts begin with `bos` even if the tokenizer does not put it there."""
+        """`add_bos`: prompts begin with `bos` even if the tokenizer does not add it."""
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
         except Exception as error:  # tokenizers raises bare Exceptions
@@ -52,7 +52,8 @@ class TextCodec:
         return self._tokenizer.token_to_id(token)
 
     async def encode_prompt(self, text: str) -> list[int]:
-        """A bare prompt, with the special tokens the model wants; never two BOS."""
+        """The tokens of a bare prompt, with the special tokens that the model wants, and never two
+        BOS."""
         ids = await self._encode(text, special=True)
         bos = self._bos
         if bos is not None:
@@ -63,7 +64,7 @@ class TextCodec:
         return ids
 
     async def encode_chat(self, rendered: str) -> list[int]:
-        """A rendered chat template, which has its special tokens in its text."""
+        """The tokens of a rendered chat template, whose text contains its special tokens."""
         return await self._encode(rendered, special=False)
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
@@ -78,7 +79,8 @@ class TextCodec:
             raise BadInput(f"the text cannot be tokenized: {error}") from error
 
     def token_bytes(self, token: int) -> bytes:
-        """What a single token stands for; maybe a part of a character. Empty for ids without."""
+        """The bytes that a single token stands for, possibly a part of a character. Empty for
+        special and unknown ids."""
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -91,40 +93,40 @@ class TextCodec:
         return piece.replace(_WORD_SPACE, " ").encode()
 
     def special(self, token: int) -> str | None:
-        """How a prompt writes a special token; None for others."""
+        """How a prompt writes a special token; None for other tokens."""
         return self._special.get(token)
 
     def decode(self, ids: list[int]) -> str:
-        """Without special tokens."""
+        """The text, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 class TextStream(Protocol):
-    """Text that grows with what is generated."""
+    """Text that grows with the generated tokens."""
 
     def step(self, token: int) -> str:
-        """What became certain with the token."""
+        """The text that became certain with this token."""
 
     def flush(self) -> str:
-        """The rest, when no token follows."""
+        """The rest of the text, when no token follows."""
 
 
 class DecodeStream:
-    """Text of a growing token sequence; a character comes out when all its bytes are there.
+    """The text of a growing sequence of tokens. A character comes out when all its bytes are there.
 
-    A few tokens before the new ones are decoded along, because what a token reads as can depend
+    A few tokens before the new ones are decoded with them, because the text of a token can depend
     on its neighbours (word spaces, byte tokens). A trailing replacement character may be the
-    beginning of a character, so it waits; after as many tokens as a character has bytes, what
-    cannot be completed any more is given out.
+    beginning of a character, so it waits. After as many tokens as a character has bytes, what
+    cannot be completed any more comes out.
     """
 
     def __init__(self, codec: TextCodec, context: Iterable[int] = ()) -> None:
         self._codec = codec
         self._window = list(context)
         self._clean = len(self._window)
-        """Tokens of the window whose text is out as a whole."""
+        """How many tokens of the window have their whole text out."""
         self._sent = len(codec.decode(self._window)) if self._window else 0
-        """Characters of the window's text that are out."""
+        """How many characters of the window's text are out."""
 
     def step(self, token: int) -> str:
         self._window.append(token)
@@ -143,7 +145,7 @@ class DecodeStream:
         return new
 
     def flush(self) -> str:
-        """The rest, when no token follows."""
+        """The rest of the text, when no token follows."""
         return self._codec.decode(self._window)[self._sent :] if self._window else ""
 
     def _shift(self, start: int, held: int) -> None:
@@ -154,17 +156,19 @@ class DecodeStream:
 
 
 class Offsets:
-    """Where the text of each token begins in the text of all."""
+    """Where the text of each token begins in the whole text."""
 
     def __init__(self, codec: TextCodec, context: Iterable[int], echo: str) -> None:
-        """`echo`: the prompt, if the text begins with it; else `context` are its last tokens."""
+        """`echo`: the prompt, if the text begins with it. Otherwise `context` are the prompt's last
+        tokens."""
         self._codec = codec
         self._stream = DecodeStream(codec, context)
         self._echo = echo
         self._end = 0
 
     def next(self, token: int) -> int:
-        """Special tokens are not in the text, but where a prompt spelled them out."""
+        """The offset of the next token. Special tokens take no room, except where a prompt spelled
+        them out."""
         start, special = self._end, self._codec.special(token)
         if special is None:
             self._end += len(self._stream.step(token))
@@ -184,7 +188,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain, whether a stop string was met: then nothing follows)."""
+        """Returns (text that is certain, whether a stop string was met; then nothing follows)."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -197,13 +201,13 @@ class StopStrings:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """The text held back, when no text follows."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

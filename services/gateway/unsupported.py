@@ -1,6 +1,6 @@
 """Parameters of the API, of vLLM and of SGLang that would change the answer, and are refused.
 
-Each is taken with the values that change nothing, which some clients always send.
+Each is accepted with the values that change nothing, because some clients always send them.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ SILENT: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "logits_processors": ([],),
 }
-"""By name, the values that change nothing; for all others null only."""
+"""For each parameter, the values that change nothing. For all others that is null only."""
 INSTEAD = {
     "tools": TOOLS,
     "tool_choice": TOOLS,
@@ -49,7 +49,7 @@ INSTEAD = {
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
     "chat_template": "render the prompt yourself and use /v1/completions",
 }
-"""What a client may do, beside leaving the parameter out."""
+"""What a client can do, besides leaving the parameter out."""
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ _NAMES = tuple(field.name for field in msgspec.structs.fields(Unsupported))
 
 
 def refusal(body: Unsupported) -> tuple[str, str] | None:
-    """The first parameter that can't be honoured, and what to do about it."""
+    """The first parameter that cannot be honoured, and what to do about it."""
     for name in _NAMES:
         value = getattr(body, name)
         if value is not None and value not in SILENT.get(name, ()):

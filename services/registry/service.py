@@ -44,23 +44,25 @@ from shared.messages.pool import (
 from shared.service import Service
 
 PULSE_S = 0.5
-"""How often the registry says something to itself, to know whether the bus is there."""
+"""Seconds between messages of the registry to itself, which tell it whether the bus is there."""
 TICK_S = 0.25
-"""How often doubts about leases are looked at."""
+"""Seconds between looks at leases in doubt."""
 STORED_WAIT_S = 0.25
-"""How long an answer about reservations waits until it is durable; then it goes out as it is."""
+"""Seconds that an answer about reservations waits until it is durable. Then it goes out as it
+is."""
 RETRY_S = 0.5
-"""Between attempts at the bus."""
+"""Seconds between attempts at the bus."""
 
 
 class RegistryService(Service):
-    """Models, nodes and their leases, which block lies where, reservations. One a cluster.
+    """Keeps models, nodes and their leases, which block lies where, and reservations. A cluster has
+    one.
 
     How durable an answer is: a model that was added or removed is stored before Ok. Reservations
-    are in force with the answer and stored just before it (about a millisecond), or, while the
-    durable store takes no writes, as soon as it does: a registry that is killed in such an outage
-    forgets those made during it. Requests about nodes wait, after a start, until the nodes have
-    said what they hold. `bus` is opened and closed by the caller.
+    are in force with the answer, and are stored just before it (which takes about a millisecond).
+    While the durable store takes no writes, they are stored as soon as it does; a registry that is
+    killed in such an outage forgets the reservations made during it. After a start, requests about
+    nodes wait until the nodes have said what they hold. `bus` is opened and closed by the caller.
     """
 
     role: ClassVar[str] = "registry"
@@ -269,7 +271,8 @@ class RegistryService(Service):
         self._outbox.put_nowait((subject, message))
 
     async def _announce(self) -> None:
-        """Publishes in order; what the bus does not take is offered again until it does."""
+        """Publishes in order. A message that the bus does not take is offered again until it
+        does."""
         while True:
             subject, message = await self._outbox.get()
             while True:

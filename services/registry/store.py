@@ -1,9 +1,9 @@
 """The registry's durable state: models, reservations, and the nodes that are not yet gone.
 
-Memory is the truth while the process lives; the store follows it. Writes are *behind*: one writer
-works through the slots that changed, some at a time, newest value only, and tries again for as long
-as the durable store refuses (while it elects a leader, some seconds). Nothing is lost by that but
-durability: a registry killed meanwhile starts from the older state.
+Memory is the truth while the process lives, and the store follows it. Writes are *behind*: one
+writer works through the slots that changed, several at a time, with the newest value only, and
+tries again for as long as the durable store refuses (for some seconds, while it elects a leader).
+That can cost only durability: a registry killed meanwhile starts from the older state.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from shared.messages.pool import ModelRecord, NodeInfo
 from shared.subjects import KV_MODELS, KV_NODES, KV_RESERVATIONS
 
 MODEL_WAIT_S = 4.0
-"""How long publishing or removing a model waits until it is durable, before it is refused."""
+"""Seconds that publishing or removing a model waits until it is durable, before it is refused."""
 RETRY_S = 0.1
 RETRY_MAX_S = 1.0
 
 AT_A_TIME = 64
-"""Writes under way."""
+"""The number of writes under way."""
 
 Slot = tuple[str, str]
-"""Bucket and key."""
+"""(bucket, key)."""
 T = TypeVar("T", ModelRecord, NodeInfo, Reservation)
 
 
@@ -46,14 +46,14 @@ class Store:
         self._log = log
         self._buckets: dict[str, KeyValue] = {}
         self._stored: dict[Slot, bytes | None] = {}
-        """What is known to lie there; no entry: not known."""
+        """What is known to be stored. No entry: not known."""
         self._wanted: dict[Slot, bytes | None] = {}
-        """What is still to be written; None: deleted."""
+        """What is still to be written. None: to be deleted."""
         self._wake = asyncio.Event()
         self._landed = asyncio.Condition()
 
     async def load(self) -> Saved:
-        """Opens the buckets and reads them; entries that make no sense are logged and left."""
+        """Opens the buckets and reads them. Entries that make no sense are logged and left."""
         for bucket in (KV_MODELS, KV_NODES, KV_RESERVATIONS):
             self._buckets[bucket] = await self._bus.kv(bucket)
         return Saved(
@@ -71,23 +71,23 @@ class Store:
     async def model(
         self, model_id: ModelId, record: ModelRecord | None, before: ModelRecord | None
     ) -> None:
-        """Returns once `record` (None: its removal) is durable; BusTimeout, and nothing changed,
-        if that does not come about. `before` is what to go back to then."""
+        """Returns once `record` (None: its removal) is durable. BusTimeout, and nothing changed, if
+        that fails. `before` is the value to go back to then."""
         slot = (KV_MODELS, model_id)
         self._want(slot, record)
         if not await self._until(lambda: slot not in self._wanted, MODEL_WAIT_S):
-            self._want(slot, before)  # the write that failed may have got through
+            self._want(slot, before)  # the failed write may have got through
             raise BusTimeout(
                 f"model {model_id}: the durable store took no write for {MODEL_WAIT_S} s; "
                 "nothing was changed, try again when JetStream has a leader"
             )
 
     async def settled(self, timeout: float) -> bool:
-        """Waits until all is durable; False if that takes longer than `timeout` seconds."""
+        """Waits until everything is durable. False if that takes longer than `timeout` seconds."""
         return await self._until(lambda: not self._wanted, timeout)
 
     async def write(self) -> None:
-        """The writer; runs for the life of the service."""
+        """The writer. It runs for the life of the service."""
         while True:
             await self._wake.wait()
             self._wake.clear()

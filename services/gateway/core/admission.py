@@ -1,4 +1,4 @@
-"""What a request may ask for, how many may wait, and what instances may be."""
+"""Limits: what a request may ask for, how many requests may wait, and what instance sets may be."""
 
 import math
 
@@ -6,16 +6,16 @@ from shared.errors import BadInput, CapacityExceeded
 from shared.messages.instances import InstanceSet
 
 MAX_CHOICES = 128
-"""Most completions that one HTTP request may ask for (prompts x n)."""
+"""The most completions that one HTTP request may ask for (prompts x n)."""
 MAX_SCORES = 1 << 20
-"""Most log probabilities of prompts in one answer: 120 MB while it is put together."""
+"""The most log probabilities of prompts in one answer, which takes 120 MB to build."""
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd, so that every choice of a request has another seed (Weyl sequence, golden ratio)."""
+"""Odd, so that every choice of a request gets a different seed (Weyl sequence, golden ratio)."""
 
 
 def check_queue(waiting: int, arriving: int, limit: int) -> None:
-    """All of a call's requests are let in, or none."""
+    """Lets all of a call's requests in, or none. CapacityExceeded."""
     if waiting + arriving > limit:
         raise CapacityExceeded(
             f"{waiting} requests are waiting for this model and the limit is {limit}: "
@@ -24,7 +24,7 @@ def check_queue(waiting: int, arriving: int, limit: int) -> None:
 
 
 def fault_of(new: InstanceSet) -> str:
-    """What makes a set that is well framed mean nothing; empty: nothing does."""
+    """Why a well-formed set makes no sense; empty if it does."""
     for instance in new.instances:
         if not instance.stages:
             return f"instance {instance.id!r} has no stages"
@@ -44,7 +44,8 @@ def check_choices(prompts: int, n: int) -> None:
 
 
 def check_scores(tokens: int, alternatives: int | None) -> None:
-    """Of so many tokens in prompts, with so many alternatives each; None: of none."""
+    """BadInput if `tokens` tokens of prompts, with this many alternatives each, are too many to
+    score. None: nothing is scored."""
     if alternatives is not None and tokens * (alternatives + 1) > MAX_SCORES:
         raise BadInput(
             f"{tokens} prompt tokens with {alternatives} alternatives each are too many to echo "
@@ -54,10 +55,10 @@ def check_scores(tokens: int, alternatives: int | None) -> None:
 
 
 def output_limit(prompt: int, asked: int | None, default: int | None, context: int) -> int:
-    """Most tokens to generate after `prompt` tokens.
+    """The most tokens to generate after `prompt` tokens.
 
-    Nothing asked: `default`, but not more than fits; None fills the context. 0 asked: the prompt
-    may fill it.
+    If nothing is asked: `default`, but not more than fits; a `default` of None fills the context.
+    If 0 is asked, the prompt may fill the context.
     """
     room = context - prompt
     if room < (0 if asked == 0 else 1):
@@ -77,5 +78,5 @@ def output_limit(prompt: int, asked: int | None, default: int | None, context: i
 
 
 def derive_seed(seed: int, choice: int) -> int:
-    """The seed of a call's choice: that of choice 0 is the given one, modulo 2^63."""
+    """The seed of a choice. Choice 0 has the given seed, modulo 2^63."""
     return (seed + choice * _SEED_STEP) & _SEED_MASK

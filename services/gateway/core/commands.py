@@ -1,4 +1,4 @@
-"""What the dispatch core tells its shell to do, in order."""
+"""The commands of the dispatch core to its shell, to be done in order."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from shared.messages.serving import Cancel, Logprobs, Submit
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """Hand the attempt to the node and report what it answers."""
+    """Hand the attempt to the node, and report what it answers."""
 
     node: NodeId
     submit: Submit
@@ -22,35 +22,35 @@ class Withdraw(msgspec.Struct, frozen=True, gc=False):
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):
-    """The request's next token, for its client."""
+    """Give the client the request's next token."""
 
     request: RequestId
     token: int
     finish: str
-    """`stop` or `length`: the request is done. Empty: it goes on."""
+    """`stop` or `length` if the request is done; empty if it goes on."""
     first: bool
-    """The first token of its attempt."""
+    """Whether it is the first token of its attempt."""
     logprobs: Logprobs | None = None
     cached: int = 0
     """See `Token.cached`."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
-    """The log probabilities of the next tokens of the request's prompt, for its client."""
+    """Give the client the log probabilities of the next tokens of the prompt."""
 
     request: RequestId
     logprobs: tuple[Logprobs, ...]
 
 
 class End(msgspec.Struct, frozen=True):
-    """The request cannot be completed."""
+    """Tell the client that the request cannot be completed."""
 
     request: RequestId
     error: LambdaScaleError
 
 
 class Resumed(msgspec.Struct, frozen=True, gc=False):
-    """An attempt is over and the request goes on with the next one. For the record."""
+    """Record that an attempt is over, and that the request goes on with the next attempt."""
 
     name: ModelName
     reason: str
@@ -59,39 +59,39 @@ class Resumed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """An instance gave its first token. For the record."""
+    """Record that an instance gave its first token."""
 
     name: ModelName
     instance: Instance
     trace: str
-    """Of the set that brought the instance."""
+    """The trace of the set that brought the instance."""
     submitted_at: float
 
 
 class Switched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a set did with the requests of its moving instances. For the record."""
+    """Record what a set did with the requests of its moving instances."""
 
     name: ModelName
     trace: str
     moved: tuple[RequestId, ...]
     stayed: int
-    """Requests that better end where they are."""
+    """Number of requests that better end where they are."""
     waiting: int
-    """Those that found no room elsewhere yet."""
+    """Number of requests that found no room elsewhere yet."""
     sources: tuple[InstanceId, ...]
     moved_costs: Switch | None
-    """Of one request that moved, on average; None: not known."""
+    """Mean costs of a request that moved; None: not known."""
     stayed_costs: Switch | None
-    """Of one that stayed."""
+    """Mean costs of a request that stayed."""
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """A model's state could not be trusted any more and was made anew. For the log."""
+    """Log that a model's state could not be trusted any more, and was made anew."""
 
     name: ModelName
     error: Exception
 
 
 Piece = Scored | Emit | End
-"""What a request's client gets, in order."""
+"""The pieces that a request's client gets, in order."""
 Command = Send | Withdraw | Piece | Resumed | Served | Switched | Broken

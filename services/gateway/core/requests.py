@@ -22,7 +22,7 @@ from shared.messages.serving import LogitRules, Sampling
 class State(enum.Enum):
     QUEUED = "queued"
     SUBMITTED = "submitted"
-    """Handed to an instance; no token of this attempt yet."""
+    """Handed to an instance, without a token of this attempt yet."""
     STREAMING = "streaming"
     DONE = "done"
     FAILED = "failed"
@@ -50,38 +50,38 @@ class Request:
     stop_ids: tuple[int, ...]
     sampling: Sampling
     waiting_since: float
-    """When it began to wait in the gateway's queue: its arrival or its last token, and later by the
+    """When it began to wait in the gateway's queue: when it arrived or got its last token, plus the
     time that it has spent on instances since."""
     rules: LogitRules | None = None
     image: bytes = b""
     """See `Submit.image`."""
     score_from: int = 0
-    """See `Submit.score_from`; grows as the prompt is scored, up to its length."""
+    """See `Submit.score_from`. Grows as the prompt is scored, up to the prompt's length."""
     tokens: list[int] = field(default_factory=list)
-    """Generated so far, over all attempts; index i is token i."""
+    """Tokens generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED
     attempt: int = 0
-    """Number of the current attempt, or of the last one; 0 before the first."""
+    """The number of the current attempt, or of the last one; 0 before the first."""
     failures: int = 0
     refusals: int = 0
-    """Of its attempts, since its last token."""
+    """How many of its attempts were refused since its last token."""
     refusal: str = ""
-    """What the last of them said."""
+    """The message of the last refusal."""
     shunned: dict[InstanceId, float] = field(default_factory=dict)
-    """Instances that refused it, and until when it keeps away from them."""
+    """Instances that refused it, each with the time until which it keeps away from them."""
     instance: InstanceId | None = None
-    """Where the attempt runs, exactly in SUBMITTED and STREAMING."""
+    """Where the attempt runs; set exactly in SUBMITTED and STREAMING."""
     progress_at: float = 0.0
     """When the attempt was submitted or gave its last token."""
     asked_at: float | None = None
-    """When its leader was asked last whether the attempt goes on; None: not since `progress_at`."""
+    """When its leader was last asked whether the attempt goes on; None: not since `progress_at`."""
     charge: int = 0
     """Tokens of work that it counts for on its instance."""
     prefill: int = 0
-    """Those of them that its instance has to prefill before its first token."""
+    """How many tokens of `charge` its instance has to prefill before its first token."""
     history: list[str] = field(default_factory=list)
     traces: dict[str, None] = field(default_factory=dict)
-    """Of the scaling events that made the instances it ran on, in order."""
+    """The traces of the scaling events that made the instances it ran on, in order."""
 
     @property
     def running(self) -> bool:
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def due(self) -> int:
-        """The index that is expected next; below 0 (see `Scores.index`) while the prompt is
+        """The index that is expected next. It is below 0 (see `Scores.index`) while the prompt is
         scored."""
         unscored = len(self.prompt) - self.score_from if self.score_from else 0
         return len(self.tokens) - unscored
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def work(self) -> int:
-        """Tokens still to prefill plus tokens still to generate, for an attempt that begins now."""
+        """Tokens to prefill plus tokens to generate, for an attempt that begins now."""
         return len(self.prompt) + self.max_tokens
 
     def become(self, state: State, why: str) -> None:

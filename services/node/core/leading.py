@@ -1,16 +1,17 @@
-"""A node as leader: takes attempts in, keeps their paths busy, turns what was drawn into tokens.
+"""A node as leader: takes attempts in, keeps their paths busy, turns drawn tokens into messages.
 
 An attempt waits (first for its grammar, if that is followed here), runs, and ends exactly once:
 with its last token, with a failure, or forgotten (cancelled, or replaced by a newer attempt of its
-request). Whichever it is, its KV is freed here and on every other stage of its path at that moment;
-what is still in flight for it is ignored when it comes back.
+request). In each case its KV is freed here and on every other stage of its path at that moment.
+What is still in flight for it is ignored when it comes back.
 
-An attempt that the node's slots (`shared.slots`) or its KV cache do not take is refused at once,
-so that its gateway can bring it to an instance that begins it; one at most waits for KV.
+An attempt that does not fit into the node's slots (`shared.slots`) or its KV cache is refused at
+once, so that its gateway can bring it to an instance that begins it. At most one attempt waits for
+KV.
 
 KV is not reserved: an attempt is admitted when the pages for its tokens, and a few for those that
 run already, are free. When pages run out later, attempts are preempted: their KV is freed
-everywhere, they go back to the head of the queue, and their tokens so far are prefilled anew.
+everywhere, they go back to the head of the queue, and their tokens so far are prefilled again.
 """
 
 from collections import deque
