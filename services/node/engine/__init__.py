@@ -1,6 +1,18 @@
-"""Runs a model's blocks with torch. Imported before torch multiplies anything in this process."""
+"""Torch runs the blocks here. Imported before torch multiplies anything in this process."""
 
 import os
+from pathlib import Path
 
-# MKL's products otherwise depend, on some CPUs, on how many rows there are; see attention.py.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+# A row's bits must not depend on how many rows there are (attention.py says why). On Intel's
+# processors MKL keeps that promise in its strict mode only, on AMD's only without: strict, it
+# divides few outputs among threads, and pieces of fewer than 12 get other bits than whole rows.
+if not _is_amd():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

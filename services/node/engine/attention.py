@@ -5,8 +5,9 @@ paged_attention.py.)
 A request must get the same tokens alone or in a batch, prefilled at once, in chunks, or grown
 step by step, on one node or over several. Exactly the same logits are the only sure way to that,
 so each row's result must not depend on what else is in the call. Measured for torch 2.13 with MKL
-on a CPU (fp32, 1 to 8 threads; rows compared bit by bit over row counts 1..640), with MKL's strict
-reproducibility (`__init__.py`), without which a CPU with AMX differs even so:
+on CPUs of Intel and AMD (fp32, 1 to 8 threads; rows compared bit by bit over row counts 1..640),
+with MKL's strict reproducibility on Intel's, where a CPU with AMX differs otherwise, and without it
+on AMD's, where it is the strict mode that differs (`__init__.py`; PITCH in linear.py):
 
 - A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
   other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows

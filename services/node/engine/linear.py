@@ -28,6 +28,9 @@ Form = Literal["stored", "packed", "int8"]
 PANEL, DEPTH = 32, 32
 """Outputs of a panel, and the multiple of inputs. A packed matrix is padded with zeros to multiples
 of both."""
+PITCH = 4
+"""Rows for torch's products begin at multiples of these, of inputs: without its strict mode (on
+AMD) MKL gives a row whose address is no multiple of 16 bytes other bits."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """The numbers of dtypes in products.c."""
 
@@ -86,10 +89,10 @@ class Stored:
         self._weight, self._bias = weight.t(), bias
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        rows, dtype = len(x), dtype or x.dtype
-        # A multiple of ROWS rows gives a row the same bits in every batch (attention.py).
-        if x.device.type == "cpu" and rows % ROWS:
-            x = functional.pad(x, (0, 0, 0, -rows % ROWS))
+        (rows, inputs), dtype = x.shape, dtype or x.dtype
+        # ROWS and PITCH give a row the same bits in every batch (attention.py).
+        if x.device.type == "cpu" and (rows % ROWS or inputs % PITCH):
+            x = functional.pad(x, (0, -inputs % PITCH, 0, -rows % ROWS))[:, :inputs]
         if self._bias is None:
             return torch.mm(x, self._weight)[:rows].to(dtype)
         return torch.addmm(self._bias, x, self._weight)[:rows].to(dtype)

@@ -1,5 +1,6 @@
 """Products with weights in every form: right, and the same for a row whatever the batch."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -100,6 +101,25 @@ def test_a_row_has_the_same_bits_in_every_batch(
     try:
         weight, bias = made(shape, torch.float32)
         bits_are_the_same(linear(weight, bias, form), shape[0], torch.randn(640, shape[0]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("MKL_CBWR" in os.environ, reason="MKL's strict mode (Intel): the test above")
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("shape", [(50, 20), (33, 40), (768, 8), (64, 68)], ids=str)
+def test_nor_does_it_depend_on_addresses(shape: tuple[int, int], threads: int) -> None:
+    """Few outputs a thread, and rows and weights that begin anywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight, bias = made(shape, torch.float32)
+        x = torch.randn(640, shape[0])
+        expected = linear(weight, bias, "stored")(x)
+        for shift in (1, 2, 4, 9):
+            moved = torch.empty(weight.numel() + shift)[shift:].view(weight.shape).copy_(weight)
+            assert torch.equal(linear(moved, bias, "stored")(x), expected)
+        bits_are_the_same(linear(weight, bias, "stored"), shape[0], x)
     finally:
         torch.set_num_threads(before)
 
