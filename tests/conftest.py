@@ -19,6 +19,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
+from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
 """Virtual time after which a test in it is taken to wait for what never comes."""
@@ -48,6 +49,11 @@ if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything impor
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers are among what may be left
+        config.pluginmanager.register(Leftovers())
 
 
 LONGEST = ("tests/rdma/", "tests/integration/", "tests/contract/")
