@@ -15,11 +15,11 @@ from tests.support.cluster import Oracle, prompts
 from tests.support.models import TINY
 
 RDMA = {"LS_RDMA_DEVICE": DEVICE, "LS_RDMA_GID_INDEX": str(GID_INDEX)}
-JOB_S = 300.0
+JOB_S = 800.0
 """Bounds only: an emulated processor takes 10 s to import asyncio and pytest, torch 40 s, and more
-where it has no two cores for itself."""
+where it has no core for itself."""
 TOKENS = 12
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def pytest_command(*arguments: str) -> list[str]:
@@ -46,8 +46,8 @@ async def test_a_machine_that_dies_is_lost(image: Image, tmp_path: Path) -> None
         line = await reader.until("read", timeout=JOB_S)
         assert line == f"read {NBYTES} bytes by rdma\n"
         await source.kill()
-        await reader.until("lost", timeout=30)
-        assert await reader.ended(timeout=10) == 0
+        await reader.until("lost", timeout=JOB_S)
+        assert await reader.ended(timeout=JOB_S) == 0
 
 
 async def test_scale_out_over_two_machines(image: Image, tmp_path: Path) -> None:
@@ -67,4 +67,4 @@ async def test_scale_out_over_two_machines(image: Image, tmp_path: Path) -> None
     )
     async with one as first, two:
         await first.until("all tokens are right", timeout=JOB_S)
-        assert await first.ended(timeout=10) == 0
+        assert await first.ended(timeout=JOB_S) == 0
