@@ -72,7 +72,10 @@ class KeyValue(Protocol):
         """Every live key, with its value."""
 
     def watch(self) -> AsyncIterator[KvEntry | None]:
-        """The live entries, then None once, then every change, expiries included, as they come."""
+        """The live entries, then None once, then changes, expiries included, as they come.
+
+        The last change of a key is always told; one that another overtakes may be left out.
+        """
 
 
 class ObjectStore(Protocol):

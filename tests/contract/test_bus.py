@@ -20,7 +20,7 @@ from shared.messages.pool import ModelRemove
 from shared.messages.serving import Cancel
 from tests.contract.conftest import OpenBus
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 
 
 def numbered(number: int) -> Cancel:

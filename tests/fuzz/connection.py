@@ -26,7 +26,7 @@ with atheris.instrument_imports(include=["services.node.transport", "shared.erro
     )
     from shared.errors import PeerLost, ProtocolViolation, TransportError
 
-LIMIT_S = 10.0
+LIMIT_S = 200.0
 MAX_PAYLOAD = 1 << 16
 REGION = bytes(range(256)) * 16
 READY = 1000

@@ -120,7 +120,7 @@ async def test_a_node_is_killed_while_it_classifies(
     settings = {"LAMBDASCALE_NODE_STEP_FLOOR_S": "0.3", "LAMBDASCALE_NODE_SLOTS": "2"}
     async with running(tmp_path, classifier, nodes=2, settings=settings) as up:
         scale = SetInstances(name=MODEL, instances=2)
-        await up.bus.request(subjects.PLANNER_SCALE, scale, ScaleAccepted, timeout=5.0)
+        await up.bus.request(subjects.PLANNER_SCALE, scale, ScaleAccepted, timeout=60.0)
         await up.replicas(2)
         asked = images(12)
         load = asyncio.gather(*(ask(up, image) for image in asked))

@@ -32,7 +32,7 @@ arena_bytes = 67108864
 kv_bytes = 67108864
 threads = 1
 """
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 @pytest.fixture

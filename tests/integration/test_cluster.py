@@ -32,7 +32,7 @@ async def scale(up: Running, count: int) -> None:
         subjects.PLANNER_SCALE,
         SetInstances(name=MODEL, instances=count),
         ScaleAccepted,
-        timeout=5.0,
+        timeout=60.0,
     )
     await up.replicas(count)
 

@@ -16,7 +16,7 @@ from tests.unit.node.moving.test_mover import MODEL, Node
 
 RATE = 4_000_000
 """A chunk of 512 KiB takes 130 ms, in frames of 64 KiB."""
-LIMIT_S = 20.0
+LIMIT_S = 100.0
 
 
 class Relay:
@@ -229,6 +229,6 @@ async def test_a_reader_whose_host_vanishes(host: Host) -> None:
             await source.until(lambda: source.lost == [far.address])
             async with asyncio.timeout(LIMIT_S):
                 await source.mover.drop(MODEL)
-            assert {await far.hear() for _ in EVERY} == {
-                f"failed {block} {PeerLost.code}" for block in EVERY
-            }
+            said = {tuple((await far.hear()).split()) for _ in EVERY}
+            assert {words[:2] for words in said} == {("failed", str(block)) for block in EVERY}
+            assert {code for _, _, code in said} <= {PeerLost.code, TransportTimeout.code}

@@ -16,7 +16,7 @@ from services.local.nats_server import NatsServer
 from shared.health import WELL
 from tests.support import commands
 
-LIMIT_S = 40.0
+LIMIT_S = 200.0
 
 
 async def ask(environment: Mapping[str, str]) -> tuple[int | None, str]:

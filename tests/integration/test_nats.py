@@ -20,7 +20,7 @@ from shared.messages import Message, Ok, Ping, encode
 from shared.messages.serving import Cancel
 from tests.support.fault_proxy import FaultProxy
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 def numbered(number: int) -> Cancel:

@@ -13,7 +13,7 @@ from shared.config import BusConfig
 from shared.errors import BusError, ConfigError
 from shared.messages import Ok
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 STARTER = """
 import asyncio, sys

@@ -37,7 +37,7 @@ async def test_asleep_until_a_request_comes_and_asleep_again(
 
 async def tiers(up: Running) -> set[Tier]:
     """Where whole copies of the model are."""
-    pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=5.0)
+    pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=60.0)
     holdings: list[Holding] = [holding for view in pool.nodes for holding in view.holdings]
     return {h.tier for h in holdings if len(h.blocks) == up.record.n_blocks}
 

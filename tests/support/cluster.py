@@ -27,7 +27,7 @@ from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
 from shared.messages.serving import Sampling, Submit, Tokens
 
 MODEL = ModelName("tiny")
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Running:
 
     async def path(self, *names: str) -> tuple[Stage, ...]:
         """The model's blocks, cut evenly over these nodes in this order."""
-        pool = await self.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=5.0)
+        pool = await self.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=60.0)
         addresses = {view.info.node: view.info.address for view in pool.nodes}
         cuts = [self.record.n_blocks * i // len(names) for i in range(len(names) + 1)]
         return tuple(
@@ -151,7 +151,7 @@ class Running:
             stop_ids=(),
             sampling=Sampling(),
         )
-        await self.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=5.0)
+        await self.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=60.0)
         async with asyncio.timeout(30):
             await over.wait()
         await subscription.close()

@@ -53,7 +53,7 @@ NAME = ModelName("tiny")
 CONTEXT = 512
 LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis")
 GENERATION = Generation(1)
-PATIENCE_S = 10.0
+PATIENCE_S = 100.0
 
 
 def byte_tokenizer() -> Tokenizer:

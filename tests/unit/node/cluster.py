@@ -36,7 +36,7 @@ from shared.messages.scaling import (
 )
 from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 NAME = ModelName("tiny")
 GATEWAY = GatewayId("g")
 BLOCKS = 6

@@ -9,7 +9,7 @@ import pytest
 
 from services.node.checkpoints.reading import Reading, Wanted
 
-WAIT_S = 20
+WAIT_S = 100.0
 
 
 class Gate:

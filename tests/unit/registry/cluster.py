@@ -12,7 +12,7 @@ from shared.messages import Message
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, ReportStatus
 from tests.unit.registry.builders import status
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 
 
 class Node:

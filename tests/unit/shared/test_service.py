@@ -10,7 +10,7 @@ import pytest
 
 from shared.service import Service, serve_until_signal
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 
 
 class Broken(Exception):

@@ -88,9 +88,13 @@ def _pages(nbytes: int) -> memoryview:
 
 
 def forget(path: Path) -> None:
-    """Takes it out of the page cache."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """Takes it out of the page cache. Pages that a processor is still busy with stay at first."""
+    while True:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not is_cached(path):
+            return
 
 
 def is_cached(path: Path) -> bool:

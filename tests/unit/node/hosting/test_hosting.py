@@ -31,7 +31,7 @@ from tests.unit.node.gates import reading
 
 FROM_A = dict.fromkeys(ALL, "a")
 FIRST_HALF, SECOND_HALF = (0, 1, 2), (3, 4, 5)
-WAIT_S = 20
+WAIT_S = 100.0
 
 
 # --- from disk, from peers, through relays ----------------------------------------

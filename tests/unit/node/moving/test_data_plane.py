@@ -16,7 +16,7 @@ from shared.ids import EventId, NodeId
 from shared.messages.scaling import Pull
 from tests.unit.node.moving.test_mover import CONTENT, MANIFEST, MODEL
 
-WAIT_S = 10
+WAIT_S = 100.0
 EVENT = EventId("ev-1")
 
 
