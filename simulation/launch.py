@@ -81,7 +81,7 @@ async def _run(
     if code:
         raise _failure(system, code, said)
     run = msgspec.msgpack.decode(result.read_bytes(), type=SystemRun)
-    tell(f"{system}: done, {run.virtual_s:.0f} s in {run.wall_s:.1f} s")
+    tell(f"{system}: done")
     return run
 
 

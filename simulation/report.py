@@ -55,11 +55,11 @@ def comparison(systems: Mapping[str, Measures]) -> Iterator[str]:
     )
     yield from _failures(systems)
     yield ""
-    yield "Simulated in:"
+    yield "What the simulation itself took:"
     for system, m in systems.items():
         yield (
-            f"{system}: {m.virtual_s:.0f} s in {m.wall_s:.1f} s, {m.cpu_s:.1f} s of CPU, "
-            f"{m.peak_gb:.2f} GB"
+            f"{system}: {m.wall_s:.1f} s for {m.virtual_s:.0f} s of the cluster, "
+            f"{m.cpu_s:.1f} s of CPU, {m.peak_gb:.2f} GB"
         )
     compared = ratios(systems)
     if len(compared) > 1:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 ROOT_SPAN = "scale_event"
 ALL = 1000
 LAST = "last"
+PIPED_WIDTH = 120
 
 Span = dict[str, Any]
 """A line of a trace file; see shared.telemetry."""
@@ -95,7 +97,8 @@ def _trace(args: argparse.Namespace) -> int:
     if args.json:
         print_json(spans)
     else:
-        sys.stdout.write("\n".join(tree_lines(spans)) + "\n")
+        width = shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
+        sys.stdout.write("\n".join(tree_lines(spans, width)) + "\n")
     return 0
 
 
@@ -140,8 +143,9 @@ def read_spans(directory: Path, text: str) -> list[Span]:
     return sorted(spans, key=lambda span: (span["start_ns"], span["name"]))
 
 
-def tree_lines(spans: Iterable[Span]) -> Iterator[str]:
-    """One line a span, children below their parents; a span whose parent is missing is a root."""
+def tree_lines(spans: Iterable[Span], width: int = PIPED_WIDTH) -> Iterator[str]:
+    """Spans below their parents, one a line of at most `width` columns, or a few where its
+    attributes do not fit; a span whose parent is missing is a root."""
     spans = list(spans)
     ids = {span["span_id"] for span in spans}
     children: dict[str | None, list[Span]] = {}
@@ -155,19 +159,35 @@ def tree_lines(spans: Iterable[Span]) -> Iterator[str]:
         for span in siblings:
             last = span is siblings[-1]
             branch = "" if parent is None else ("└─ " if last else "├─ ")
-            yield f"{indent}{branch}{_line(span, start)}"
-            deeper = "" if parent is None else ("   " if last else "│  ")
-            yield from walk(span["span_id"], indent + deeper)
+            deeper = indent + ("" if parent is None else ("   " if last else "│  "))
+            below = "│  " if span["span_id"] in children else "   "
+            yield from _wrapped(_parts(span, start), indent + branch, deeper + below, width)
+            yield from walk(span["span_id"], deeper)
 
     return walk(None, "")
 
 
-def _line(span: Mapping[str, Any], start: int) -> str:
+def _wrapped(parts: Iterable[str], first: str, below: str, width: int) -> Iterator[str]:
+    """Parts on as few lines as may be; `first` and `below` are what the lines begin with."""
+    line, empty = first, True
+    for part in parts:
+        if not empty and len(line) + 1 + len(part) > width:
+            yield line
+            line, empty = below, True
+        line += part if empty else f" {part}"
+        empty = False
+    yield line
+
+
+def _parts(span: Mapping[str, Any], start: int) -> Iterator[str]:
     at = (span["start_ns"] - start) / 1e6
     took = (span["end_ns"] - span["start_ns"]) / 1e6
-    attributes = "".join(f" {key}={_value(value)}" for key, value in span["attributes"].items())
-    error = f" ERROR {span['error']}" if span["error"] else ""
-    return f"{span['name']} +{at:.1f} ms, {took:.1f} ms [{span['service']}]{attributes}{error}"
+    yield f"{span['name']} +{at:.1f} ms, {took:.1f} ms [{span['service']}]"
+    for key, value in span["attributes"].items():
+        if value not in ("", None):
+            yield f"{key}={_value(value)}"
+    if span["error"]:
+        yield f"ERROR {span['error']}"
 
 
 def _value(value: Any) -> str:

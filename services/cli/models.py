@@ -1,4 +1,4 @@
-"""`lambdascale model add|ls|rm` and `scale`."""
+"""`lambdascale model add|ls|rm|demo` and `scale`."""
 
 import argparse
 import asyncio
@@ -16,25 +16,19 @@ from services.cli.client import (
 from services.local.asking import ask
 from services.local.publishing import publish
 from shared import subjects
-from shared.errors import BadInput
+from shared.bus.base import Bus
+from shared.errors import BadInput, BusError
 from shared.ids import ModelName
 from shared.messages import Ok
-from shared.messages.pool import (
-    ModelRemove,
-    Models,
-    ModelsQuery,
-)
-from shared.messages.scaling import (
-    ScaleAccepted,
-    SetInstances,
-)
+from shared.messages.pool import ModelRemove, Models, ModelsQuery
+from shared.messages.scaling import PlannerQuery, PlannerState, ScaleAccepted, SetInstances
 
 KEPT = "kept even when idle; 0 lets the model sleep (default: %(default)s)"
 MOST = "default: as many as there are nodes"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    model = commands.add_parser("model", help="publish, list and remove models")
+    model = commands.add_parser("model", help="publish, list, remove and make models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
     add = actions.add_parser("add", help="publish a Hugging Face checkpoint directory")
     add.add_argument(
@@ -51,11 +45,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument("--min-instances", type=int, default=1, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))
-    listing = actions.add_parser("ls", help="list the models")
+    listing = actions.add_parser("ls", aliases=["list"], help="list the models")
     listing.set_defaults(run=lambda args: asyncio.run(_list(args)))
-    remove = actions.add_parser("rm", help="stop serving a model and forget it everywhere")
+    remove = actions.add_parser(
+        "rm", aliases=["remove"], help="stop serving a model and forget it everywhere"
+    )
     remove.add_argument("name", metavar="MODEL")
     remove.set_defaults(run=lambda args: asyncio.run(_remove(args)))
+    demo = actions.add_parser("demo", help="make a small checkpoint to try things with")
+    demo.add_argument("path", type=absolute, metavar="PATH", help="directory to make")
+    demo.set_defaults(run=_demo)
     scale = commands.add_parser(
         "scale",
         help="set a model's number of instances by hand",
@@ -99,9 +98,20 @@ async def _add(args: argparse.Namespace) -> int:
     return 0
 
 
+def _demo(args: argparse.Namespace) -> int:
+    from services.local.demo_model import make_demo_model  # imports torch: a second
+
+    if args.path.exists():
+        raise BadInput(f"{args.path} is there already: name a directory that is not")
+    make_demo_model(args.path)
+    say(f"made {args.path}: publish it with `lambdascale model add {args.path}`")
+    return 0
+
+
 async def _list(args: argparse.Namespace) -> int:
     async with connect(args) as bus:
         models = await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)
+        fixed = {} if args.json else await _fixed(bus)
     if args.json:
         print_json(models.records)
         return 0
@@ -110,10 +120,25 @@ async def _list(args: argparse.Namespace) -> int:
     for record in models.records:
         sys.stdout.write(
             f"{record.name:<32} {record.nbytes / 1e6:>10.1f} MB {record.n_blocks:>4} blocks  "
-            f"min {record.min_instances}  max {record.max_instances or 'nodes'}  "
+            f"{wanted(record.min_instances, record.max_instances, fixed.get(record.name)):<16}  "
             f"{record.model_id}\n"
         )
     return 0
+
+
+async def _fixed(bus: Bus) -> dict[ModelName, int | None]:
+    """What operators keep models at; nothing if the planner does not say."""
+    try:
+        planner = await ask(bus, subjects.PLANNER_STATE, PlannerQuery(events=0), PlannerState)
+    except BusError as error:
+        say(f"lambdascale: {error}")
+        return {}
+    return {found.name: found.fixed for found in planner.sets}
+
+
+def wanted(least: int, most: int, fixed: int | None) -> str:
+    """How many instances a model is to have, in words."""
+    return f"{least} to {most or 'all nodes'}" if fixed is None else f"{fixed}, by hand"
 
 
 async def _remove(args: argparse.Namespace) -> int:
@@ -133,8 +158,18 @@ async def _scale(args: argparse.Namespace) -> int:
         reply = await ask(bus, subjects.PLANNER_SCALE, request, ScaleAccepted)
     if args.json:
         print_json({"model": args.name, "instances": args.instances, "event": reply.event})
-    elif reply.event:
+        return 0
+    if reply.event:
         sys.stdout.write(f"{reply.event}\n")
-    else:
-        say(f"{args.name}: no scaling event was needed")
+    say(scaled(args.name, args.instances))
     return 0
+
+
+def scaled(name: str, instances: int | None) -> str:
+    """What `scale` did."""
+    if instances is None:
+        return f"{name}: the autoscaler decides again"
+    until = f"until `lambdascale scale {name} --instances auto`"
+    if instances == 0:
+        return f"{name}: kept at 0 instances, and its requests are refused, {until}"
+    return f"{name}: kept at {instances} instance{'s' if instances > 1 else ''} {until}"

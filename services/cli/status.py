@@ -2,14 +2,11 @@
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from services.cli.client import (
     add_cluster_options,
@@ -19,6 +16,7 @@ from services.cli.client import (
     say,
     state_of,
 )
+from services.cli.status_text import COLUMNS, print_status
 from services.local.asking import ask
 from services.local.processes import ClusterState
 from shared import subjects
@@ -29,7 +27,6 @@ from shared.messages.pool import NodeView, PoolQuery, PoolState
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 
 EVENTS = 10
-PIPED_WIDTH = 160
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -39,6 +36,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Shows the cluster: processes, nodes and the blocks they hold, instances, "
         "and the last scaling events. Exits with 1 if no cluster runs, or if a part of it does "
         "not answer; it then shows the other parts.",
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_cluster_options(parser)
     add_json_option(parser)
@@ -52,7 +51,7 @@ async def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(document)
     else:
-        _print(document)
+        print_status(document)
     for error in errors:
         say(f"lambdascale: {error}")
     return 1 if errors else 0
@@ -101,10 +100,14 @@ def describe(
     """The document that `status --json` prints."""
     names = {record.model_id: record.name for record in pool.models}
     serving = _serving(planner.sets)
+    fixed = {instances.name: instances.fixed for instances in planner.sets}
     return {
         "gateway_url": state.gateway_url,
         "processes": processes_of(state),
-        "models": [msgspec.to_builtins(record) for record in pool.models],
+        "models": [
+            {**msgspec.to_builtins(record), "fixed": fixed.get(record.name)}
+            for record in pool.models
+        ],
         "nodes": [_node(view, names, serving) for view in pool.nodes],
         "instances": [
             {
@@ -168,78 +171,3 @@ def _event(record: EventRecord) -> dict[str, Any]:
         "bytes_moved": record.bytes_moved,
         "error": record.error,
     }
-
-
-def _print(document: Mapping[str, Any]) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    if document["gateway_url"]:
-        console.print(f"[bold]gateway[/]\n{document['gateway_url']}")
-    if document["processes"]:
-        rows = [{**process, "last exit": process["last_exit"]} for process in document["processes"]]
-        columns: tuple[str, ...] = ("name", "pid", "state", "since", "restarts", "last exit")
-        _print_table(console, "processes", columns, rows)
-    sizes = {record["name"]: record["n_blocks"] for record in document["models"]}
-    nodes = [
-        {**node, "device": _device_text(node), "blocks": _blocks_text(node["blocks"], sizes),
-         "peers": ", ".join(f"{way} {len(nodes)}" for way, nodes in node["peers"].items()),
-         "free MB": f"{node['arena_free'] / 1e6:.0f}",
-         "KV used": _share(node["kv_used"], node["kv_capacity"]),
-         "KV found": _share(node["cached_tokens"], node["prompt_tokens"]),
-         "preempted": node["preemptions"]}
-        for node in document["nodes"]
-    ]  # fmt: skip
-    columns = ("id", "state", "device", "free MB", "KV used", "KV found", "preempted")
-    columns += ("peers", "blocks")
-    _print_table(console, "nodes", columns, nodes)
-    paths = [
-        {**i, "blocks": " -> ".join(
-            f"{s['node']} {s['blocks'][0]}-{s['blocks'][1] - 1}" for s in i["stages"]
-        )}
-        for i in document["instances"]
-    ]  # fmt: skip
-    columns = ("id", "model", "state", "capacity", "slots", "blocks")
-    _print_table(console, "instances", columns, paths)
-    events = [
-        {**e, "targets": ",".join(e["targets"]), "seconds": e["actual"]["all_complete_s"],
-         "why": e["error"] or e["cause"]}
-        for e in document["events"]
-    ]  # fmt: skip
-    columns = ("id", "model", "state", "targets", "seconds", "why")
-    _print_table(console, "events", columns, events)
-
-
-def _device_text(node: Mapping[str, Any]) -> str:
-    return f"{node['device']}, from {node['staging']}" if node["staging"] else str(node["device"])
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else ""
-
-
-def _blocks_text(blocks: Mapping[str, Mapping[str, list[int]]], sizes: Mapping[str, int]) -> str:
-    """`m: gpu 9/16, disk 16/16`"""
-    return "; ".join(
-        f"{model}: "
-        + ", ".join(f"{tier} {len(held)}/{sizes.get(model, '?')}" for tier, held in tiers.items())
-        for model, tiers in blocks.items()
-    )
-
-
-def _print_table(
-    console: Console, title: str, columns: Iterable[str], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    console.print(f"\n[bold]{title}[/]")
-    if not rows:
-        console.print("none")
-        return
-    columns = tuple(columns)
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        value = [row[column] for column in columns]
-        table.add_row(*("" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v)
-                        for v in value))  # fmt: skip
-    console.print(table)

@@ -5,9 +5,11 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from services.cli.client import (
+    DEFAULT_DATA,
     absolute,
     add_data_option,
     add_json_option,
@@ -15,6 +17,7 @@ from services.cli.client import (
     print_json,
     say,
 )
+from services.cli.demo import DEFAULT_OUT
 from services.cli.status import processes_of
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config
@@ -26,6 +29,7 @@ from shared.config import load
 from shared.errors import BadInput, Conflict
 from shared.ids import ModelName, check_model_name
 
+DEMO_MODEL = Path(DEFAULT_OUT) / "model"
 DATA = "directory of the cluster: logs, stores, traces, state"
 
 
@@ -154,7 +158,7 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
             f"-d '{body}'"
         )
     else:
-        say("publish a model: lambdascale model add PATH")
+        say(_hint(args))
     if args.json:
         print_json(
             {
@@ -164,6 +168,17 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
                 "processes": processes_of(cluster.state),
             }
         )
+
+
+def _hint(args: argparse.Namespace) -> str:
+    """How to go on without a model."""
+    data = "" if args.data == DEFAULT_DATA else f" --data {args.data}"
+    if (DEMO_MODEL / "config.json").is_file():
+        return f"publish a model, such as the demo's: lambdascale model add {DEMO_MODEL}{data}"
+    return (
+        f"publish a model: lambdascale model add PATH{data}\n"
+        "or make a small one to try things with: lambdascale model demo small"
+    )
 
 
 def say_with_time(text: str) -> None:

@@ -213,6 +213,7 @@ class Serving:
             revision=self._revision,
             instances=self.instances,
             node_slots=instances.node_slots(self.instances, self.members),
+            fixed=self._context.store.fixed.get(self._record.model_id),
             decode_s=self._context.cluster.decode_s(self._record.model_id),
             prefill_s_per_token=self._context.cluster.prefill_s_per_token(self._record.model_id),
             trace=self.cause.trace,

@@ -65,6 +65,8 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     instances: tuple[Instance, ...]
     node_slots: dict[NodeId, int] = msgspec.field(default_factory=dict)
     """Slots of the nodes that are stages of paths."""
+    fixed: int | None = None
+    """How many replicas an operator keeps the model at. None: the autoscaler decides."""
     decode_s: float = 0.0
     """Seconds that one token takes through the whole model, as nodes measured it. 0: not known."""
     prefill_s_per_token: float = 0.0

@@ -67,6 +67,7 @@ async def test_from_up_to_down(directory: Path) -> None:
 
     await check_keys(url)
     await check_models(run, url)
+    await check_scaling_by_hand(run, url)
     await check_scaling(run)
     await check_end(run, directory)
 
@@ -90,19 +91,21 @@ def check_status(document: dict[str, Any], url: str) -> None:
     assert event["state"] == "complete"
 
 
+BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+
+
 async def check_keys(url: str) -> None:
-    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
     async with aiohttp.ClientSession() as session:
         for key, expected in ((None, 401), ("sk-other", 401), (KEY, 200)):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+            async with session.post(f"{url}/v1/completions", json=BODY, headers=headers) as answer:
                 assert answer.status == expected
                 document = await answer.json()
         assert document["usage"]["completion_tokens"] == 4
 
 
 async def check_models(run: Callable[..., Any], url: str) -> None:
-    listed = await run("model", "ls", "--json")
+    listed = await run("model", "list", "--json")
     assert [record["name"] for record in listed.document] == ["tiny"]
 
     for words, complaint in (
@@ -118,6 +121,25 @@ async def check_models(run: Callable[..., Any], url: str) -> None:
     assert (await run("model", "add", "tiny", "--json")).document["name"] == "tiny"  # once more
 
 
+async def check_scaling_by_hand(run: Callable[..., Any], url: str) -> None:
+    """A model at 0 instances refuses requests at once, and says whose wish that is."""
+    none = await run("scale", "tiny", "--instances", "0")
+    assert none.code == 0, none.err
+    assert "kept at 0 instances, and its requests are refused, until" in none.err
+    await until(run, lambda shown: not shown["instances"])
+    assert (await run("status", "--json")).document["models"][0]["fixed"] == 0
+    assert "0, by hand" in (await run("model", "ls")).out
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
+        async with session.post(f"{url}/v1/completions", json=BODY) as answer:
+            assert answer.status == 429
+            assert "kept at 0 instances by its operator" in await answer.text()
+        back = await run("scale", "tiny", "--instances", "auto")
+        assert "the autoscaler decides again" in back.err
+        async with session.post(f"{url}/v1/completions", json=BODY) as answer:
+            assert answer.status == 200
+    await until(run, lambda shown: shown["models"][0]["fixed"] is None)
+
+
 async def check_scaling(run: Callable[..., Any]) -> None:
     too_many = await run("scale", "tiny", "--instances", "4")
     assert too_many.code == 2
@@ -130,8 +152,8 @@ async def check_scaling(run: Callable[..., Any]) -> None:
     assert [len(instance["stages"]) for instance in status["instances"]] == [1, 1, 1]
     assert [node["state"] for node in status["nodes"]] == ["serving"] * 3
 
-    events = await run("events", "--json")
-    found = next(record for record in events.document if record["id"] == event)
+    listed = await run("events", "--json")
+    found = next(record for record in listed.document if record["id"] == event)
     assert found["state"] == "complete"
     assert sorted(found["targets"]) == ["node-1", "node-2"]
     lines = (await run("events", "--limit", "1")).out.splitlines()
@@ -159,7 +181,7 @@ async def check_trace(run: Callable[..., Any], event: str, n_blocks: int) -> Non
     assert names.count("block_arrival") == 2 * n_blocks
     tree = (await run("trace", "last")).out.splitlines()
     assert tree[0].startswith("scale_event")
-    assert len(tree) == len(names)
+    assert len(tree) >= len(names)
 
 
 async def check_end(run: Callable[..., Any], directory: Path) -> None:

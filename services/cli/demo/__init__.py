@@ -8,6 +8,7 @@ from services.cli.client import absolute, add_json_option, print_json, say
 from services.cli.demo.scenario import COPY_S, NODES, REQUESTS, STEP_FLOOR_S
 from shared.errors import BadInput
 
+DEFAULT_OUT = "demo-out"
 MOST_REQUESTS = 1000
 OUT = "for the figure, the report, logs and traces (default: %(default)s)"
 
@@ -24,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "step, so that five nodes share one machine as if each were its own. Exits with 0 only if "
         "no request was lost, no token was wrong, and one instance was left in the end.",
     )
-    parser.add_argument("--out", type=absolute, default="demo-out", metavar="DIR", help=OUT)
+    parser.add_argument("--out", type=absolute, default=DEFAULT_OUT, metavar="DIR", help=OUT)
     parser.add_argument(
         "--requests", type=int, default=REQUESTS, metavar="N", help="default: %(default)s"
     )

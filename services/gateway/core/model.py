@@ -192,9 +192,8 @@ class Model:
 
     def dispatch(self, now: float) -> None:
         """Gives out the slots that are free now."""
-        if not self.listed:
+        if error := self._closed():
             while self.queue:
-                error = NotFound(f"model {self.name!r} was removed")
                 self._fail(self.queue.popleft(), error)
             return
         self._move(now)
@@ -209,6 +208,17 @@ class Model:
                 continue
             del self.queue[position]
             self._start(request, route, now)
+
+    def _closed(self) -> LambdaScaleError | None:
+        """Why waiting is of no use."""
+        if not self.listed:
+            return NotFound(f"model {self.name!r} was removed")
+        if self.table.fixed == 0 and not self.table.routes:
+            return CapacityExceeded(
+                f"model {self.name!r} is kept at 0 instances by its operator, until `lambdascale "
+                f"scale {self.name} --instances auto`"
+            )
+        return None
 
     def load(self) -> ModelLoad:
         routes = self.table.routes

@@ -138,6 +138,8 @@ class Table:
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
+        self.fixed: int | None = None
+        """How many replicas an operator keeps the model at. None: the autoscaler decides."""
         self.decode_s = self.prefill_s = 0.0
         """Of a pass of one token through the model, 0: not known; and of each token more."""
         self._nodes: dict[NodeId, Node] = {}
@@ -152,6 +154,7 @@ class Table:
         if (new.epoch, new.revision) < self.version:
             return []
         self.version = (new.epoch, new.revision)
+        self.fixed = new.fixed
         self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
         old, self.routes = self.routes, {}
         for instance in new.instances:

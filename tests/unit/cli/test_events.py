@@ -73,6 +73,20 @@ def test_a_tree_of_spans_by_time() -> None:
     ]
 
 
+def test_long_lines_are_broken_below_their_span() -> None:
+    long = dict.fromkeys(("considered", "empty"), "") | {"a": "1", "b": "two words", "c": "3"}
+    root = {**SPANS[0], "attributes": {**SPANS[0]["attributes"], **long}}
+    assert list(tree_lines([root, *SPANS[1:]], 50)) == [
+        "scale_event +0.0 ms, 90.0 ms [planner] event=ev-1",
+        '│  a=1 b="two words" c=3',
+        "├─ plan +1.0 ms, 1.0 ms [planner]",
+        '│  │  cause="two words" rate=1.235',
+        "│  └─ apply_plan +2.0 ms, 1.0 ms [node-1]",
+        "└─ block_arrival +3.0 ms, 1.0 ms [node-1]",
+        "      ERROR digest",
+    ]
+
+
 def test_a_span_whose_parent_is_missing_is_a_root() -> None:
     lines = list(tree_lines([*SPANS, span("drain", LOST, "7" * 16, at_ms=8)]))
     assert lines[-1] == "drain +8.0 ms, 1.0 ms [planner]"

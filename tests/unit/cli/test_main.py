@@ -25,6 +25,7 @@ COMMANDS = [
     ["model", "add"],
     ["model", "ls"],
     ["model", "rm"],
+    ["model", "demo"],
     ["scale"],
     ["simulate"],
     ["events"],
@@ -127,7 +128,8 @@ def test_what_cannot_be_used_exits_with_2_before_anything_starts(
 @pytest.mark.parametrize(
     "words",
     [["status"], ["status", "--json"], ["model", "ls"], ["events"], ["trace", "last"],
-     ["scale", "m", "--instances", "1"], ["model", "rm", "m"]],
+     ["scale", "m", "--instances", "1"], ["model", "rm", "m"], ["model", "list"],
+     ["model", "remove", "m"]],
     ids=" ".join,
 )  # fmt: skip
 def test_no_cluster_is_one_clear_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +147,14 @@ def test_down_without_a_cluster_is_done(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out) == {"ended": 0}
     Path("file").touch()
     assert main(["down", "--data", "file"]) == 0
+
+
+def test_a_small_model_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["model", "demo", "small"]) == 0
+    assert (tmp_path / "small" / "model.safetensors").is_file()
+    assert f"lambdascale model add {tmp_path / 'small'}" in capsys.readouterr().err
+    assert main(["model", "demo", "small"]) == 2
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_a_key_and_its_digest(capsys: pytest.CaptureFixture[str]) -> None:

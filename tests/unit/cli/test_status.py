@@ -1,12 +1,15 @@
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.cli import status
+from services.cli.status_text import print_status
 from services.local.processes import ClusterState
 from shared.ids import Generation, NodeId
-from shared.messages.pool import NodeInfo, NodeView, PoolState
+from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeView, PoolState, Tier
 from shared.messages.scaling import PlannerState
+from tests.unit.cli.records import BLOCKS, MODEL, MODEL_ID, SOURCE, instances, path, replica
 
 
 def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +22,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
 
     nodes = [node("node-0", "cpu", ""), node("node-1", "cuda:0", "pinned host arena")]
     empty = dict.fromkeys(("processes", "models", "instances", "events", "errors"), ())
-    status._print({"gateway_url": "", "nodes": nodes, **empty})
+    print_status({"gateway_url": "", "nodes": nodes, **empty})
     lines = capsys.readouterr().out.splitlines()
     (on_cpu,) = [line for line in lines if "node-0" in line]
     (on_gpu,) = [line for line in lines if "node-1" in line]
@@ -41,6 +44,42 @@ def test_a_node_says_what_its_kv_cache_is_good_for(capsys: pytest.CaptureFixture
     (node,) = document["nodes"]
     assert (node["kv_used"], node["kv_capacity"], node["preemptions"]) == (160, 640, 3)
     assert (node["prompt_tokens"], node["cached_tokens"]) == (300, 126)
-    status._print(document)
+    print_status(document)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "node-0" in line]
     assert line.split() == ["node-0", "idle", "cpu", "7", "25%", "42%", "3"]
+
+
+RECORD = ModelRecord(
+    name=MODEL, model_id=MODEL_ID, manifest="", files={}, nbytes=3_000_000, n_blocks=BLOCKS,
+    block_bytes=(), context_length=8, created_ns=0, min_instances=1,
+)  # fmt: skip
+
+
+def shown(capsys: pytest.CaptureFixture[str], device: str, fixed: int | None) -> dict[str, str]:
+    """The lines of a cluster of one node with one model, by what they begin with."""
+    info = NodeInfo(
+        node=SOURCE, generation=Generation(1), address="tcp://h:1", host="h", device=device,
+        arena_bytes=1, link_bytes_per_s=0, slots=8,
+    )  # fmt: skip
+    held = Holding(model_id=MODEL_ID, tier=Tier.GPU, blocks=(0, 1))
+    view = NodeView(info=info, holdings=(held,), arena_free=0, reserved_by=None)
+    sets = (msgspec.structs.replace(instances(replica(SOURCE), path()), fixed=fixed),)
+    pool = PoolState(nodes=(view,), models=(RECORD,))
+    planner = PlannerState(sets=sets, events=())
+    print_status(status.describe(ClusterState(), pool, planner))
+    lines = capsys.readouterr().out.splitlines()
+    return {line.split()[0]: line for line in lines if line}
+
+
+def test_blocks_lie_in_a_cpus_memory_or_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{MODEL}: memory 2/{BLOCKS}" in shown(capsys, "cpu", None)[SOURCE]
+    assert f"{MODEL}: gpu 2/{BLOCKS}" in shown(capsys, "cuda:0", None)[SOURCE]
+
+
+@pytest.mark.parametrize(("fixed", "words"), [(None, "1 to all nodes"), (0, "0, by hand")])
+def test_models_have_a_table(
+    fixed: int | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = shown(capsys, "cpu", fixed)[MODEL]
+    assert line.split()[1:5] == ["3.0", str(BLOCKS), "1", "1"]
+    assert line.endswith(words)

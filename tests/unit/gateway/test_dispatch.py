@@ -48,7 +48,11 @@ class Driver:
         self.publish(*instances)
 
     def publish(
-        self, *instances: Instance, step_s: float = 0.0, node_slots: int = 8
+        self,
+        *instances: Instance,
+        step_s: float = 0.0,
+        node_slots: int = 8,
+        fixed: int | None = None,
     ) -> list[Command]:
         """`step_s`: what they say that any pass takes, and each token more in it."""
         self.revision += 1
@@ -59,6 +63,7 @@ class Driver:
             revision=self.revision,
             instances=instances,
             node_slots={s.node: node_slots for i in instances for s in i.stages},
+            fixed=fixed,
             decode_s=step_s,
             prefill_s_per_token=step_s,
         )
@@ -137,6 +142,28 @@ def test_a_gap_ends_the_attempt_at_once() -> None:
     assert [type(command) for command in commands] == [Withdraw, Resumed]
     (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
     assert send.submit.tokens == (0, 1, 2, 3, 7)
+
+
+def ended(commands: list[Command]) -> list[tuple[RequestId, str]]:
+    return [(c.request, str(c.error)) for c in commands if isinstance(c, End)]
+
+
+def test_nobody_waits_for_a_model_that_its_operator_keeps_at_none() -> None:
+    driver = Driver()
+    driver.admit("waits")
+    told_so = f"model {NAME!r} is kept at 0 instances by its operator"
+    for commands in (driver.publish(fixed=0), driver.admit("late")):
+        ((_, error),) = ended(commands)
+        assert error.startswith(told_so)
+    driver.publish(fixed=None)
+    assert ended(driver.admit("again")) == []
+
+
+def test_what_runs_goes_on_where_its_operator_wants_none() -> None:
+    driver = Driver(replica(1))
+    driver.admit("runs")
+    assert ended(driver.publish(replica(1, state=InstanceState.DRAINING), fixed=0)) == []
+    assert [c.request for c in driver.give("runs", 1, 0) if isinstance(c, Emit)] == ["runs"]
 
 
 def told(commands: list[Command]) -> list[float]:

@@ -76,6 +76,15 @@ async def test_without_any_holder_the_event_fails_and_is_tried_again_when_one_is
     await cluster.until(lambda: "n0" in cluster.replicas())
 
 
+async def test_what_the_operator_fixed_is_told_and_taken_back(cluster: Cluster) -> None:
+    await cluster.serve(nodes=2)
+    assert cluster.sets[-1].fixed is None
+    await cluster.scale(0)
+    await cluster.until(lambda: cluster.sets[-1].fixed == 0 and not cluster.sets[-1].instances)
+    await cluster.scale(None)
+    await cluster.until(lambda: cluster.sets[-1].fixed is None)
+
+
 async def test_a_source_that_does_not_deliver_is_replaced_by_another(cluster: Cluster) -> None:
     n0, _, n2 = await cluster.serve(nodes=3)
     await cluster.scale(2)

@@ -1,0 +1,163 @@
+"""What `lambdascale status` prints for people: the document as tables."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.models import wanted
+
+Document = Mapping[str, Any]
+PIPED_WIDTH = 160
+COLUMNS = """\
+columns:
+  processes  since: when this one was started; restarts: how many ended before it, the last one how
+  models     replicas: complete copies that serve; paths: sets of nodes that serve with a part of
+             the model each, while it is loaded; wanted: what the autoscaler may choose from, or
+             what `lambdascale scale` set by hand
+  nodes      free MB: memory for weights; KV used: share of the memory for sequences that is taken;
+             prompts cached: share of all prompt tokens that were found in it; preempted: sequences
+             that gave up their place in it to others; peers: connections, by transport; blocks:
+             how many of a model's blocks lie where
+  instances  capacity: throughput in units of a complete replica; slots: sequences at once
+  events     seconds: until every target had the whole model
+"""
+
+
+def print_status(document: Document) -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    if document["gateway_url"]:
+        console.print(f"[bold]gateway[/]\n{document['gateway_url']}")
+    for title, rows in (
+        ("processes", document["processes"] and _processes(document)),
+        ("models", _models(document)),
+        ("nodes", _nodes(document)),
+        ("instances", _instances(document)),
+        ("events", _events(document)),
+    ):
+        if rows or title != "processes":
+            _print_table(console, title, rows)
+
+
+def _processes(document: Document) -> list[Document]:
+    return [
+        {
+            **{key: process[key] for key in ("name", "pid", "state", "since", "restarts")},
+            "last exit": process["last_exit"],
+        }
+        for process in document["processes"]
+    ]
+
+
+def _models(document: Document) -> list[Document]:
+    def serving(name: str) -> list[int]:
+        """Stages of each instance that serves it."""
+        return [
+            len(instance["stages"])
+            for instance in document["instances"]
+            if instance["model"] == name and instance["state"] == "serving"
+        ]
+
+    return [
+        {
+            "name": model["name"],
+            "MB": f"{model['nbytes'] / 1e6:.1f}",
+            "blocks": model["n_blocks"],
+            "replicas": sum(stages == 1 for stages in serving(model["name"])),
+            "paths": sum(stages > 1 for stages in serving(model["name"])),
+            "wanted": wanted(model["min_instances"], model["max_instances"], model["fixed"]),
+        }
+        for model in document["models"]
+    ]
+
+
+def _nodes(document: Document) -> list[Document]:
+    sizes = {model["name"]: model["n_blocks"] for model in document["models"]}
+    return [
+        {
+            "id": node["id"],
+            "state": node["state"],
+            "device": _device(node),
+            "free MB": f"{node['arena_free'] / 1e6:.0f}",
+            "KV used": _share(node["kv_used"], node["kv_capacity"]),
+            "prompts cached": _share(node["cached_tokens"], node["prompt_tokens"]),
+            "preempted": node["preemptions"],
+            "peers": ", ".join(f"{way} {len(nodes)}" for way, nodes in node["peers"].items()),
+            "blocks": _blocks(node, sizes),
+        }
+        for node in document["nodes"]
+    ]
+
+
+def _instances(document: Document) -> list[Document]:
+    return [
+        {
+            **{key: instance[key] for key in ("id", "model", "state", "capacity", "slots")},
+            "blocks": " -> ".join(
+                f"{stage['node']} {stage['blocks'][0]}-{stage['blocks'][1] - 1}"
+                for stage in instance["stages"]
+            ),
+        }
+        for instance in document["instances"]
+    ]
+
+
+def _events(document: Document) -> list[Document]:
+    return [
+        {
+            **{key: event[key] for key in ("id", "model", "state")},
+            "targets": ",".join(event["targets"]),
+            "seconds": event["actual"]["all_complete_s"],
+            "why": event["error"] or event["cause"],
+        }
+        for event in document["events"]
+    ]
+
+
+def _device(node: Document) -> str:
+    return f"{node['device']}, from {node['staging']}" if node["staging"] else str(node["device"])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def _blocks(node: Document, sizes: Mapping[str, int]) -> str:
+    """`m: memory 9/16, disk 16/16`"""
+    return "; ".join(
+        f"{model}: "
+        + ", ".join(
+            f"{_place(tier, node['device'])} {len(held)}/{sizes.get(model, '?')}"
+            for tier, held in tiers.items()
+        )
+        for model, tiers in node["blocks"].items()
+    )
+
+
+def _place(tier: str, device: str) -> str:
+    """What a tier is on the device: where the engine computes, `gpu`, is a CPU's own memory."""
+    return "memory" if tier == "gpu" and device == "cpu" else tier
+
+
+def _print_table(console: Console, title: str, rows: Sequence[Document]) -> None:
+    console.print(f"\n[bold]{title}[/]")
+    if not rows:
+        console.print("none")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row.values()))
+    console.print(table)
+
+
+def _cells(values: Iterable[Any]) -> list[str]:
+    return [
+        "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        for value in values
+    ]
