@@ -27,15 +27,18 @@ from shared.messages.pool import NodeView, PoolQuery, PoolState
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 
 EVENTS = 10
+DESCRIPTION = """\
+Shows the cluster: processes, models, nodes and the blocks they hold, instances, and the last
+scaling events. Exits with 1 if no cluster runs, or if a part of it does not answer; it then shows
+the other parts.
+"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "status",
-        help="show the cluster: processes, nodes, blocks, instances, events",
-        description="Shows the cluster: processes, nodes and the blocks they hold, instances, "
-        "and the last scaling events. Exits with 1 if no cluster runs, or if a part of it does "
-        "not answer; it then shows the other parts.",
+        help="show the cluster: processes, models, nodes, instances, events",
+        description=DESCRIPTION,
         epilog=COLUMNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
