@@ -8,14 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from services.gateway.generation import CONTEXT, Choice, Delta, Generation
-from services.gateway.openai import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    echoes,
-    logprobs_of,
-)
+from services.gateway.api_error import ApiError
+from services.gateway.asked import Asked
+from services.gateway.choices import CONTEXT, Choice
+from services.gateway.generation import Delta, Generation
 from services.gateway.text import Offsets, TextCodec
 from shared.messages.serving import Logprobs
 
@@ -29,18 +25,14 @@ _encode = msgspec.json.encode
 
 class Answers:
     def __init__(
-        self,
-        body: CompletionRequest | ChatRequest,
-        generation: Generation,
-        answer_id: str,
-        codec: TextCodec,
+        self, asked: Asked, generation: Generation, answer_id: str, codec: TextCodec
     ) -> None:
-        self._body = body
+        self._asked = asked
         self._codec = codec
         self._generation = generation
-        self._chat = isinstance(body, ChatRequest)
+        self._chat = asked.chat
         kind = "chat.completion" if self._chat else "text_completion"
-        if body.streams and self._chat:
+        if asked.stream and self._chat:
             kind += ".chunk"
         self._common: dict[str, object] = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{answer_id}",
@@ -55,15 +47,15 @@ class Answers:
             self._head + b'{"index":%d,' % choice.index + text for choice in generation.choices
         ]
         self._after = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}'
-        self._echoes = echoes(body)
+        self._echoes = asked.echo
         self._begun: set[int] = set()
         """Choices for which the stream has said what goes before their first token."""
-        self._by_token = bool(body.return_token_ids) or logprobs_of(body) is not None
+        self._by_token = asked.token_ids or asked.logprobs
         """Whether every token has an event of its own, with text or not."""
         self._offsets = [
             Offsets(codec, () if self._echoes else choice.request.prompt[-CONTEXT:], choice.echo)
             for choice in generation.choices
-            if logprobs_of(body) is not None
+            if asked.logprobs
         ]
 
     # --- whole ---------------------------------------------------------------
@@ -87,7 +79,7 @@ class Answers:
                 choice, (*echoed, *choice.tokens), (*scores, *choice.logprobs)
             ),
             "finish_reason": choice.finish,
-            **({"token_ids": choice.tokens} if self._body.return_token_ids else {}),
+            **({"token_ids": choice.tokens} if self._asked.token_ids else {}),
         }
 
     # --- log probabilities ---------------------------------------------------
@@ -97,7 +89,7 @@ class Answers:
     ) -> dict[str, object] | None:
         """The log probabilities of the next tokens of the choice; None if they were not asked
         for."""
-        if logprobs_of(self._body) is None:
+        if not self._asked.logprobs:
             return None
         pairs = list(zip(tokens, logprobs, strict=True))
         if self._chat:
@@ -172,7 +164,7 @@ class Answers:
         self, choice: Choice, text: str, token: int, logprobs: Logprobs | None
     ) -> bytes:
         body: dict[str, object] = {"delta": {"content": text}} if self._chat else {"text": text}
-        if self._body.return_token_ids:
+        if self._asked.token_ids:
             body["token_ids"] = [token]
         found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
         return self._event(choice, body, found)
@@ -188,13 +180,13 @@ class Answers:
         return self._head + _encode(event)
 
     def _tail(self, generated: int) -> bytes:
-        if self._body.usage_in_chunks:
+        if self._asked.usage_in_chunks:
             return b'],"usage":' + _encode(self._generation.usage(generated)) + b"}\n\n"
-        return b'],"usage":null}\n\n' if self._body.usage_at_end else b"]}\n\n"
+        return b'],"usage":null}\n\n' if self._asked.usage_at_end else b"]}\n\n"
 
     def last(self) -> bytes:
         """The events after those of the choices."""
-        if not self._body.usage_at_end:
+        if not self._asked.usage_at_end:
             return DONE
         return self._head + b'],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + DONE
 

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from aiohttp import web
 
+from services.gateway.api_error import invalid
+from services.gateway.bodies import decoded
 from services.gateway.catalog import Sight
+from services.gateway.choices import Choice
 from services.gateway.core.requests import Request
-from services.gateway.generation import Choice, Generation
-from services.gateway.openai import decoded, invalid
+from services.gateway.generation import Generation
 from services.gateway.text import StopStrings
 from shared.clock import now
 from shared.ids import RequestId, new_id

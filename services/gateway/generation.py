@@ -1,99 +1,21 @@
-"""From tokens to what a client reads: the choices of one call, as text with an end."""
+"""From tokens to what a client reads: one call, until all its choices have ended."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from services.gateway.catalog import Lingo
-from services.gateway.core import admission
+from services.gateway.api_error import of_error
+from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End
-from services.gateway.core.requests import Request
 from services.gateway.frontend import Call, Frontend
 from services.gateway.metrics import Metrics
-from services.gateway.openai import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    echoes,
-    invalid,
-    logprobs_of,
-    of_error,
-    rules_of,
-    sampling_of,
-    stops_of,
-)
-from services.gateway.text import DecodeStream, StopStrings, TextStream
 from shared import telemetry
 from shared.clock import now, wall_ns
-from shared.errors import BadInput, LambdaScaleError
-from shared.ids import RequestId, new_id
+from shared.errors import LambdaScaleError
+from shared.ids import RequestId
 from shared.messages.pool import ModelRecord
 from shared.messages.serving import Logprobs
-
-COMPLETION_TOKENS = 16
-"""The API's default of `max_tokens` for completions. Chats may fill the context."""
-CONTEXT = 4
-"""How many prompt tokens the first generated tokens are decoded with."""
-
-
-class Choice:
-    def __init__(
-        self,
-        index: int,
-        request: Request,
-        decode: TextStream,
-        stops: StopStrings,
-        *,
-        prompt: int = 0,
-        echo: str = "",
-        min_tokens: int = 0,
-        silent: bool = False,
-    ) -> None:
-        """`prompt`: the number of its prompt in the call. `echo` goes before the generated text.
-        Stop strings are not looked for in the text of the first `min_tokens` tokens. `silent`:
-        nothing is to be generated. One token shows that the prompt ran, but nobody is told of
-        it."""
-        self.index = index
-        self.prompt = prompt
-        self.request = request
-        self.echo = echo
-        self.finish: str | None = None
-        self.tokens: list[int] = []
-        self.prompt_logprobs: list[Logprobs] = []
-        """Log probabilities of the prompt's tokens after the first, if they were asked for."""
-        self.logprobs: list[Logprobs] = []
-        """Log probabilities of each generated token, if they were asked for."""
-        self.cached: int | None = None
-        """Prompt tokens that were cached where it began. None: not known before its first token."""
-        self.first_at = 0.0
-        self._decode = decode
-        self._stops = stops
-        self._min_tokens = min_tokens
-        self._silent = silent
-
-    def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
-        """Takes a token and returns the text that became certain. Sets `finish` with the last
-        token."""
-        if self._silent:
-            self.finish = "length"
-            return ""
-        self.tokens.append(token)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        text = "" if finish == "stop" else self._decode.step(token)
-        if finish:
-            text += self._decode.flush()
-        met = False
-        if len(self.tokens) > self._min_tokens:
-            text, met = self._stops.push(text)
-        if met:
-            self.finish = "stop"
-        elif finish:
-            self.finish = finish
-            text += self._stops.flush()
-        return text
 
 
 class Delta(NamedTuple):
@@ -259,113 +181,3 @@ class Generation:
                 mean = (now() - choice.first_at) / (count - 1)
                 self._metrics.tpot.labels(name).observe(mean)
         return text
-
-
-async def prompts_of(body: CompletionRequest | ChatRequest, lingo: Lingo) -> list[list[int]]:
-    """The token ids of every prompt. ApiError 400 if a prompt has none."""
-    if isinstance(body, ChatRequest):
-        return [await _chat_prompt(body, lingo)]
-    prompts = []
-    for prompt in body.prompts():
-        ids = await lingo.codec.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        if not ids:
-            invalid("prompt", "has no tokens")
-        if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
-            invalid("prompt", f"token ids must be between 0 and {lingo.vocab_size - 1}")
-        prompts.append(ids)
-    return prompts
-
-
-async def _chat_prompt(body: ChatRequest, lingo: Lingo) -> list[int]:
-    if lingo.template is None:
-        invalid("model", "has no chat template; use /v1/completions")
-    rendered = lingo.template.render(
-        [
-            message.for_template(index, developer=lingo.template.developer)
-            for index, message in enumerate(body.messages)
-        ],
-        add_generation_prompt=body.add_generation_prompt,
-        arguments=body.chat_template_kwargs or {},
-    )
-    ids = await lingo.codec.encode_chat(rendered)
-    if not ids:
-        invalid("messages", "have no tokens")
-    return ids
-
-
-def choices_of(
-    body: CompletionRequest | ChatRequest,
-    record: ModelRecord,
-    lingo: Lingo,
-    prompts: list[list[int]],
-) -> list[Choice]:
-    """One choice for every prompt and each of its `n` completions, in the API's order."""
-    n = body.n or 1
-    try:
-        admission.check_choices(len(prompts), n)
-    except BadInput as error:
-        raise ApiError(400, str(error), param="n") from error
-    scores = logprobs_of(body) if echoes(body) else None
-    try:
-        admission.check_scores(n * sum(map(len, prompts)), scores)
-    except BadInput as error:
-        raise ApiError(400, str(error), param="logprobs") from error
-    stop_ids = tuple(body.stop_token_ids or ()) + (() if body.ignore_eos else lingo.eos)
-    stops = stops_of(body)
-    rules = rules_of(body, lingo.vocab_size)
-    if rules and rules.grammar and not lingo.eos:
-        invalid("model", "names no token that ends a text, which structured output needs")
-    choices = []
-    for number, prompt in enumerate(prompts):
-        limit = _limit(body, len(prompt), record.context_length)
-        if (body.min_tokens or 0) > limit:
-            invalid("min_tokens", f"must be at most the tokens that can be generated, {limit}")
-        for i in range(n):
-            index = number * n + i
-            seed = secrets.randbits(63) if body.seed is None else body.seed
-            request = Request(
-                id=RequestId(new_id("req")),
-                model_id=record.model_id,
-                prompt=tuple(prompt),
-                max_tokens=max(limit, 1),
-                stop_ids=stop_ids,
-                sampling=sampling_of(body, admission.derive_seed(seed, i)),
-                rules=rules,
-                score_from=int(scores is not None),
-                waiting_since=now(),
-            )
-            context = () if isinstance(body, ChatRequest) else prompt[-CONTEXT:]
-            choices.append(
-                Choice(
-                    index,
-                    request,
-                    DecodeStream(lingo.codec, context),
-                    StopStrings(stops),
-                    prompt=number,
-                    echo=_echo(body, number, lingo),
-                    min_tokens=body.min_tokens or 0,
-                    silent=limit == 0,
-                )
-            )
-    return choices
-
-
-def _echo(body: CompletionRequest | ChatRequest, number: int, lingo: Lingo) -> str:
-    """The text of the prompt with this number, if it is to be repeated."""
-    if isinstance(body, ChatRequest) or not body.echo:
-        return ""
-    prompt = body.prompts()[number]
-    return prompt if isinstance(prompt, str) else lingo.codec.decode(prompt)
-
-
-def _limit(body: CompletionRequest | ChatRequest, prompt: int, context: int) -> int:
-    asked, default, param = body.max_tokens, None, "max_tokens"
-    if isinstance(body, CompletionRequest):
-        default = COMPLETION_TOKENS
-    elif body.max_completion_tokens is not None:
-        asked, param = body.max_completion_tokens, "max_completion_tokens"
-    try:
-        return admission.output_limit(prompt, asked, default, context)
-    except BadInput as error:
-        code = "context_length_exceeded"
-        raise ApiError(400, str(error), param=param, code=code) from error

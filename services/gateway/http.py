@@ -12,26 +12,19 @@ from aiohttp import web
 
 from services.gateway import classify
 from services.gateway.answers import WAITING, Answers
+from services.gateway.api_error import ApiError, invalid, of_error
+from services.gateway.asked import Asked, chat, completion
 from services.gateway.catalog import Catalog
+from services.gateway.choices import choices_of, prompts_of
 from services.gateway.frontend import NO_BUS, Frontend
-from services.gateway.generation import Generation, choices_of, prompts_of
+from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
 from services.gateway.images import ImageDecoder
 from services.gateway.metrics import CONTENT_TYPE, Metrics
-from services.gateway.openai import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    grammar_field,
-    invalid,
-    of_error,
-    parse,
-)
 from shared.config import GatewayConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
-from shared.messages.serving import LogitRules
 
 FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
@@ -140,27 +133,25 @@ class Api:
     # --- completions ---------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse(await request.read(), CompletionRequest))
+        return await self._complete(request, completion(await request.read()))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse(await request.read(), ChatRequest))
+        return await self._complete(request, chat(await request.read()))
 
-    async def _complete(
-        self, request: web.Request, body: CompletionRequest | ChatRequest
-    ) -> web.StreamResponse:
-        record = self._record(body.model)
+    async def _complete(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        record = self._record(asked.model)
         lingo = await self._loaded(record, self._catalog.lingo)
-        prompts = await prompts_of(body, lingo)
-        choices = choices_of(body, record, lingo, prompts)
-        await self._check_grammar(body, choices[0].request.rules)
+        prompts = await prompts_of(asked, lingo)
+        choices = choices_of(asked, record, lingo, prompts)
+        await self._check_grammar(asked)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         trace = request.headers.get("traceparent", "")
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, trace
         )
-        answers = Answers(body, generation, request[_ID], lingo.codec)
+        answers = Answers(asked, generation, request[_ID], lingo.codec)
         async with generation:
-            if body.streams:
+            if asked.stream:
                 return await self._stream(request, generation, answers)
             texts: list[list[str]] = [[] for _ in choices]
             async for deltas in generation.deltas(None):
@@ -201,16 +192,13 @@ class Api:
             pass  # the client left; the generation's context cancels its requests
         return response
 
-    async def _check_grammar(
-        self, body: CompletionRequest | ChatRequest, rules: LogitRules | None
-    ) -> None:
-        """Checks the grammar of the rules that all choices share."""
-        if rules is None or not rules.grammar:
+    async def _check_grammar(self, asked: Asked) -> None:
+        if not asked.rules.grammar:
             return
         try:
-            await self._grammars.check(rules.grammar)
+            await self._grammars.check(asked.rules.grammar)
         except BadInput as error:
-            invalid(grammar_field(body), str(error))
+            invalid(asked.grammar_field, str(error))
 
     # --- classification ------------------------------------------------------
 

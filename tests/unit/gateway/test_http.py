@@ -577,6 +577,11 @@ async def test_what_cannot_be_done_is_said(
     assert answer["error"]["message"]
 
 
+async def test_the_model_s_token_ids_are_named(http: aiohttp.ClientSession) -> None:
+    _, answer = await post(http, {**ASK, "logit_bias": {str(VOCAB): 1}})
+    assert f"0 to {VOCAB - 1}" in answer["error"]["message"]
+
+
 async def test_context_length_is_named(http: aiohttp.ClientSession) -> None:
     _, answer = await post(http, {**ASK, "max_tokens": CONTEXT})
     assert answer["error"]["code"] == "context_length_exceeded"

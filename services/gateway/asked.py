@@ -1,0 +1,296 @@
+"""What a client asked for, in one form: a completion or a chat, checked, its defaults filled in.
+
+A body is decoded and checked here, once; all that follows works on `Asked`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.api_error import invalid
+from services.gateway.bodies import ChatBody, ChatMessage, Common, CompletionBody, decoded
+from services.gateway.structure import grammar_field, grammar_of
+from services.gateway.unsupported import refusal
+from shared.messages.serving import LogitRules, Sampling
+
+COMPLETION_TOKENS = 16
+"""The API's default of `max_tokens` for completions. Chats may fill the context."""
+MAX_STOPS = 64
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_STOP_CHARS = 1024
+MAX_TOP_K = 1 << 30
+MAX_LOGPROBS = 20
+MAX_BIASED = 1024
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class Dialogue(msgspec.Struct, frozen=True):
+    """The messages that a chat template turns into a prompt."""
+
+    messages: tuple[Mapping[str, str], ...]
+    add_generation_prompt: bool
+    arguments: Mapping[str, Any]
+    """The caller's own switches for the template."""
+
+
+Prompt = str | list[int] | Dialogue
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    chat: bool
+    """Whether it is answered as a chat."""
+    prompts: tuple[Prompt, ...]
+    n: int
+    """How many completions each prompt gets."""
+    max_tokens: int | None
+    """Limit on generated tokens. None: `default_tokens` holds."""
+    default_tokens: int | None
+    """None: as many as the context has room for."""
+    limit_field: str
+    """The field that gave the limit, for errors."""
+    stops: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    """Ids that end a text, beside those of the model."""
+    ignore_eos: bool
+    """Whether the model's own ids do not end a text."""
+    seed: int | None
+    """None: any seed will do."""
+    sampling: Sampling
+    """For all choices; its seed is not set yet."""
+    rules: LogitRules
+    """Its grammar and its token ids are not checked against the model yet."""
+    grammar_field: str
+    """The field that gave the grammar, for errors."""
+    echo: bool
+    """Whether the prompt is repeated in the answer, which may then have no token of its own."""
+    token_ids: bool
+    """Whether every choice carries the ids of its generated tokens."""
+    stream: bool
+    usage_at_end: bool
+    usage_in_chunks: bool
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether tokens come with their log probabilities."""
+        return self.sampling.logprobs is not None
+
+
+def completion(raw: bytes) -> Asked:
+    """The body of a completion. ApiError 400 names the field that does not fit, or that is not
+    supported."""
+    body = decoded(raw, CompletionBody)
+    _check_common(body)
+    _check_range(body, "max_tokens", 0 if body.echo else 1)
+    _check_range(body, "logprobs", 0, MAX_LOGPROBS)
+    return _asked(
+        body,
+        prompts=_prompts(body.prompt),
+        logprobs=body.logprobs,
+        chat=False,
+        max_tokens=body.max_tokens,
+        default_tokens=COMPLETION_TOKENS,
+        limit_field="max_tokens",
+        echo=bool(body.echo),
+    )
+
+
+def chat(raw: bytes) -> Asked:
+    """The body of a chat. Errors as of `completion`."""
+    body = decoded(raw, ChatBody)
+    _check_common(body)
+    _check_range(body, "max_tokens", 1)
+    _check_chat(body)
+    dialogue = Dialogue(
+        tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
+        body.add_generation_prompt,
+        body.chat_template_kwargs or {},
+    )
+    newer = body.max_completion_tokens
+    return _asked(
+        body,
+        prompts=(dialogue,),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        chat=True,
+        max_tokens=body.max_tokens if newer is None else newer,
+        default_tokens=None,
+        limit_field="max_tokens" if newer is None else "max_completion_tokens",
+        echo=False,
+    )
+
+
+def _asked(
+    body: Common,
+    *,
+    prompts: tuple[Prompt, ...],
+    logprobs: int | None,
+    chat: bool,
+    max_tokens: int | None,
+    default_tokens: int | None,
+    limit_field: str,
+    echo: bool,
+) -> Asked:
+    options = body.stream_options
+    return Asked(
+        model=body.model,
+        chat=chat,
+        prompts=prompts,
+        n=body.n or 1,
+        max_tokens=max_tokens,
+        default_tokens=default_tokens,
+        limit_field=limit_field,
+        stops=_stops(body),
+        stop_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        seed=body.seed,
+        sampling=_sampling(body, logprobs),
+        rules=_rules(body),
+        grammar_field=grammar_field(body),
+        echo=echo,
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        usage_at_end=bool(options and options.include_usage),
+        usage_in_chunks=bool(options and options.continuous_usage_stats),
+    )
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    """Each prompt is a text or a list of token ids."""
+    if isinstance(given, str):
+        return (given,)
+    texts = [item for item in given if isinstance(item, str)]
+    ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if not given:
+        invalid("prompt", "must not be empty")
+    if max(len(texts), len(ids), len(lists)) < len(given):
+        invalid("prompt", "use one kind: texts, token ids, or lists of token ids")
+    return (ids,) if ids else (*texts, *lists)
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, str]:
+    _check_message(message, where)
+    fields = {"role": message.role, "content": _text(message, where)}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
+    return fields
+
+
+def _text(message: ChatMessage, where: str) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    for position, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            place = f"{where}.content[{position}]"
+            invalid(place, f"only parts of type 'text' can be read, not {part.type!r}")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _stops(body: Common) -> tuple[str, ...]:
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def _sampling(body: Common, logprobs: int | None) -> Sampling:
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        logprobs=logprobs,
+    )
+
+
+def _rules(body: Common) -> LogitRules:
+    biased = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    return LogitRules(
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=tuple(sorted(biased.items())),
+        min_tokens=body.min_tokens or 0,
+        grammar=grammar_of(body),
+    )
+
+
+# --- checks --------------------------------------------------------------------
+
+
+def _check_common(body: Common) -> None:
+    _check_range(body, "n", 1)
+    _check_range(body, "min_tokens", 0)
+    stops = _stops(body)
+    if len(stops) > MAX_STOPS:
+        invalid("stop", f"at most {MAX_STOPS} strings")
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            invalid("stop", f"every string must have 1 to {MAX_STOP_CHARS} characters")
+    ids = body.stop_token_ids or ()
+    if len(ids) > MAX_STOPS or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
+        invalid("stop_token_ids", f"at most {MAX_STOPS} ids between 0 and {MAX_TOKEN_ID}")
+    _check_range(body, "temperature", 0, 100)
+    if body.top_p is not None and not 0 < body.top_p <= 1:
+        invalid("top_p", "must be above 0 and at most 1")
+    if body.top_k is not None and not -1 <= body.top_k <= MAX_TOP_K:
+        invalid("top_k", f"must be between 0 (no limit) and {MAX_TOP_K}, or -1 (no limit)")
+    _check_range(body, "min_p", 0, 1)
+    _check_range(body, "presence_penalty", -2, 2)
+    _check_range(body, "frequency_penalty", -2, 2)
+    penalty = body.repetition_penalty
+    if penalty is not None and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        message = f"must be {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
+        invalid("repetition_penalty", f"{message} (1: no penalty)")
+    _check_bias(body.logit_bias or {})
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        invalid("best_of", "is not supported; leave it out")
+    if refused := refusal(body):
+        invalid(*refused)
+
+
+def _check_range(body: Common, field: str, least: float, most: float | None = None) -> None:
+    value = getattr(body, field)
+    if value is None or (value >= least and (most is None or value <= most)):
+        return
+    invalid(field, f"must be at least {least}" if most is None else f"must be {least} to {most}")
+
+
+def _check_bias(bias: Mapping[str, float]) -> None:
+    if len(bias) > MAX_BIASED:
+        invalid("logit_bias", f"at most {MAX_BIASED} tokens")
+    for token, value in bias.items():
+        if not (
+            token.isascii() and token.isdecimal() and len(token) < 11 and int(token) <= MAX_TOKEN_ID
+        ):
+            invalid("logit_bias", f"the keys are token ids, which {token[:20]!r} is not")
+        if not -100 <= value <= 100:
+            invalid("logit_bias", f"must be -100 to 100, which that of token {token} is not")
+
+
+def _check_chat(body: ChatBody) -> None:
+    if not body.messages:
+        invalid("messages", "must not be empty")
+    _check_range(body, "max_completion_tokens", 1)
+    _check_range(body, "top_logprobs", 0, MAX_LOGPROBS)
+    if body.top_logprobs and not body.logprobs:
+        invalid("top_logprobs", "needs logprobs: true")
+    if body.echo:
+        invalid("echo", "is for /v1/completions; leave it out")
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    """Refuses content that would not be passed to the template, and so would be lost."""
+    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
+        field = "role" if message.role in ("tool", "function") else "tool_calls"
+        invalid(f"{where}.{field}", "tool calls and their results are not supported yet")
+    if message.role not in ROLES:
+        invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role[:40]!r}")
+    for field in ("refusal", "audio"):
+        if getattr(message, field) is not None:
+            invalid(f"{where}.{field}", "is not supported; send the answer's content")

@@ -1,0 +1,126 @@
+"""The bodies of completions, as they come over the wire.
+
+Fields that are unknown are ignored, as the API's clients expect. Fields that are known and would
+change the answer, but that the engine cannot honour (`unsupported`), are refused: a client is never
+given something else than it asked for. docs/api.md lists what is what.
+"""
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from services.gateway.api_error import ApiError
+from services.gateway.unsupported import Unsupported
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+    """Has no effect: the answer keeps to the schema in any case."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field. Exactly one of its fields is given."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """A grammar in llguidance's Lark syntax."""
+
+
+class Common(Unsupported, kw_only=True):
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    """Accepted if it equals `n`."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    return_token_ids: bool | None = None
+    """Adds `token_ids` to every choice: the generated tokens themselves."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CompletionBody(Common, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Known, and refused.
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
+
+
+class ChatBody(Common, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+
+
+Json = TypeVar("Json", bound=msgspec.Struct)
+_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$")
+
+
+def decoded(raw: bytes, kind: type[Json]) -> Json:
+    """A JSON body. ApiError 400 names the field that does not fit."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        match = _PATH.match(str(error))
+        if match is None:
+            raise ApiError(400, str(error), param=_missing(str(error))) from error
+        message = f"{match['path']}: {match['what']}"
+        raise ApiError(400, message, param=match["path"] or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _missing(message: str) -> str | None:
+    found = re.search(r"missing required field `(\w+)`", message)
+    return found[1] if found else None

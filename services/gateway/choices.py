@@ -1,0 +1,197 @@
+"""The choices of one call: what is asked of the model, and each one's text as it grows."""
+
+import secrets
+
+import msgspec
+
+from services.gateway.api_error import ApiError, invalid
+from services.gateway.asked import Asked, Dialogue
+from services.gateway.catalog import Lingo
+from services.gateway.core import admission
+from services.gateway.core.requests import Request
+from services.gateway.text import DecodeStream, StopStrings, TextStream
+from shared.clock import now
+from shared.errors import BadInput
+from shared.ids import RequestId, new_id
+from shared.messages.pool import ModelRecord
+from shared.messages.serving import LogitRules, Logprobs
+
+CONTEXT = 4
+"""How many prompt tokens the first generated tokens are decoded with."""
+
+
+class Choice:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        decode: TextStream,
+        stops: StopStrings,
+        *,
+        prompt: int = 0,
+        echo: str = "",
+        min_tokens: int = 0,
+        silent: bool = False,
+    ) -> None:
+        """`prompt`: the number of its prompt in the call. `echo` goes before the generated text.
+        Stop strings are not looked for in the text of the first `min_tokens` tokens. `silent`:
+        nothing is to be generated. One token shows that the prompt ran, but nobody is told of
+        it."""
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.echo = echo
+        self.finish: str | None = None
+        self.tokens: list[int] = []
+        self.prompt_logprobs: list[Logprobs] = []
+        """Log probabilities of the prompt's tokens after the first, if they were asked for."""
+        self.logprobs: list[Logprobs] = []
+        """Log probabilities of each generated token, if they were asked for."""
+        self.cached: int | None = None
+        """Prompt tokens that were cached where it began. None: not known before its first token."""
+        self.first_at = 0.0
+        self._decode = decode
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._silent = silent
+
+    def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
+        """Takes a token and returns the text that became certain. Sets `finish` with the last
+        token."""
+        if self._silent:
+            self.finish = "length"
+            return ""
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        text = "" if finish == "stop" else self._decode.step(token)
+        if finish:
+            text += self._decode.flush()
+        met = False
+        if len(self.tokens) > self._min_tokens:
+            text, met = self._stops.push(text)
+        if met:
+            self.finish = "stop"
+        elif finish:
+            self.finish = finish
+            text += self._stops.flush()
+        return text
+
+
+async def prompts_of(asked: Asked, lingo: Lingo) -> list[list[int]]:
+    """The token ids of every prompt. ApiError 400 if a prompt has none."""
+    prompts = []
+    for prompt in asked.prompts:
+        ids, field = await _ids(prompt, lingo)
+        if not ids:
+            invalid(field, "has no tokens")
+        if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
+            invalid(field, f"token ids must be between 0 and {lingo.vocab_size - 1}")
+        prompts.append(ids)
+    return prompts
+
+
+async def _ids(prompt: str | list[int] | Dialogue, lingo: Lingo) -> tuple[list[int], str]:
+    """And the field that they come from."""
+    match prompt:
+        case str():
+            return await lingo.codec.encode_prompt(prompt), "prompt"
+        case list():
+            return prompt, "prompt"
+    template = lingo.template
+    if template is None:
+        invalid("model", "has no chat template; use /v1/completions")
+    rendered = template.render(
+        [
+            {**message, "role": template.developer} if message["role"] == "developer" else message
+            for message in prompt.messages
+        ],
+        add_generation_prompt=prompt.add_generation_prompt,
+        arguments=prompt.arguments,
+    )
+    return await lingo.codec.encode_chat(rendered), "messages"
+
+
+def choices_of(
+    asked: Asked, record: ModelRecord, lingo: Lingo, prompts: list[list[int]]
+) -> list[Choice]:
+    """One choice for every prompt and each of its `n` completions, in the API's order."""
+    scored = asked.echo and asked.logprobs
+    _check_size(asked, prompts, scored)
+    stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
+    rules = _rules_for(asked, lingo)
+    choices = []
+    for number, prompt in enumerate(prompts):
+        limit = _limit(asked, len(prompt), record.context_length)
+        for i in range(asked.n):
+            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            sampling = msgspec.structs.replace(asked.sampling, seed=admission.derive_seed(seed, i))
+            request = Request(
+                id=RequestId(new_id("req")),
+                model_id=record.model_id,
+                prompt=tuple(prompt),
+                max_tokens=max(limit, 1),
+                stop_ids=stop_ids,
+                sampling=sampling,
+                rules=rules,
+                score_from=int(scored),
+                waiting_since=now(),
+            )
+            choices.append(
+                Choice(
+                    number * asked.n + i,
+                    request,
+                    DecodeStream(lingo.codec, () if asked.chat else prompt[-CONTEXT:]),
+                    StopStrings(asked.stops),
+                    prompt=number,
+                    echo=_echo(asked, number, lingo),
+                    min_tokens=asked.rules.min_tokens,
+                    silent=limit == 0,
+                )
+            )
+    return choices
+
+
+def _check_size(asked: Asked, prompts: list[list[int]], scored: bool) -> None:
+    try:
+        admission.check_choices(len(prompts), asked.n)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="n") from error
+    try:
+        tokens = asked.n * sum(map(len, prompts))
+        admission.check_scores(tokens, asked.sampling.logprobs if scored else None)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="logprobs") from error
+
+
+def _rules_for(asked: Asked, lingo: Lingo) -> LogitRules | None:
+    """The rules; None if the model's logits are taken as they are."""
+    rules = asked.rules
+    if rules.logit_bias and rules.logit_bias[-1][0] >= lingo.vocab_size:
+        token, last = rules.logit_bias[-1][0], lingo.vocab_size - 1
+        invalid("logit_bias", f"token id {token} is not one of the model's, 0 to {last}")
+    if rules.grammar and not lingo.eos:
+        invalid("model", "names no token that ends a text, which structured output needs")
+    return None if rules == LogitRules() else rules
+
+
+def _echo(asked: Asked, number: int, lingo: Lingo) -> str:
+    """The text of the prompt with this number, if it is to be repeated."""
+    match asked.prompts[number]:
+        case str(text) if asked.echo:
+            return text
+        case list(ids) if asked.echo:
+            return lingo.codec.decode(ids)
+    return ""
+
+
+def _limit(asked: Asked, prompt: int, context: int) -> int:
+    """Most tokens to generate after a prompt of so many."""
+    try:
+        limit = admission.output_limit(prompt, asked.max_tokens, asked.default_tokens, context)
+    except BadInput as error:
+        code = "context_length_exceeded"
+        raise ApiError(400, str(error), param=asked.limit_field, code=code) from error
+    if asked.rules.min_tokens > limit:
+        invalid("min_tokens", f"must be at most the tokens that can be generated, {limit}")
+    return limit
