@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.export import (
     SpanExporter,
     SpanExportResult,
 )
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, Span, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -44,6 +45,33 @@ _provider: TracerProvider | None = None
 _exporting = False
 _tracer: trace.Tracer = trace.NoOpTracer()
 """The provider's tracer, kept because making one takes a while."""
+
+
+class _Ids(RandomIdGenerator):
+    """Random ids, except for a span whose traceparent was given out before it was made."""
+
+    def __init__(self) -> None:
+        self._given = threading.local()
+
+    @contextmanager
+    def given(self, own: SpanContext | None) -> Iterator[None]:
+        """The span that this thread makes meanwhile is that one."""
+        self._given.own = own
+        try:
+            yield
+        finally:
+            self._given.own = None
+
+    def generate_trace_id(self) -> int:
+        own: SpanContext | None = getattr(self._given, "own", None)
+        return super().generate_trace_id() if own is None else own.trace_id
+
+    def generate_span_id(self) -> int:
+        own: SpanContext | None = getattr(self._given, "own", None)
+        return super().generate_span_id() if own is None else own.span_id
+
+
+_ids = _Ids()
 
 
 class JsonLinesExporter(SpanExporter):
@@ -107,7 +135,8 @@ def configure(service: str, config: TelemetryConfig) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    resource = Resource.create({"service.name": service})
+    provider = TracerProvider(resource=resource, id_generator=_ids)
     if config.trace_dir:
         directory = Path(config.trace_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,6 +180,14 @@ def traceparent(span: Span) -> str:
     return carrier.get("traceparent", "")
 
 
+def new_trace() -> str:
+    """The traceparent of the root of a new trace, for a span that is recorded later (`own` of
+    `record`); empty: no traces are kept."""
+    if _provider is None:
+        return ""
+    return f"00-{_ids.generate_trace_id():032x}-{_ids.generate_span_id():016x}-01"
+
+
 def here() -> str:
     """The traceparent of the innermost `span` around this code, which tasks begun inside it
     inherit. Empty if there is none."""
@@ -182,14 +219,22 @@ def record(
     start_ns: int,
     end_ns: int,
     parent: str = "",
+    own: str = "",
     attributes: Mapping[str, Attribute] | None = None,
     links: Sequence[str] = (),
+    error: str = "",
 ) -> str:
     """Records a span that is already over. Returns its traceparent, or its parent's if spans are
-    not exported."""
+    not exported.
+
+    `own`: the traceparent of `new_trace` that it is known by already. `error`: what it failed with.
+    """
     if _provider is not None and not _exporting:
         return parent
-    span = start(name, parent=parent, start_ns=start_ns, attributes=attributes, links=links)
+    with _ids.given(context_of(own)):
+        span = start(name, parent=parent, start_ns=start_ns, attributes=attributes, links=links)
+    if error:
+        span.set_status(trace.Status(trace.StatusCode.ERROR, error))
     span.end(end_time=end_ns)
     return traceparent(span)
 

@@ -18,7 +18,6 @@ from services.node.service import NodeService
 from services.node.transport.base import OnMessage, OnPeerLost
 from services.node.transport.reads import OnSent
 from services.node.transport.tcp import OnConnected
-from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import Bus
@@ -34,6 +33,7 @@ from shared.messages.pool import ModelAdd
 from shared.messages.scaling import PlannerQuery, PlannerState
 from shared.service import Service
 from simulation.bus import SimBroker
+from simulation.checked import CheckedPlanner
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
@@ -290,7 +290,7 @@ class Cluster:
         if name == REGISTRY:
             return lambda bus: RegistryService(bus, RegistryConfig())
         if name == PLANNER:
-            return lambda bus: PlannerService(bus, self.planner_config)
+            return lambda bus: CheckedPlanner(bus, self.planner_config)
         if name == GATEWAY:
             config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
             return lambda bus: GatewayService(bus, config, listen=False)

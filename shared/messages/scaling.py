@@ -34,10 +34,13 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
 
     A newer revision of the same event replaces the older one. Held blocks stay, and blocks in
     flight whose source is unchanged go on. `promote` names blocks to bring up from the node's own
-    lower tiers. StaleEpoch if generation or revision is old; CapacityExceeded if the arena is full.
+    lower tiers. StaleEpoch if generation, revision or the planner's epoch is old; CapacityExceeded
+    if the arena is full.
     """
 
     event: EventId
+    epoch: int = 0
+    """Of the planner; 0: it does not say."""
     revision: int
     node: NodeId
     generation: Generation
@@ -88,6 +91,8 @@ class ReleaseModel(Message, frozen=True, kw_only=True, tag="release_model"):
 
     node: NodeId
     generation: Generation
+    epoch: int = 0
+    """Of the planner; 0: it does not say. An older one than the node has heard is StaleEpoch."""
     model_id: ModelId
     keep: Tier | None
 
@@ -214,3 +219,26 @@ class PlannerState(Message, frozen=True, kw_only=True, tag="planner_state"):
     sets: tuple[InstanceSet, ...]
     events: tuple[EventRecord, ...]
     """Newest first."""
+
+
+class StoryQuery(Message, frozen=True, kw_only=True, tag="story_query"):
+    """-> Told, from the planner."""
+
+    subject: str
+    """The id of a scaling event or a node, or a model's name or id."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One transition of a state machine."""
+
+    at_ns: int
+    cause: str
+    """The id of the event that led to it, or the kind of the message."""
+    subjects: tuple[str, ...]
+    """Ids of what it concerns."""
+    text: str
+
+
+class Told(Message, frozen=True, kw_only=True, tag="told"):
+    steps: tuple[Step, ...]
+    """Oldest first; the last hundred. None: nothing is remembered of the subject."""

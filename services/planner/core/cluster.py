@@ -1,24 +1,32 @@
 """What the planner knows of the cluster: nodes, what they hold, and the load that gateways see.
 
-Reports come every second from every node, and every 100 ms from every gateway, mostly to say what
-they said before. What they say is sorted by model when it changes, so that a question about one
-model costs what concerns that model.
+This is the only place that says what nodes hold: events, members and releases ask here. Reports
+come every second from every node, and every 100 ms from every gateway, mostly to say what they
+said before. What they say is sorted by model when it changes, so that a question about one model
+costs what concerns that model.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, Profile, Tier
+from shared.messages.scaling import BlockArrived
 
 FRESH_S = 2.0
 """A gateway that is silent for so long, while others are heard, no longer counts."""
 BLIND_S = 1.5
 """When nobody is heard for so long it is the planner who is cut off from the bus, and nothing is
 known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
+ARRIVAL_S = 1.0
+"""A report that lacks a block which arrived less than this ago was made before it arrived."""
+REMEMBER_S = 600.0
+"""How long news of a generation that ended can still be on its way."""
+
+Blocks = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +42,26 @@ class _Said:
     """A node's last word."""
 
     status: NodeStatus
-    models: dict[ModelId, dict[Tier, frozenset[int]]] = field(default_factory=dict)
-    """Its holdings."""
+    at: float
+    models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
+    """Its holdings, and what has arrived since."""
+    arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
+    """(model, block) -> when, of blocks that no report has confirmed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a report changed."""
+
+    more_room: bool = False
+    """The node has more room than it had."""
+    models: frozenset[ModelId] = frozenset()
+    """Those in the node's device memory, now or until now."""
+    gained: Mapping[ModelId, Blocks] = field(default_factory=dict)
+    """Blocks that are in its device memory now and were not."""
+
+
+NO_CHANGE = Change()
 
 
 class Cluster:
@@ -46,7 +72,8 @@ class Cluster:
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """Nodes that say they hold something of the model, of whatever generation."""
-        self._slots: int | None = None
+        self._slots = 0
+        """Sum over the nodes."""
         self._kv: dict[ModelId, int] = {}
         """KV positions of a replica, as a node that has the model open said last."""
         self._prefill: dict[ModelId, float] = {}
@@ -56,6 +83,7 @@ class Cluster:
         self._loads: dict[GatewayId, _Report] = {}
         self.over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
+        self._over_at: dict[NodeId, float] = {}
         self._heard_at = float("-inf")
 
     # --- what happens ---
@@ -66,60 +94,130 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
-        self._slots = None
+        self._slots += info.slots - (before.slots if before is not None else 0)
         return before if before and before.generation != info.generation else None
 
-    def on_gone(self, node: NodeId, generation: Generation) -> bool:
+    def meets(self, info: NodeInfo) -> bool:
+        """Whether the node is there, for all that is known: one that ended stays so. One that was
+        not known yet, as an answer named it before it was announced, is from now on."""
+        if info.node not in self.nodes:
+            self.on_joined(info)
+        known = self.nodes.get(info.node)
+        return known is not None and known.generation == info.generation
+
+    def on_gone(self, node: NodeId, generation: Generation, now: float) -> bool:
         """Whether that very generation was known."""
-        self.over[node] = generation
+        self.over[node], self._over_at[node] = generation, now
+        said = self._said.get(node)
+        if said is not None and said.status.generation <= generation:
+            self._unsort(self._said.pop(node))
         info = self.nodes.get(node)
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
-        self._slots = None
+        self._slots -= info.slots
         return True
 
     def on_revived(self, info: NodeInfo) -> None:
         """The registry, asked after it was told that this generation is over, says it lives: one
         that restarted does not know better, and its word counts with all others."""
         if self.over.get(info.node) == info.generation:
-            del self.over[info.node]
+            del self.over[info.node], self._over_at[info.node]
 
-    def on_status(self, status: NodeStatus, now: float) -> bool:
-        """Whether the node has more room than it had."""
+    def on_status(self, status: NodeStatus, now: float) -> Change:
         self.on_sign_of_life(now)
+        if self.over.get(status.node) == status.generation:
+            return NO_CHANGE
         said = self._said.get(status.node)
         known = said.status if said is not None else None
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
-            return False
+            return NO_CHANGE
         if known is None or status.profile != known.profile:
             for each in status.profile.models:
                 self._prefill[each.model_id] = each.prefill_s_per_token
                 self._decode[each.model_id] = each.decode_s
-        if said is not None and status.holdings == said.status.holdings:
-            said.status = status
+        was = _on_device(said)
+        before = was if known and known.generation == status.generation else {}
+        if said is not None and not said.arrived and status.holdings == said.status.holdings:
+            said.status, said.at = status, now
         else:
-            self._sort(status)
+            self._sort(status, now)
+        after = _on_device(self._said[status.node])
         if status.kv_capacity:
-            for model, tiers in self._said[status.node].models.items():
-                if Tier.GPU in tiers:
-                    self._kv[model] = status.kv_capacity
-        return known is None or status.arena_free > known.arena_free
+            self._kv.update(dict.fromkeys(after, status.kv_capacity))
+        gained = {
+            model: new
+            for model, blocks in after.items()
+            if (new := blocks - before.get(model, frozenset()))
+        }
+        return Change(
+            more_room=known is None or status.arena_free > known.arena_free,
+            models=frozenset(was.keys() | after.keys()),
+            gained=gained,
+        )
 
-    def _sort(self, status: NodeStatus) -> None:
+    def _sort(self, status: NodeStatus, now: float) -> None:
         node, before = status.node, self._said.get(status.node)
-        for model in before.models if before is not None else ():
-            self._holders[model].discard(node)
-        said = self._said[node] = _Said(status)
+        if before is not None:
+            self._unsort(before)
+        said = self._said[node] = _Said(status, now)
         for holding in status.holdings:
-            tiers = said.models.setdefault(holding.model_id, {})
-            tiers[holding.tier] = tiers.get(holding.tier, frozenset()).union(holding.blocks)
-            self._holders.setdefault(holding.model_id, set()).add(node)
+            self._add(said, holding.model_id, holding.tier, holding.blocks)
+        if before is not None and before.status.generation == status.generation:
+            for (model, block), at in before.arrived.items():
+                confirmed = block in said.models.get(model, {}).get(Tier.GPU, ())
+                if not confirmed and now - at < ARRIVAL_S:
+                    self._add(said, model, Tier.GPU, (block,))
+                    said.arrived[model, block] = at
 
-    def on_load(self, load: GatewayLoad, now: float) -> None:
+    def _add(self, said: _Said, model: ModelId, tier: Tier, blocks: Iterable[int]) -> None:
+        tiers = said.models.setdefault(model, {})
+        tiers[tier] = tiers.get(tier, frozenset()).union(blocks)
+        self._holders.setdefault(model, set()).add(said.status.node)
+
+    def _unsort(self, said: _Said) -> None:
+        for model in said.models:
+            holders = self._holders[model]
+            holders.discard(said.status.node)
+            if not holders:
+                del self._holders[model]
+
+    def on_arrived(self, message: BlockArrived, now: float) -> bool:
+        """Whether the block is one more in the device memory of a node that lives."""
         self.on_sign_of_life(now)
+        node, model = message.node, message.model_id
+        info, said = self.nodes.get(node), self._said.get(node)
+        if info is None or info.generation != message.generation:
+            return False
+        if said is None or said.status.generation != message.generation:
+            nothing = NodeStatus(
+                node=node, generation=message.generation, seq=-1, arena_free=0, holdings=()
+            )
+            self._sort(nothing, now)
+            said = self._said[node]
+        if message.block in said.models.get(model, {}).get(Tier.GPU, ()):
+            return False
+        self._add(said, model, Tier.GPU, (message.block,))
+        said.arrived[model, message.block] = now
+        return True
+
+    def on_released(self, node: NodeId, model: ModelId, now: float) -> None:
+        """The node has freed the model: what arrived before is not there any more."""
+        said = self._said.get(node)
+        if said is None or not any(of == model for of, _ in said.arrived):
+            return
+        said.arrived = {key: at for key, at in said.arrived.items() if key[0] != model}
+        self._sort(said.status, now)
+
+    def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
+        """The models of which the gateway says something else than it said before."""
+        self.on_sign_of_life(now)
+        before = self._loads.get(load.gateway)
+        known: Mapping[ModelName, ModelLoad] = before.models if before is not None else {}
         models = {each.model: each for each in load.models}
         self._loads[load.gateway] = _Report(now, now, models)
+        names = models.keys() | known.keys()
+        return frozenset(name for name in names if models.get(name) != known.get(name))
 
     def on_sign_of_life(self, now: float) -> None:
         """Something came over the bus."""
@@ -129,18 +227,33 @@ class Cluster:
         self._loads = live
         self._heard_at = now
 
+    def forget(self, now: float, models: Collection[ModelId]) -> None:
+        """Lets go of what can no longer matter; `models` are those that there are."""
+        for node in [node for node, at in self._over_at.items() if now - at > REMEMBER_S]:
+            del self.over[node], self._over_at[node]
+        for node, said in list(self._said.items()):
+            if node not in self.nodes and now - said.at > REMEMBER_S:
+                self._unsort(self._said.pop(node))
+        for measured in (self._kv, self._prefill, self._decode):
+            for model in measured.keys() - set(models):
+                del measured[model]
+
     # --- what is known ---
 
     def blind(self, now: float) -> bool:
         """Nothing was heard from anybody: what is known may be long over."""
         return now - self._heard_at > BLIND_S
 
-    def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> frozenset[int]:
-        """Blocks that a live node says it holds in any of the tiers."""
+    def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> Blocks:
+        """Blocks that a live node holds in any of the tiers."""
         held = self._models(node).get(model, {})
         return frozenset().union(*(held.get(tier, ()) for tier in tiers))
 
-    def holders(self, model: ModelId, tiers: Iterable[Tier]) -> dict[NodeId, frozenset[int]]:
+    def executable(self, node: NodeId, model: ModelId) -> Blocks:
+        """Blocks in a live node's device memory."""
+        return self._models(node).get(model, {}).get(Tier.GPU, frozenset())
+
+    def holders(self, model: ModelId, tiers: Iterable[Tier]) -> dict[NodeId, Blocks]:
         """By name."""
         tiers = tuple(tiers)
         nodes = sorted(self._holders.get(model, ()))
@@ -151,8 +264,8 @@ class Cluster:
         """Whether the node has device memory set aside for the model, filled or not."""
         return Tier.GPU in self._models(node).get(model, {})
 
-    def hosted(self, node: NodeId) -> list[ModelId]:
-        """Models that the node has device memory set aside for."""
+    def models_on(self, node: NodeId) -> list[ModelId]:
+        """Models that a live node has device memory set aside for."""
         return [model for model, tiers in self._models(node).items() if Tier.GPU in tiers]
 
     def profile(self, node: NodeId) -> Profile:
@@ -162,10 +275,8 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """The most of any node; at least 1."""
-        if self._slots is None:
-            self._slots = max((info.slots for info in self.nodes.values()), default=1)
-        return self._slots
+        """What a node has on average; at least 1."""
+        return max(1, self._slots // max(1, len(self.nodes)))
 
     def kv_tokens(self, model: ModelId) -> int:
         """KV positions of a complete replica; 0: not known."""
@@ -180,7 +291,7 @@ class Cluster:
         return self._decode.get(model, 0.0)
 
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
-        """All that lies in the arenas of live nodes."""
+        """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:
             said = self._of_node(node)
             for holding in said.status.holdings if said is not None else ():
@@ -214,6 +325,19 @@ class Cluster:
         """Whether what gateways say is later than that, of all who still count."""
         return self._heard_at > at and all(report.at > at for report in self._reports())
 
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        assert self._slots == sum(info.slots for info in self.nodes.values())
+        assert self.over.keys() == self._over_at.keys()
+        holders: dict[ModelId, set[NodeId]] = {}
+        for node, said in self._said.items():
+            assert said.status.node == node
+            for model, block in said.arrived:
+                assert block in said.models[model][Tier.GPU]
+            for model in said.models:
+                holders.setdefault(model, set()).add(node)
+        assert holders == self._holders
+
     def _of_node(self, node: NodeId) -> _Said | None:
         """What the node that lives said."""
         info, said = self.nodes.get(node), self._said.get(node)
@@ -221,7 +345,7 @@ class Cluster:
             return None
         return said
 
-    def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, frozenset[int]]]:
+    def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, Blocks]]:
         said = self._of_node(node)
         return said.models if said is not None else {}
 
@@ -235,3 +359,9 @@ class Cluster:
     def _of(self, model: ModelName) -> list[ModelLoad]:
         loads = (report.models.get(model) for report in self._reports())
         return [load for load in loads if load is not None]
+
+
+def _on_device(said: _Said | None) -> dict[ModelId, Blocks]:
+    if said is None:
+        return {}
+    return {m: tiers[Tier.GPU] for m, tiers in said.models.items() if Tier.GPU in tiers}

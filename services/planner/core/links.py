@@ -1,11 +1,13 @@
 """The network, the disks and the engines, in the form that the cost model takes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo, Profile
+from shared.messages.scaling import Transfer
 
 PROMPT_TOKENS = 512
 """The length of the prompt whose first token is predicted."""
@@ -66,3 +68,18 @@ class Links:
         """By index of node, bytes/s from the node's own lower tiers, where known."""
         rates = {i: self.profiles.get(n, _UNMEASURED).load_bytes_per_s for i, n in enumerate(nodes)}
         return {index: rate for index, rate in rates.items() if rate}
+
+    def expected(self, block_bytes: Sequence[int]) -> Callable[[Transfer], float]:
+        """Seconds of a transfer that has its links for itself; inf where a rate is not known."""
+        fabrics: dict[tuple[NodeId, NodeId], Fabric | None] = {}
+
+        def seconds(transfer: Transfer) -> float:
+            pair = (transfer.src, transfer.dst)
+            if pair not in fabrics:
+                fabrics[pair] = self.fabric(pair)
+            fabric = fabrics[pair]
+            if fabric is None:
+                return math.inf
+            return fabric.overhead_s + block_bytes[transfer.block] / fabric.rate(0, 1)
+
+        return seconds

@@ -8,7 +8,6 @@ from typing import Self, TypeVar, cast
 
 import msgspec
 
-from services.planner.service import PlannerService
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import KvEntry, On
@@ -27,6 +26,7 @@ from shared.messages.scaling import (
     ScaleAccepted,
     SetInstances,
 )
+from simulation.checked import CheckedPlanner
 from tests.unit.planner.scripted import (
     MODEL,
     NAME,
@@ -38,9 +38,7 @@ from tests.unit.planner.scripted import (
     record,
 )
 
-CONFIG = PlannerConfig(
-    tick_s=0.01, idle_s=0.15, scale_up_hold_s=0.02, stray_s=0.3, link_bytes_per_s=10_000
-)
+CONFIG = PlannerConfig(link_bytes_per_s=10_000)
 M = TypeVar("M", bound=Message)
 
 
@@ -54,6 +52,7 @@ class Cluster:
         self.sets: list[InstanceSet] = []
         self.changes: list[EventRecord] = []
         self._planner = AsyncExitStack()
+        self.planner_bus: MemoryBus | None = None
 
     async def __aenter__(self) -> Self:
         self.bus = await self.bus_of("test")
@@ -103,10 +102,10 @@ class Cluster:
         await gateway.start()
         return gateway
 
-    async def start_planner(self, bus: MemoryBus | None = None) -> PlannerService:
+    async def start_planner(self, bus: MemoryBus | None = None) -> CheckedPlanner:
         self.planner_bus = bus or MemoryBus(self.world.broker, "planner")
         await self._planner.enter_async_context(self.planner_bus)
-        service = PlannerService(self.planner_bus, self.config)
+        service = CheckedPlanner(self.planner_bus, self.config)
         return await self._planner.enter_async_context(service)
 
     async def serve(self, nodes: int, min_instances: int = 1) -> list[ScriptedNode]:
@@ -125,12 +124,14 @@ class Cluster:
 
     async def crash_planner(self) -> None:
         """It says and writes nothing more, from one moment to the next."""
+        assert self.planner_bus is not None
         await self.planner_bus.__aexit__(None, None, None)
         await self.stop_planner()
 
     async def stop_planner(self) -> None:
         stack, self._planner = self._planner, AsyncExitStack()
         await stack.aclose()
+        assert self.planner_bus is None or not self.planner_bus.failed, "the log says what raised"
 
     async def publish_model(self, model: ModelRecord) -> None:
         await self.ask(subjects.REGISTRY_MODEL_ADD, ModelAdd(record=model), Ok)

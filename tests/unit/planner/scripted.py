@@ -32,12 +32,15 @@ from shared.messages.scaling import (
     ReleaseModel,
 )
 
-WAIT_S = 5.0
-REPORT_S = 0.02
+WAIT_S = 600.0
+"""Of virtual time."""
+REPORT_S = 0.1
 MODEL = ModelId("m0d3l")
 NAME = ModelName("llama")
 BLOCKS = 4
 BLOCK_BYTES = 100
+BLOCK_S = 0.01
+"""Of virtual time, for a block to come."""
 ARENA_BYTES = 1000
 SLOTS = 4
 
@@ -155,7 +158,7 @@ class ScriptedNode:
         await self._serve()
         await self._bus.subscribe(subjects.POOL_REPORT, On(Message, self._on_report))
         leases = await self._bus.kv(subjects.KV_LEASES)
-        await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=60)
+        await leases.create(self.id, msgspec.msgpack.encode(self.info), ttl=86_400)
         self._world.spawn(self._keep_reporting())
 
     async def _serve(self) -> None:
@@ -270,10 +273,11 @@ class ScriptedNode:
         return self._may(pull.step) and sends and source.holds(plan.model_id, pull.block)
 
     async def land(self, plan: ApplyPlan, block: int, source: NodeId) -> None:
+        await asyncio.sleep(BLOCK_S)
         self.gpu[plan.model_id].add(block)
-        await self.report()
         if not self.lossy:
             await self.arrived(plan, block, source, "disk" if source == self.id else "tcp")
+        await self.report()
         self._world.stir()
 
     async def arrived(self, plan: ApplyPlan, block: int, source: NodeId, transport: str) -> None:

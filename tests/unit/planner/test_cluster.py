@@ -58,12 +58,12 @@ def test_holders_follow_the_reports() -> None:
     found.on_joined(info("0"))
     found.on_status(status("0", holding(Tier.GPU, 1)), now=0.0)
     assert list(found.holders(MODEL, GPU)) == ["0", "a"]
-    assert found.hosted(A) == [MODEL]
+    assert found.models_on(A) == [MODEL]
     found.on_status(status("a", holding(Tier.DISK, 1, model_id=OTHER), seq=2), now=1.0)
     assert list(found.holders(MODEL, GPU)) == ["0"]
-    assert found.hosted(A) == []
+    assert found.models_on(A) == []
     assert found.holders(OTHER, [Tier.DISK]) == {A: {1}}
-    found.on_gone(A, Generation(1))
+    found.on_gone(A, Generation(1), 0.0)
     assert found.holders(OTHER, [Tier.DISK]) == {}
 
 
@@ -81,14 +81,14 @@ def test_what_a_node_measured_is_its_last_word_of_it() -> None:
     assert found.profile(A) == Profile()
 
 
-def test_the_most_slots_are_of_a_node_that_lives() -> None:
+def test_slots_are_those_that_living_nodes_have_on_average() -> None:
     found = Cluster()
     assert found.slots == 1
     found.on_joined(info("a"))
     assert found.slots == 4
     found.on_joined(msgspec.structs.replace(info("b"), slots=9))
-    assert found.slots == 9
-    found.on_gone(NodeId("b"), Generation(1))
+    assert found.slots == 6
+    found.on_gone(NodeId("b"), Generation(1), 0.0)
     assert found.slots == 4
 
 
@@ -114,9 +114,9 @@ def test_an_older_report_that_comes_late_changes_nothing() -> None:
 
 def test_more_room_is_noticed() -> None:
     found = cluster()
-    assert not found.on_status(status("a", seq=2, free=600), 0.0)
-    assert found.on_status(status("a", seq=3, free=1000), 0.0)
-    assert not found.on_status(status("a", seq=3, free=2000), 0.0)
+    assert not found.on_status(status("a", seq=2, free=600), 0.0).more_room
+    assert found.on_status(status("a", seq=3, free=1000), 0.0).more_room
+    assert not found.on_status(status("a", seq=3, free=2000), 0.0).more_room
 
 
 def test_what_another_generation_held_is_not_held() -> None:
@@ -137,18 +137,18 @@ def test_a_report_may_overtake_its_node() -> None:
 
 def test_news_of_a_generation_that_is_over_comes_too_late() -> None:
     found = cluster()
-    assert found.on_gone(A, Generation(1))
-    assert not found.on_gone(A, Generation(1))
+    assert found.on_gone(A, Generation(1), 0.0)
+    assert not found.on_gone(A, Generation(1), 0.0)
     assert found.on_joined(info("a", generation=1)) is None
     assert not found.nodes
     found.on_joined(info("a", generation=2))
-    assert not found.on_gone(A, Generation(1))
+    assert not found.on_gone(A, Generation(1), 0.0)
     assert A in found.nodes
 
 
 def test_a_generation_may_be_revived_by_the_registry() -> None:
     found = cluster()
-    found.on_gone(A, Generation(1))
+    found.on_gone(A, Generation(1), 0.0)
     found.on_revived(info("a", generation=2))
     found.on_joined(info("a", generation=1))
     assert not found.nodes, "it was another that was revived"

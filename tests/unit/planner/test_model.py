@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from services.planner import model
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState
@@ -12,6 +11,7 @@ from shared.messages.scaling import EventState
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, record
 
+pytestmark = pytest.mark.virtual_time
 DRAINING = InstanceState.DRAINING
 
 
@@ -225,17 +225,16 @@ async def test_a_request_that_comes_while_the_last_copy_is_put_by_waits_for_it(
     n0.release_gate.clear()
     await cluster.until(lambda: n0.releases)
     await gateway.offer(1)
-    await cluster.until_more_sets(3)
+    for _ in range(5):
+        await gateway.reported()
     n0.release_gate.set()
     await cluster.until(lambda: gateway.on)
     assert not cluster.events(EventState.FAILED)
 
 
 async def test_release_is_asked_for_until_it_is_done(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(model, "RELEASE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(model, "RELEASE_RETRY_S", 0.01)
     (n0,) = await cluster.serve(nodes=1)
     n0.release_gate.clear()
     await cluster.scale(0)
@@ -256,9 +255,8 @@ async def test_a_member_that_lost_its_blocks_is_none(cluster: Cluster) -> None:
 
 
 async def test_a_model_gets_the_room_that_another_gives_up_at_once(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(model, "RETRY_S", 3600.0)
     (n0,) = await cluster.add_nodes(1)
     models = [record(min_instances=1, name=name) for name in ("one", "two", "three")]
     n0.disk = {each.model_id for each in models}
@@ -305,9 +303,8 @@ async def test_a_suspect_that_does_not_answer_serves_no_more(cluster: Cluster, h
 
 
 async def test_loads_of_gateways_add_up_and_a_silent_one_is_forgotten(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.3)
     await cluster.serve(nodes=3)
     one, two = await cluster.add_gateway("one"), await cluster.add_gateway("two")
     one.queued, two.queued = SLOTS + 1, SLOTS
@@ -319,10 +316,8 @@ async def test_loads_of_gateways_add_up_and_a_silent_one_is_forgotten(
 
 
 async def test_a_planner_that_hears_nobody_lets_everything_be(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.15)
-    monkeypatch.setattr("services.planner.core.cluster.BLIND_S", 0.1)
     nodes = await cluster.serve(nodes=2)
     gateway = await cluster.add_gateway()
     await gateway.offer(2 * SLOTS)
@@ -339,10 +334,8 @@ async def test_a_planner_that_hears_nobody_lets_everything_be(
 
 @pytest.mark.parametrize("reported_idle", [False, True])
 async def test_nothing_is_released_on_the_word_of_gateways_that_cannot_be_heard(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, reported_idle: bool
+    cluster: Cluster, reported_idle: bool
 ) -> None:
-    monkeypatch.setattr("services.planner.core.cluster.FRESH_S", 0.15)
-    monkeypatch.setattr("services.planner.core.cluster.BLIND_S", 0.1)
     nodes = await cluster.serve(nodes=2)
     gateway = await cluster.add_gateway()
     await gateway.offer(2 * SLOTS)

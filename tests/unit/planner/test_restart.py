@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.planner import service, store
 from services.planner.core.events import TERMINAL
 from shared import subjects
 from shared.bus.base import On
@@ -17,6 +16,8 @@ from shared.messages.scaling import EventRecord, EventState
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, SLOTS, record
 from tests.unit.registry.cluster import FailingBus
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def in_the_store(cluster: Cluster) -> Mapping[str, EventRecord]:
@@ -134,9 +135,8 @@ class DeafBus(MemoryBus):
 
 
 async def test_what_was_missed_is_learned_from_the_registry(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(service, "REFRESH_S", 0.05)
     bus = DeafBus(cluster.world.broker)
     await cluster.add_nodes(2)
     await cluster.start_planner(bus)
@@ -153,9 +153,8 @@ async def test_what_was_missed_is_learned_from_the_registry(
 
 
 async def test_events_go_on_while_nothing_can_be_stored(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(store, "RETRY_S", 0.05)
     bus = FailingBus(cluster.world.broker)
     await cluster.add_nodes(2)
     await cluster.start_planner(bus)

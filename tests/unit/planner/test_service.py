@@ -1,8 +1,9 @@
 """The planner among a real registry, scripted nodes and gateways: the life of events."""
 
+import asyncio
+
 import pytest
 
-from services.planner import model
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import Tier
@@ -17,6 +18,7 @@ from tests.unit.planner.scripted import (
     record,
 )
 
+pytestmark = pytest.mark.virtual_time
 SERVING, MOVING = InstanceState.SERVING, InstanceState.MOVING
 
 
@@ -64,6 +66,7 @@ async def test_load_makes_replicas_and_paths_serve_while_they_load(cluster: Clus
     assert path.slots >= 1
     assert {s.node for s in path.stages} & {"n1", "n2"}
     await cluster.until_event(EventState.SERVING)
+    await asyncio.sleep(0.1)  # of virtual time
     cluster.world.open_to(1000)
     done = await cluster.until_event(EventState.COMPLETE)
     await cluster.until_replicas("n0", "n1", "n2")
@@ -163,9 +166,8 @@ async def test_a_node_drains_until_the_requests_on_its_paths_have_ended(cluster:
 
 
 async def test_a_node_does_not_drain_for_ever(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(model, "DRAIN_LIMIT_S", 0.1)
     gateway, _ = await stay_on_a_path(cluster, 2)
     await cluster.scale(1)
     await cluster.until(lambda: any(node.releases for node in cluster.nodes.values()))

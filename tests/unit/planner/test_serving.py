@@ -1,7 +1,6 @@
-"""Planning paths takes its time elsewhere; an event's spans make one tree."""
+"""What serves while a model loads, as configured; an event's spans make one tree."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -9,44 +8,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.planner import serving
-from services.planner.core import instances
 from services.planner.core.paths import Path as PlannedPath
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from services.planner.core.serving.stop_the_world import stop_the_world
 from services.planner.core.serving.strategies import SERVING
-from shared import subjects, telemetry
+from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
 from shared.messages.pool import ModelProfile, Profile
-from shared.messages.scaling import EventState, PlannerQuery, PlannerState
+from shared.messages.scaling import EventState
 from tests.unit.planner.cluster import CONFIG, Cluster
-from tests.unit.planner.scripted import SLOTS, WAIT_S
+from tests.unit.planner.scripted import SLOTS
 
-
-async def test_the_planner_answers_while_paths_are_being_planned(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release, entered = threading.Event(), threading.Event()
-    plan = instances.plan
-
-    def slow(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            entered.set()
-            assert release.wait(WAIT_S)
-        return plan(*args)
-
-    monkeypatch.setattr(instances, "plan", slow)
-    await cluster.serve(nodes=2)
-    cluster.world.open_to(1)
-    await cluster.scale(2)
-    await cluster.until(entered.is_set)
-    assert await cluster.ask(subjects.PLANNER_STATE, PlannerQuery(), PlannerState)
-    assert not cluster.paths
-    release.set()
-    await cluster.until(lambda: cluster.paths)
-    cluster.world.open_to(1000)
-    await cluster.until_replicas("n0", "n1")
+pytestmark = pytest.mark.virtual_time
 
 
 async def test_the_configured_strategy_decides_what_serves(
@@ -58,7 +32,6 @@ async def test_the_configured_strategy_decides_what_serves(
         asked.append(loading)
         return stop_the_world(loading)
 
-    monkeypatch.setattr(serving, "REPUBLISH_S", 0.05)
     monkeypatch.setitem(cast(dict[str, ServingStrategy], SERVING), "none", spy)
     async with Cluster(msgspec.structs.replace(CONFIG, serving="none")) as cluster:
         await cluster.serve(nodes=2)
@@ -79,10 +52,7 @@ async def test_an_unknown_way_of_serving_is_refused() -> None:
             await cluster.start_planner()
 
 
-async def test_instance_sets_say_what_nodes_measured(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "REPUBLISH_S", 0.05)
+async def test_instance_sets_say_what_nodes_measured(cluster: Cluster) -> None:
     (node,) = await cluster.serve(nodes=1)
     assert (cluster.sets[-1].decode_s, cluster.sets[-1].prefill_s_per_token) == (0.0, 0.0)
     model = cluster.sets[-1].model_id

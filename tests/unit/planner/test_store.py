@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.planner import store
-from services.planner.store import LARGEST, Store, fitting
+from services.planner.core import archive
+from services.planner.core.archive import LARGEST, fitting
+from services.planner.store import Store
 from shared import subjects, telemetry
+from shared.bus.delivery import MAX_PAYLOAD
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.ids import ModelId, NodeId
+from shared.ids import EventId, ModelId, NodeId
 from shared.messages.scaling import EventRecord, EventState, Transfer
 from tests.unit.planner.records import event
 
@@ -23,10 +25,41 @@ async def bus() -> AsyncIterator[MemoryBus]:
         yield bus
 
 
-async def opened(bus: MemoryBus) -> Store:
-    found = Store(bus, LOG)
+class Opened:
+    """An archive, and the store that writes its changes."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self.store = Store(bus, LOG)
+        bus.tasks.spawn(self.store.run(), name="store")
+
+    async def load(self) -> None:
+        self.archive = await self.store.load()
+        for change in self.archive.fail_unfinished(2, "a start"):
+            self.store.write(change)
+
+    def put(self, record: EventRecord) -> None:
+        for change in self.archive.put(record, "a test"):
+            self.store.write(change)
+
+    def fix(self, model: ModelId, count: int | None) -> None:
+        for change in self.archive.fix(model, count, "a test"):
+            self.store.write(change)
+
+    async def settled(self) -> None:
+        await self.store.settled()
+
+    @property
+    def events(self) -> dict[EventId, EventRecord]:
+        return self.archive.events
+
+    @property
+    def fixed(self) -> dict[ModelId, int]:
+        return self.archive.fixed
+
+
+async def opened(bus: MemoryBus) -> Opened:
+    found = Opened(bus)
     await found.load()
-    bus.tasks.spawn(found.run(), name="store")
     return found
 
 
@@ -62,7 +95,7 @@ async def test_events_that_were_cut_off_have_failed(bus: MemoryBus) -> None:
 async def test_the_oldest_events_are_forgotten_those_that_run_are_not(
     bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "KEEP", 3)
+    monkeypatch.setattr(archive, "KEEP", 3)
     first = await opened(bus)
     first.put(event("running", decided_ns=0))
     for number in range(1, 6):
@@ -80,7 +113,7 @@ async def test_many_events_that_were_cut_off_are_no_trouble(
     for number in range(5):
         cut_off = event(f"ev-{number}", EventState.SERVING, decided_ns=number)
         await bucket.put(cut_off.id, msgspec.msgpack.encode(cut_off))
-    monkeypatch.setattr(store, "KEEP", 2)
+    monkeypatch.setattr(archive, "KEEP", 2)
     found = await opened(bus)
     assert list(found.events) == ["ev-3", "ev-4"]
     await found.settled()
@@ -101,6 +134,7 @@ def large(number: int, transfers: int) -> EventRecord:
 
 
 def test_records_fit_into_a_message() -> None:
+    assert LARGEST < MAX_PAYLOAD
     records = [large(number, 12_000) for number in range(20)]
     found = fitting(records)
     assert [record.id for record in found] == [record.id for record in records]

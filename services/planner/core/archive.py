@@ -1,0 +1,78 @@
+"""What outlives a planner: the records of its events, and the operator's numbers of replicas."""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from services.planner.core import events
+from services.planner.core.commands import StoreEvent, StoreFixed
+from shared.ids import EventId, ModelId
+from shared.messages.scaling import EventRecord, EventState
+
+KEEP = 200
+"""Events that are over and are remembered."""
+LARGEST = 6 << 20
+"""Bytes of a record, or of several in one answer: less than the bus takes in one message."""
+
+
+def fitting(records: Iterable[EventRecord]) -> tuple[EventRecord, ...]:
+    """The first records, as many as one message can carry; large ones without their schedules."""
+    fitted: list[EventRecord] = []
+    room = LARGEST
+    for record in records:
+        size = len(msgspec.msgpack.encode(record))
+        if size > room // 2:
+            record = msgspec.structs.replace(record, transfers=())
+            size = len(msgspec.msgpack.encode(record))
+        room -= size
+        if room < 0:
+            break
+        fitted.append(record)
+    return tuple(fitted)
+
+
+class Archive:
+    """Every change returns what is to be stored of it."""
+
+    def __init__(
+        self, records: Iterable[EventRecord] = (), fixed: Mapping[ModelId, int] | None = None
+    ) -> None:
+        self.events: dict[EventId, EventRecord] = {}
+        """Oldest first."""
+        self.fixed: dict[ModelId, int] = dict(fixed or {})
+        """Replicas that the operator asked for."""
+        for record in sorted(records, key=lambda r: r.decided_ns):
+            self.events[record.id] = record
+
+    def fail_unfinished(self, wall_ns: int, cause: str) -> list[StoreEvent]:
+        """Events that an earlier planner left unfinished have failed."""
+        stored: list[StoreEvent] = []
+        for record in list(self.events.values()):
+            if record.state not in events.TERMINAL:
+                reason = "the planner was restarted"
+                failed = events.advance(record, EventState.FAILED, wall_ns, error=reason)
+                stored += self.put(failed, cause)
+        return stored
+
+    def put(self, record: EventRecord, cause: str) -> list[StoreEvent]:
+        self.events[record.id] = record
+        stored = [StoreEvent(event=record.id, record=fitting([record])[0], cause=cause)]
+        over = [r.id for r in self.events.values() if r.state in events.TERMINAL]
+        for event in over[:-KEEP]:
+            del self.events[event]
+            stored.append(StoreEvent(event=event, record=None, cause=cause))
+        return stored
+
+    def fix(self, model: ModelId, count: int | None, cause: str) -> list[StoreFixed]:
+        """The operator's number of replicas for a model; None: there is none."""
+        if self.fixed.get(model) == count:
+            return []
+        if count is None:
+            del self.fixed[model]
+        else:
+            self.fixed[model] = count
+        return [StoreFixed(model=model, count=count, cause=cause)]
+
+    def newest(self, count: int) -> tuple[EventRecord, ...]:
+        newest = sorted(self.events.values(), key=lambda r: r.decided_ns, reverse=True)
+        return fitting(newest[: max(0, count)])

@@ -1,0 +1,178 @@
+"""What the planner's core tells its shell to do, in order.
+
+A command with a ticket is a question: the shell feeds exactly one answer with that ticket back,
+whatever happens to it. `cause` is the id of what led to the command (see `stimuli.cause_of`).
+"""
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from services.planner.core.instances import Member, Rules
+from services.planner.core.links import Links
+from services.planner.core.placement import Held, Roles
+from services.planner.core.tickets import Ticket
+from shared.errors import LambdaScaleError
+from shared.ids import NodeId
+from shared.messages import Message, pool, scaling
+from shared.messages.instances import Instance, InstanceSet
+from shared.messages.pool import ModelRecord
+from shared.messages.scaling import EventChanged, EventRecord
+
+
+class Caused(msgspec.Struct, frozen=True, kw_only=True):
+    cause: str
+
+
+class Question(Caused, frozen=True, kw_only=True):
+    ticket: Ticket
+
+
+# --- requests on the bus ---
+
+
+class Reserve(Question, frozen=True, kw_only=True):
+    message: pool.Reserve
+
+
+class FindSources(Question, frozen=True, kw_only=True):
+    message: pool.SourcesQuery
+
+
+class ReadPool(Question, frozen=True, kw_only=True):
+    message: pool.PoolQuery
+
+
+class SendPlan(Question, frozen=True, kw_only=True):
+    message: scaling.ApplyPlan
+
+
+class Release(Question, frozen=True, kw_only=True):
+    message: scaling.ReleaseModel
+
+
+class Ping(Question, frozen=True, kw_only=True):
+    node: NodeId
+
+
+class Unreserve(Question, frozen=True, kw_only=True):
+    message: pool.Unreserve
+
+
+Request = Reserve | FindSources | ReadPool | SendPlan | Release | Unreserve
+
+
+# --- computations, in a thread ---
+
+
+class MakePlan(Question, frozen=True, kw_only=True):
+    """The arguments of `placement.plan_transfers`."""
+
+    roles: Roles
+    held: Held
+    model: ModelRecord
+    links: Links
+    strategy: str
+    executing: Collection[NodeId]
+    max_stages: int
+
+
+class Repair(Question, frozen=True, kw_only=True):
+    """The arguments of `placement.repair_transfers`."""
+
+    held: Held
+    targets: Collection[NodeId]
+    model: ModelRecord
+    links: Links
+    reluctant: Collection[NodeId]
+
+
+class PlanPaths(Question, frozen=True, kw_only=True):
+    """The arguments of `instances.plan`."""
+
+    previous: tuple[Instance, ...]
+    members: Mapping[NodeId, Member]
+    rules: Rules
+
+
+Compute = MakePlan | Repair | PlanPaths
+
+
+# --- the rest ---
+
+
+class Publish(Caused, frozen=True, kw_only=True):
+    message: InstanceSet | EventChanged
+
+
+class StoreEvent(Caused, frozen=True, kw_only=True):
+    """Keep the record durably; None: forget it."""
+
+    event: str
+    record: EventRecord | None
+
+
+class StoreFixed(Caused, frozen=True, kw_only=True):
+    """Keep the operator's number of replicas durably; None: there is none."""
+
+    model: str
+    count: int | None
+
+
+class WakeAt(Caused, frozen=True, kw_only=True):
+    """Feed Wake then; replaces what was asked for before."""
+
+    at: float
+
+
+class Answer(Caused, frozen=True, kw_only=True):
+    """The reply to the Asked of this number."""
+
+    number: int
+    reply: Message | LambdaScaleError
+
+
+class Ready(Caused, frozen=True, kw_only=True):
+    """The core knows the pool: it can answer questions."""
+
+
+class Log(Caused, frozen=True, kw_only=True):
+    level: str
+    """`info`, `warning` or `error`."""
+    text: str
+    fields: dict[str, str | int | float | None]
+    error: Exception | None = None
+    """With its traceback."""
+
+
+Attribute = str | int | float | bool
+
+
+class Span(Caused, frozen=True, kw_only=True):
+    """For the trace: something that is over."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    parent: str = ""
+    """A traceparent."""
+    own: str = ""
+    """The traceparent that it is known by already; empty: any."""
+    attributes: dict[str, Attribute] = {}
+    error: str = ""
+    children: tuple["Span", ...] = ()
+
+
+Command = (
+    Request
+    | Ping
+    | Compute
+    | Publish
+    | StoreEvent
+    | StoreFixed
+    | WakeAt
+    | Answer
+    | Ready
+    | Log
+    | Span
+)

@@ -1,0 +1,156 @@
+"""What the machines of one planner share while something is handled."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.planner.core.archive import Archive, fitting
+from services.planner.core.cluster import Cluster
+from services.planner.core.commands import Attribute, Command, Log, Publish, Span
+from services.planner.core.serving.loading import ServingStrategy
+from services.planner.core.tickets import Moment, Ticket
+from shared.ids import EventId, ModelId
+from shared.messages.instances import InstanceSet
+from shared.messages.scaling import EventChanged, EventRecord
+from shared.story import Story
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a planner goes by; the fields of `PlannerConfig` mean the same there."""
+
+    epoch: int
+    """Counts the planners of this cluster: each has a higher one than those before it."""
+    new_id: Callable[[str], str]
+    """An id with this prefix, never the same twice."""
+    new_trace: Callable[[], str]
+    """A traceparent for a new trace; empty where none are kept."""
+    serving: ServingStrategy
+    strategy: str
+    tick_s: float
+    queue_per_instance: float
+    prefill_wait_s: float
+    idle_s: float
+    scale_up_hold_s: float
+    horizon_s: float
+    stray_s: float
+    max_stages: int
+    link_bytes_per_s: int
+    step_overhead_s: float
+
+
+@dataclass(slots=True)
+class _Open:
+    ticket: Ticket
+    due: float
+    """When its answer counts as lost."""
+
+
+class Desk:
+    """Time, cause and commands of what is being handled; the questions that are open."""
+
+    def __init__(self, settings: Settings, archive: Archive) -> None:
+        self.settings = settings
+        self.archive = archive
+        self.cluster = Cluster()
+        self.story = Story()
+        self.now = Moment(0.0, 0)
+        self.cause = ""
+        self.out: list[Command] = []
+        self.room_freed = False
+        """Nodes that could not be had may be had now."""
+        self._numbers = itertools.count(1)
+        self._revisions = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def at(self) -> float:
+        return self.now.at
+
+    def next_revision(self) -> int:
+        """Of instance sets; one row for all models, so that one that comes back begins no older."""
+        return next(self._revisions)
+
+    # --- questions ---
+
+    def ask(
+        self,
+        *,
+        within: float,
+        model: ModelId | None = None,
+        event: EventId | None = None,
+        revision: int = 0,
+    ) -> Ticket:
+        """A ticket for a question whose answer counts as lost after `within` seconds."""
+        ticket = Ticket(self.settings.epoch, next(self._numbers), model, event, revision)
+        self._open[ticket.number] = _Open(ticket, self.at + within)
+        return ticket
+
+    def settle(self, ticket: Ticket) -> bool:
+        """Whether an answer with this ticket is the first to an open question."""
+        known = self._open.get(ticket.number)
+        if known is None or known.ticket != ticket:
+            return False
+        del self._open[ticket.number]
+        return True
+
+    def is_open(self, number: int) -> bool:
+        return number in self._open
+
+    def lost(self) -> list[Ticket]:
+        """Questions whose answers count as lost by now."""
+        return [each.ticket for each in self._open.values() if each.due <= self.at]
+
+    # --- commands ---
+
+    def do(self, *commands: Command) -> None:
+        self.out += commands
+
+    def announce(self, record: EventRecord) -> None:
+        """A state or a revision of an event, to observers and the durable store."""
+        self.keep(record)
+        (sent,) = fitting([record])
+        message = EventChanged(record=sent, trace=record.trace, cause=record.id)
+        self.do(Publish(message=message, cause=self.cause))
+
+    def keep(self, record: EventRecord) -> None:
+        self.out += self.archive.put(record, self.cause)
+
+    def publish(self, instances: InstanceSet) -> None:
+        self.do(Publish(message=instances, cause=self.cause))
+
+    # --- for people ---
+
+    def tell(self, text: str, *subjects: str) -> None:
+        self.story.tell(self.at, self.cause, text, *subjects)
+
+    def log(self, level: str, text: str, **fields: str | int | float | None) -> None:
+        self.do(Log(level=level, text=text, fields=fields, cause=self.cause))
+
+    def complain(self, text: str, error: Exception, **fields: str | int | float | None) -> None:
+        """Of what should not happen."""
+        self.do(Log(level="error", text=text, fields=fields, error=error, cause=self.cause))
+
+    def span(
+        self,
+        name: str,
+        parent: str,
+        *,
+        since_ns: int | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+        children: tuple[Span, ...] = (),
+        error: str = "",
+    ) -> None:
+        """Something that ends now."""
+        self.do(
+            Span(
+                name=name,
+                start_ns=self.now.wall_ns if since_ns is None else since_ns,
+                end_ns=self.now.wall_ns,
+                parent=parent,
+                attributes=dict(attributes or {}),
+                children=children,
+                error=error,
+                cause=self.cause,
+            )
+        )

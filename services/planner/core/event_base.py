@@ -1,0 +1,330 @@
+"""The state of one scaling event, what is asked about it, and what is said of it.
+
+Its steps are in `event_machine` (the table and the way of an event that goes well) and `mending`
+(what is done when it does not).
+"""
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.planner.core import events
+from services.planner.core.commands import Command, Span, Unreserve
+from services.planner.core.desk import Desk
+from services.planner.core.links import Links
+from services.planner.core.orders import Orders
+from services.planner.core.placement import Plan, Roles
+from services.planner.core.standing import Standing
+from services.planner.core.tickets import Ticket
+from services.planner.core.trust import Trust
+from shared.errors import CapacityExceeded, LambdaScaleError
+from shared.ids import NodeId
+from shared.messages import pool
+from shared.messages.pool import ModelRecord, NodeGone, NodeInfo, Tier
+from shared.messages.scaling import EventRecord, EventState, PullFailed
+
+STALL_S = 5.0
+STALL_BYTES_PER_S = 20_000_000
+"""No block for STALL_S and the time of one block at this rate: plan again from what is held."""
+ASK_S = 5.0
+"""An answer of the registry, or to a ping, counts as lost after this long."""
+THINK_S = 120.0
+"""Likewise one of a thread."""
+IN_MEMORY = (Tier.GPU, Tier.HOST)
+NEVER = float("inf")
+
+
+class Phase(enum.Enum):
+    RESERVING = "reserving"
+    PLANNING = "planning"
+    FORMING = "forming"
+    SENDING = "sending"
+    LOADING = "loading"
+    JUDGING = "judging"
+    REPAIRING = "repairing"
+    OVER = "over"
+
+
+_P = Phase
+STEPS: dict[Phase, frozenset[Phase]] = {
+    _P.RESERVING: frozenset({_P.PLANNING, _P.OVER}),
+    _P.PLANNING: frozenset({_P.FORMING, _P.OVER}),
+    _P.FORMING: frozenset({_P.SENDING, _P.OVER}),
+    _P.SENDING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
+    _P.LOADING: frozenset({_P.JUDGING, _P.REPAIRING, _P.OVER}),
+    _P.JUDGING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
+    _P.REPAIRING: frozenset({_P.SENDING, _P.LOADING, _P.OVER}),
+    _P.OVER: frozenset(),
+}
+"""See `event_machine` for what the phases are."""
+
+
+# --- what the event tells its model ---
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The node is a target now."""
+
+    info: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The node is no target any more, which is its own fault."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The event failed before the node, a target, was complete: what it holds may be freed."""
+
+    node: NodeId
+
+
+Effect = Joined | Dropped | Freed
+
+
+@dataclass(slots=True)
+class Case:
+    """Something that went wrong, while it is looked into."""
+
+    why: str
+    failures: tuple[PullFailed, ...] = ()
+    gone: frozenset[NodeId] = frozenset()
+    slow: frozenset[NodeId] = frozenset()
+    """Nodes that are to be relieved if that is possible; nothing else is wrong."""
+    silent: set[NodeId] = field(default_factory=set)
+    """Those that were pinged in vain."""
+    receiving: tuple[NodeId, ...] = ()
+    """Targets of the next revision."""
+    since_ns: int = 0
+    """When its plan was asked for."""
+
+
+class EventBase:
+    def __init__(
+        self, desk: Desk, model: ModelRecord, record: EventRecord, standing: Standing
+    ) -> None:
+        """`standing` is the model's; the event only looks at it."""
+        self.record = record
+        self.phase = Phase.RESERVING
+        self.effects: list[Effect] = []
+        """What the model is to take in; it empties the list."""
+        self.no_room = False
+        """It failed because no target was to be had."""
+        self._desk = desk
+        self._model = model
+        self._standing = standing
+        self._every = frozenset(range(model.n_blocks))
+        self._orders = Orders(desk, model)
+        self._trust = Trust()
+        self._waits: dict[int, NodeId | None] = {}
+        """Questions of this phase that are open -> the node that each is about, if any."""
+        self._roles: Roles | None = None
+        self._counted: set[tuple[NodeId, int]] = set()
+        """Arrivals whose bytes have been counted."""
+        self._incomplete: dict[NodeId, None] = {}
+        """Targets that lack blocks, by what the cluster says."""
+        self._promoting: set[NodeId] = set()
+        self._out: set[NodeId] = set()
+        """Nodes that the event goes on without: gone, silent, or unable."""
+        self._troubles: list[PullFailed | NodeGone] = []
+        self._case = Case("")
+        self._stalls = 0
+        self._news_at = desk.at
+
+    # --- what is so ---
+
+    @property
+    def over(self) -> bool:
+        return self.phase is Phase.OVER
+
+    def loads(self, node: NodeId) -> bool:
+        """Whether the event, not over yet, has the node for a target."""
+        return not self.over and node in self.record.targets
+
+    def sends(self, node: NodeId) -> bool:
+        """Whether the event, not over yet, has blocks to come from the node."""
+        if self.over or self._roles is None:
+            return False
+        if self.record.state is EventState.DECIDED:
+            return node in self._roles.sources
+        return node in self._senders()
+
+    @property
+    def _patience(self) -> float:
+        return STALL_S + max(self._model.block_bytes, default=0) / STALL_BYTES_PER_S
+
+    def _held(self, node: NodeId) -> frozenset[int]:
+        return self._desk.cluster.executable(node, self._model.model_id) & self._every
+
+    def _of_targets(self) -> dict[NodeId, frozenset[int]]:
+        return {node: self._held(node) for node in self.record.targets}
+
+    def _receiving(self) -> tuple[NodeId, ...]:
+        return tuple(node for node in self._incomplete if node not in self._promoting)
+
+    def _senders(self) -> set[NodeId]:
+        """Of what is still to come."""
+        held, every = self._of_targets(), self._every
+        return {t.src for t in self.record.transfers if t.block not in held.get(t.dst, every)}
+
+    def _participants(self) -> set[NodeId]:
+        return {*self.record.targets, *self._senders()}
+
+    def _links(self) -> Links:
+        cluster, settings = self._desk.cluster, self._desk.settings
+        return Links(
+            dict(cluster.nodes),
+            {node: cluster.profile(node) for node in cluster.nodes},
+            settings.link_bytes_per_s,
+            settings.step_overhead_s,
+        )
+
+    # --- steps ---
+
+    def _step(self, phase: Phase) -> None:
+        if phase not in STEPS[self.phase]:
+            step = f"{self.phase.value} -> {phase.value}"
+            raise self._desk.story.illegal(self.record.id, step)
+        self._tell(f"{self.phase.value} -> {phase.value}")
+        self.phase = phase
+        self._waits = {}
+
+    def _ask(self, within: float, about: NodeId | None = None) -> Ticket:
+        ticket = self._desk.ask(
+            within=within,
+            model=self._model.model_id,
+            event=self.record.id,
+            revision=self.record.revision,
+        )
+        self._waits[ticket.number] = about
+        return ticket
+
+    def _do(self, command: Command) -> None:
+        self._desk.do(command)
+
+    def _drop(self, nodes: Collection[NodeId]) -> None:
+        for node in sorted(nodes):
+            self._out.add(node)
+            self._promoting.discard(node)
+            if node in self.record.targets:
+                self._incomplete.pop(node, None)
+                targets = tuple(n for n in self.record.targets if n != node)
+                self.record = msgspec.structs.replace(self.record, targets=targets)
+                self._tell(f"goes on without {node}", node)
+                self.effects.append(Dropped(node))
+
+    # --- the record ---
+
+    def _note(self, at_ns: int, timing: str) -> None:
+        before = self.record
+        self.record = events.note(before, at_ns, timing)
+        if self.over and self.record.actual != before.actual:
+            self._desk.keep(self.record)
+
+    def _set(self, record: EventRecord) -> None:
+        """A change that observers and the store are told of."""
+        self.record = record
+        self._desk.announce(record)
+
+    def cancel(self, reason: str) -> None:
+        """Ends the event as it is."""
+        if not self.over:
+            self._finish(EventState.CANCELLED, reason)
+
+    def fail(self, error: LambdaScaleError) -> None:
+        if not self.over:
+            self.no_room = isinstance(error, CapacityExceeded)
+            if self.record.state is EventState.DECIDED:
+                self._span_of_plan(error=repr(error))
+            self._finish(EventState.FAILED, str(error))
+
+    def _finish(self, state: EventState, error: str = "") -> None:
+        at = self._desk.now.wall_ns
+        lost = list(self._incomplete)
+        if state is EventState.COMPLETE:
+            self._note(at, "all_complete_s")
+        self._step(Phase.OVER)
+        self._set(events.advance(self.record, state, at, error=error))
+        self._tell(f"{state.value}: {error}" if error else state.value, *self.record.targets)
+        self._do(
+            Span(
+                name="scale_event",
+                start_ns=self.record.detected_ns,
+                end_ns=at,
+                own=self.record.trace,
+                attributes=events.summary(self.record),
+                cause=self.record.id,
+            )
+        )
+        if error:
+            self._log("warning", "event ended early", state=state.value, error=error)
+        else:
+            self._log("info", "event complete", seconds=self.record.actual.all_complete_s)
+        if state is EventState.FAILED:
+            self.effects += [Freed(node) for node in lost]
+        message = pool.Unreserve(event=self.record.id, cause=self.record.id)
+        ticket = self._desk.ask(within=ASK_S)
+        self._do(Unreserve(ticket=ticket, message=message, cause=self.record.id))
+
+    # --- for people ---
+
+    def _tell(self, text: str, *subjects: str) -> None:
+        self._desk.tell(text, self.record.id, self._model.model_id, *subjects)
+
+    def _log(self, level: str, text: str, **fields: str | int | float | None) -> None:
+        self._desk.log(level, text, event_id=self.record.id, model=self.record.name, **fields)
+
+    def _span_of_plan(
+        self, *, plan: Plan | None = None, reserved_ns: int | None = None, error: str = ""
+    ) -> None:
+        """From the decision to a plan, or to what prevented it."""
+        record, now_ns = self.record, self._desk.now.wall_ns
+        parts = [("reserve", record.decided_ns, reserved_ns or now_ns)]
+        if reserved_ns is not None:
+            parts.append(("choose", reserved_ns, now_ns))
+        attributes: Mapping[str, str | int] = {}
+        if plan is not None:
+            attributes = {
+                "sources": ",".join(record.sources),
+                "targets": ",".join(record.targets),
+                "strategy": record.strategy,
+                "transfers": len(record.transfers),
+                "considered": "; ".join(map(str, plan.considered)),
+            }
+        self._desk.span(
+            "plan",
+            record.trace,
+            since_ns=record.decided_ns,
+            attributes=attributes,
+            error=error,
+            children=tuple(
+                Span(name=name, start_ns=start, end_ns=end, cause=record.id)
+                for name, start, end in parts
+            ),
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        for number in self._waits:
+            assert self._desk.is_open(number)
+        assert (self.phase is Phase.OVER) == (self.record.state in events.TERMINAL)
+        if self.over:
+            return
+        planned = self.record.state is not EventState.DECIDED
+        assert planned == (self.phase not in (Phase.RESERVING, Phase.PLANNING))
+        if planned:
+            lacking = {n for n in self.record.targets if self._held(n) != self._every}
+            assert lacking == set(self._incomplete)
+        assert not self._out & set(self.record.targets)
+        assert self._promoting <= set(self.record.targets)
+        waiting = (Phase.RESERVING, Phase.PLANNING, Phase.JUDGING, Phase.REPAIRING)
+        assert bool(self._waits) == (self.phase in waiting)
+        if self.phase is Phase.LOADING:
+            assert self._incomplete
+            assert not self._troubles

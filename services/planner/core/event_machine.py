@@ -1,0 +1,269 @@
+r"""One scaling event, from its decision to its end.
+
+    reserving -> planning -> forming -> sending -> loading <-> judging
+                                          ^   \      ^ |        /
+                                          |    v     | v       /
+                                          +---- repairing <---+
+reserving: the registry sets targets aside and names sources. planning: a thread chooses how blocks
+spread. forming: a group takes its time to form, before anything moves. sending: targets are given
+their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
+pinged. repairing: a thread plans again, from what every participant holds. Every phase may end in
+`over`: complete, failed or cancelled. The table is `event_base.STEPS`; what others see of an event
+is its record, with a table of its own (`events.TRANSITIONS`).
+
+Trouble that comes in another phase than loading waits for it, and is answered with one revision.
+"""
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from services.planner.core import commands, events
+from services.planner.core.event_base import ASK_S, NEVER, THINK_S, Case, Joined, Phase
+from services.planner.core.forecast import later
+from services.planner.core.mending import Mending
+from services.planner.core.placement import Plan, Roles, assign_roles
+from services.planner.core.stimuli import Answer, Failed, Planned, Repaired, Replied
+from shared.errors import CapacityExceeded, PlanError
+from shared.ids import NodeId
+from shared.messages import pool
+from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
+from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken, PullFailed
+
+
+class EventMachine(Mending):
+    _reserved: Reserved | None = None
+    _sources: Sources | None = None
+    _infos: tuple[NodeInfo, ...] = ()
+    """Of the targets."""
+    _reserved_ns: int | None = None
+    _form_at = NEVER
+
+    @property
+    def next_wake(self) -> float:
+        if self.phase is Phase.FORMING:
+            return self._form_at
+        if self.phase is Phase.SENDING:
+            return self._orders.next_wake
+        if self.phase is Phase.LOADING:
+            return min(self._trust.look_at, self._news_at + self._patience)
+        return NEVER
+
+    # --- from the decision to the first bytes ---
+
+    def start(self, count: int, exclude: tuple[NodeId, ...]) -> None:
+        """Reserves up to `count` targets."""
+        self._desk.announce(self.record)
+        self._tell(f"decided: {self.record.cause}")
+        event = self.record.id
+        reserve = pool.Reserve(
+            event=event,
+            model_id=self._model.model_id,
+            nbytes=self._model.nbytes,
+            count=count,
+            exclude=exclude,
+            cause=event,
+        )
+        query = pool.SourcesQuery(model_id=self._model.model_id, cause=event)
+        self._do(commands.Reserve(ticket=self._ask(ASK_S), message=reserve, cause=event))
+        self._do(commands.FindSources(ticket=self._ask(ASK_S), message=query, cause=event))
+
+    def on_answer(self, answer: Answer) -> None:
+        """The first answer to a question of this event."""
+        if self.phase is Phase.SENDING:
+            self._orders.on_answer(answer)
+            self._sent()
+            return
+        if answer.ticket.number not in self._waits:
+            return  # the event has gone on without it
+        node = self._waits.pop(answer.ticket.number)
+        match self.phase, answer:
+            case Phase.JUDGING, _ if node is not None:
+                self._on_ping(node, answer)
+            case Phase.REPAIRING, Repaired():
+                self._on_repaired(answer.transfers)
+            case Phase.REPAIRING, Failed():
+                self._on_not_repaired(answer.error)
+            case _, Failed():
+                self.fail(answer.error)
+            case Phase.RESERVING, Replied():
+                self._on_reserved(answer)
+            case Phase.PLANNING, Planned():
+                self._on_planned(answer.plan)
+            case _:
+                kind = type(answer).__name__
+                self.fail(PlanError(f"a {kind} answers nothing in phase {self.phase.value}"))
+
+    def _on_reserved(self, answer: Replied) -> None:
+        if isinstance(answer.reply, Reserved):
+            self._reserved = answer.reply
+        elif isinstance(answer.reply, Sources):
+            self._sources = answer.reply
+        if self._reserved is None or self._sources is None:
+            return
+        meets, at = self._desk.cluster.meets, self._desk.at
+        self._infos = tuple(info for info in self._reserved.targets if meets(info))
+        sources = [source for source in self._sources.sources if meets(source.info)]
+        if not self._infos:
+            self.fail(CapacityExceeded("no node has room for another replica"))
+            return
+        staying = [s for s in sources if self._standing.fit(s.info.node, at)]
+        try:
+            roles = assign_roles(staying, [info.node for info in self._infos])
+        except PlanError as error:
+            self.fail(error)
+        else:
+            self._plan(roles)
+
+    def _plan(self, roles: Roles) -> None:
+        self._step(Phase.PLANNING)
+        self._roles, self._reserved_ns = roles, self._desk.now.wall_ns
+        settings = self._desk.settings
+        targets = (*roles.promoting, *roles.receiving)
+        plan = commands.MakePlan(
+            ticket=self._ask(THINK_S),
+            roles=roles,
+            held={node: self._held(node) for node in targets},
+            model=self._model,
+            links=self._links(),
+            strategy=settings.strategy,
+            executing={*targets, *(n for n in roles.sources if self._held(n))},
+            max_stages=settings.max_stages,
+            cause=self.record.id,
+        )
+        self._do(plan)
+
+    def _on_planned(self, plan: Plan) -> None:
+        roles, now = self._roles, self._desk.now
+        if roles is None:
+            raise self._desk.story.illegal(self.record.id, "a plan without roles")
+        self._step(Phase.FORMING)
+        self._promoting = {*roles.promoting, *plan.loading}
+        since_decision_s = (now.wall_ns - self.record.decided_ns) / 1e9
+        record = msgspec.structs.replace(
+            self.record,
+            sources=roles.sources,
+            targets=(*roles.promoting, *roles.receiving),
+            strategy=plan.strategy,
+            transfers=plan.transfers,
+            predicted=later(plan.forecast.predicted, since_decision_s),
+            physical_limit_s=plan.forecast.physical_limit_s,
+        )
+        self._set(events.advance(record, EventState.PLANNED, now.wall_ns))
+        self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
+        self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
+        self.effects += [Joined(info) for info in self._infos]
+        for node in self.record.targets:
+            self._look(node)
+        self._form_at = now.at + plan.setup_s
+        if plan.setup_s <= 0:
+            self._send(self.record.targets)
+
+    def _send(self, targets: Iterable[NodeId]) -> None:
+        self._step(Phase.SENDING)
+        self._trust.begin(self._desk.at)
+        self._orders.send(self.record, targets, self._promoting)
+        self._sent()
+
+    def _sent(self) -> None:
+        """Goes on once every target has answered; without those that did not take their part."""
+        if not self._orders.done:
+            return
+        refused = self._orders.refused
+        if not refused:
+            self._load()
+            return
+        for node, error in refused.items():
+            self._log("warning", "target refused its plan", node=node, error=str(error))
+        whys = "; ".join(f"{node}: {error}" for node, error in refused.items())
+        self._drop(refused)
+        self._replan(Case(f"targets refused: {whys}"))
+
+    # --- until everything has arrived ---
+
+    def _load(self) -> None:
+        if self.phase is Phase.SENDING:
+            self._news_at = self._desk.at
+        self._step(Phase.LOADING)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """In `loading`: whether it is done, or something is to be mended."""
+        if not self._incomplete:
+            self._finish(EventState.COMPLETE)
+        elif self._troubles:
+            self._mend()
+
+    def wake(self) -> None:
+        """Some time has passed."""
+        at = self._desk.at
+        if self.phase is Phase.FORMING and at >= self._form_at:
+            self._send(self.record.targets)
+        elif self.phase is Phase.SENDING and at >= self._orders.next_wake:
+            self._orders.wake(self.record, self._promoting)
+            self._sent()
+        elif self.phase is Phase.LOADING and at >= self._news_at + self._patience:
+            self._stalled()
+        elif self.phase is Phase.LOADING and at >= self._trust.look_at:
+            self._look_for_slow_nodes()
+
+    def on_block(self, message: BlockArrived) -> None:
+        """A target says that it has a block, which its report may have told already."""
+        if message.node in self.record.targets:
+            nbytes = message.nbytes if message.source != message.node else 0
+            self._count(message.node, message.block, nbytes)
+            self._note(message.first_byte_ns, "first_byte_s")
+
+    def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int) -> None:
+        """What a node holds has changed: these blocks are new."""
+        if not self.loads(node):
+            return
+        before = len(self._incomplete)
+        self._look(node)
+        for block in self._every.intersection(gained):
+            self._trust.land(node, block, self._desk.at)
+            self._news_at, self._stalls = self._desk.at, 0
+            pulled = node not in self._promoting
+            self._count(node, block, self._model.block_bytes[block] if pulled else 0)
+        if len(self._incomplete) < before:
+            self._note(at_ns, "first_complete_s")
+        if self.phase is Phase.LOADING:
+            self._go_on()
+
+    def _count(self, node: NodeId, block: int, nbytes: int) -> None:
+        """The bytes that a block brought to a target, once."""
+        if (node, block) not in self._counted:
+            self._counted.add((node, block))
+            moved = self.record.bytes_moved + nbytes
+            self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
+
+    def _look(self, node: NodeId) -> None:
+        if self._held(node) != self._every:
+            self._incomplete[node] = None
+        else:
+            self._incomplete.pop(node, None)
+
+    def on_path(self) -> None:
+        """The first path over nodes that are still loading is open."""
+        if self.over:
+            return
+        at = self._desk.now.wall_ns
+        self._note(at, "first_path_s")
+        if self.record.state is EventState.TRANSFERRING:
+            self._set(events.advance(self.record, EventState.SERVING, at))
+
+    def on_token(self, message: FirstPartialToken) -> None:
+        if message.stages > 1:
+            self._note(message.at_ns, "first_partial_token_s")
+
+    def on_trouble(self, trouble: PullFailed | NodeGone) -> None:
+        if self.over:
+            return
+        self._troubles.append(trouble)
+        if trouble.node in self.record.targets:
+            self._look(trouble.node)
+        if self.phase is Phase.LOADING:
+            self._go_on()
+        elif self.phase is Phase.SENDING and isinstance(trouble, NodeGone):
+            self._orders.on_gone(trouble.node)
+            self._sent()

@@ -1,0 +1,284 @@
+"""What serves a model: its members, the instances over them, and the sets that gateways are told.
+
+Members hold what the cluster says they hold. Paths over members that still load are planned
+outside (PlanPaths), as that can take long; until a plan is there, instances are revised by the last
+one. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.planner.core import instances
+from services.planner.core.commands import PlanPaths
+from services.planner.core.desk import Desk
+from services.planner.core.instances import Member, Rules, Stages
+from services.planner.core.stimuli import PathsPlanned
+from shared.ids import EventId, InstanceId, NodeId
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.pool import ModelRecord, NodeInfo
+
+REPUBLISH_S = 1.0
+PACE_S = 0.02
+"""Least time between two sets of one model."""
+PACE_PER_MEMBER_S = 1e-4
+"""What each member adds to it: large sets take long to make, to send and to read."""
+SETTLE_S = 0.25
+"""A load report that comes sooner after a change was published may not know of it yet."""
+HOP_COST = 0.02
+"""What a path pays for one more stage, as a share of a pass through the model."""
+PLAN_TIMEOUT_S = 120.0
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The scaling event that changes are due to."""
+
+    event: EventId | None = None
+    trace: str = ""
+
+
+class Fleet:
+    def __init__(self, desk: Desk, record: ModelRecord) -> None:
+        self.members: Mapping[NodeId, Member] = {}
+        """Replaced, never changed: a plan may be looking at them in its thread."""
+        self.instances: tuple[Instance, ...] = ()
+        self.cause = Cause()
+        self._desk = desk
+        self._record = record
+        self._every = frozenset(range(record.n_blocks))
+        settings = desk.settings
+        self._rules = Rules(record.n_blocks, settings.max_stages, HOP_COST, settings.serving)
+        self._planned: Mapping[Stages, float] = {}
+        self._planning = 0
+        """Number of the open question for paths; 0: there is none."""
+        self._outdated = False
+        """The members are no longer those of the plan that is being made."""
+        self._retired: dict[InstanceId, float] = {}
+        """Since when instances take no new requests."""
+        self._revision = desk.next_revision()
+        self._published_at = float("-inf")
+        self._revised_at = float("-inf")
+        self._revise_at = NEVER
+        self._closed = False
+        self._basis: tuple[object, ...] = ()
+        """What the instances were made from; only those that retire change by themselves."""
+
+    # --- the members ---
+
+    @property
+    def replicas(self) -> list[Member]:
+        """Complete members that take requests, in the order in which they joined."""
+        blocks = self._record.n_blocks
+        return [m for m in self.members.values() if len(m.held) == blocks and not m.draining]
+
+    @property
+    def loading(self) -> bool:
+        return instances.loading(self.members, self._record.n_blocks)
+
+    def join(self, info: NodeInfo, cause: Cause) -> None:
+        member = Member(
+            node=info.node,
+            address=info.address,
+            slots=info.slots,
+            held=self._held(info.node),
+            event=cause.event,
+            trace=cause.trace,
+        )
+        self._desk.tell(
+            f"member with {len(member.held)} of {self._record.n_blocks} blocks",
+            info.node,
+            self._record.model_id,
+        )
+        self._change(instances.joined(self.members, member, self._record.n_blocks))
+
+    def look(self, node: NodeId) -> None:
+        """What the node holds has changed."""
+        member, held = self.members.get(node), self._held(node)
+        if member is not None and member.held != held:
+            self._change({**self.members, node: replace(member, held=held)})
+
+    def drain(self, node: NodeId, draining: bool = True) -> None:
+        self._change({**self.members, node: replace(self.members[node], draining=draining)})
+
+    def leave(self, node: NodeId) -> Member | None:
+        member = self.members.get(node)
+        if member is not None:
+            self._desk.tell("no member any more", node, self._record.model_id)
+            self._change({n: m for n, m in self.members.items() if n != node})
+        return member
+
+    def _held(self, node: NodeId) -> frozenset[int]:
+        return self._desk.cluster.executable(node, self._record.model_id) & self._every
+
+    def _change(self, members: Mapping[NodeId, Member]) -> None:
+        if self._closed:
+            return
+        self.members = members
+        if self.loading:
+            self._outdated = True
+            self._plan()
+        else:
+            self._planned = instances.plan(self.instances, members, self._rules)
+        self.touch()
+
+    # --- paths ---
+
+    def _plan(self) -> None:
+        """Asks for paths, until those are there that go by the members as they are."""
+        if self._planning or not self._outdated or not self.loading or self._closed:
+            return
+        self._outdated = False
+        ticket = self._desk.ask(
+            within=PLAN_TIMEOUT_S, model=self._record.model_id, revision=self._revision
+        )
+        self._planning = ticket.number
+        self._desk.do(
+            PlanPaths(
+                ticket=ticket,
+                previous=self.instances,
+                members=self.members,
+                rules=self._rules,
+                cause=self._desk.cause,
+            )
+        )
+
+    def on_planned(self, answer: PathsPlanned) -> None:
+        if answer.ticket.number != self._planning:
+            return
+        self._planning = 0
+        if self.loading:
+            self._planned = answer.planned
+            self.touch()
+            self._plan()
+
+    def on_not_planned(self, number: int) -> None:
+        """Tried again when the members change, or with the next set that is due anyhow."""
+        if number == self._planning:
+            self._planning, self._outdated = 0, True
+
+    # --- the instances ---
+
+    def busy(self, instance: InstanceId) -> bool:
+        """Whether requests run on the instance, for all that is known."""
+        retired_at = self._retired.get(instance, NEVER)
+        settled = self._desk.cluster.reported_since(retired_at + SETTLE_S)
+        return not settled or self._requests_on(instance) > 0
+
+    def uses(self, node: NodeId) -> bool:
+        """Whether requests run over the node, on its replica or on a path, for all that is
+        known."""
+        return any(self.busy(instance.id) for instance in self._over(node))
+
+    def requests_over(self, node: NodeId) -> int:
+        return sum(self._requests_on(instance.id) for instance in self._over(node))
+
+    def _over(self, node: NodeId) -> list[Instance]:
+        return [i for i in self.instances if any(stage.node == node for stage in i.stages)]
+
+    def _requests_on(self, instance: InstanceId) -> int:
+        return self._desk.cluster.requests_on(self._record.name, instance)
+
+    @property
+    def next_wake(self) -> float:
+        return NEVER if self._closed else min(self._revise_at, self._published_at + REPUBLISH_S)
+
+    def touch(self) -> None:
+        """What the instances are made from has changed."""
+        pace = PACE_S + PACE_PER_MEMBER_S * len(self.members)
+        self._revise_by(max(self._desk.at, self._revised_at + pace))
+
+    def _revise_by(self, at: float) -> None:
+        self._revise_at = min(self._revise_at, at)
+
+    def settle(self) -> list[Instance]:
+        """Does what is due: revises the instances, tells gateways. Returns paths that are new."""
+        at = self._desk.at
+        if self._closed or at < self.next_wake:
+            return []
+        if at >= self._published_at + REPUBLISH_S:
+            self._plan()
+        before = self.instances
+        self._revise()
+        if self.instances != before:
+            self._revision = self._desk.next_revision()
+            self._publish()
+            known = {instance.id for instance in before}
+            return [i for i in self.instances if not i.is_replica and i.id not in known]
+        if at >= self._published_at + REPUBLISH_S:
+            self._publish()
+        return []
+
+    def _revise(self) -> None:
+        """Lets go of instances that are no longer used; makes those that the plan wants."""
+        at = self._desk.at
+        self._revised_at, self._revise_at = at, NEVER
+        basis = self.members, self._planned
+        if not self._retired and basis == self._basis:
+            return
+        self._basis = basis
+        self.instances = instances.revise(
+            self.instances,
+            self.members,
+            self._planned,
+            self._record.n_blocks,
+            busy=self.busy,
+            new_id=self._desk.settings.new_id,
+            event=self.cause.event,
+        )
+        self._retired = {
+            instance.id: self._retired.get(instance.id, at)
+            for instance in self.instances
+            if instance.state is not InstanceState.SERVING
+        }
+        if self._retired:  # those whose last requests have ended go
+            self._revise_by(at + self._desk.settings.tick_s)
+
+    # --- the gateways ---
+
+    def set(self) -> InstanceSet:
+        cluster, model = self._desk.cluster, self._record.model_id
+        return InstanceSet(
+            name=self._record.name,
+            model_id=model,
+            epoch=self._desk.settings.epoch,
+            revision=self._revision,
+            instances=self.instances,
+            node_slots=instances.node_slots(self.instances, self.members),
+            fixed=self._desk.archive.fixed.get(model),
+            decode_s=cluster.decode_s(model),
+            prefill_s_per_token=cluster.prefill_s_per_token(model),
+            trace=self.cause.trace,
+            cause=self.cause.event or "",
+        )
+
+    def _publish(self) -> None:
+        self._published_at = self._desk.at
+        self._desk.publish(self.set())
+
+    def close(self) -> None:
+        """Nothing serves the model from now on."""
+        self.instances = ()
+        self._revision = self._desk.next_revision()
+        self._publish()
+        self._closed = True
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        if self._closed:
+            assert self.instances == ()
+            return
+        for node, member in self.members.items():
+            assert member.held == self._held(node), f"{node} holds something else"
+        assert self._retired.keys() == {
+            i.id for i in self.instances if i.state is not InstanceState.SERVING
+        }
+        assert len({i.id for i in self.instances}) == len(self.instances)
+        if self._planning:
+            assert self._desk.is_open(self._planning)
+
+
+def describe(path: Instance) -> dict[str, str | float]:
+    """A path, for the trace."""
+    stages = " ".join(f"{s.node}[{s.start}:{s.stop}]" for s in path.stages)
+    return {"instance": path.id, "stages": stages, "capacity": round(path.capacity, 3)}

@@ -1,0 +1,181 @@
+"""What a scaling event does when something goes wrong while it loads.
+
+Failures that are known are answered together: those in doubt are pinged (`judging`), whoever cannot
+go on is dropped, and the rest is planned again from what every participant holds (`repairing`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable
+
+from services.planner.core import commands, events
+from services.planner.core.event_base import ASK_S, IN_MEMORY, THINK_S, Case, EventBase, Phase
+from services.planner.core.stimuli import Answer, Pinged
+from shared.errors import LambdaScaleError, PlanError
+from shared.ids import NodeId
+from shared.messages.pool import NodeGone
+from shared.messages.scaling import PullFailed, Transfer
+
+MAX_STALLS = 3
+MAX_REVISIONS = 32
+
+
+class Mending(EventBase):
+    @abstractmethod
+    def _send(self, targets: Iterable[NodeId]) -> None:
+        """Gives targets their parts of the current revision."""
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Goes (back) to `loading`, and on from there if there is a reason."""
+
+    # --- what calls for it ---
+
+    def _mend(self) -> None:
+        """Takes in all the troubles that have come, and answers them with one new revision."""
+        troubles, self._troubles = self._troubles, []
+        gone = frozenset(t.node for t in troubles if isinstance(t, NodeGone))
+        failures = tuple(
+            t
+            for t in troubles
+            if isinstance(t, PullFailed)
+            and self.loads(t.node)
+            and self._orders.sent.get(t.node) == t.revision  # others have been answered
+        )
+        for failure in failures:
+            self._log(
+                "warning",
+                "pull failed",
+                node=failure.node,
+                source=failure.source,
+                block=failure.block,
+                code=failure.code,
+            )
+        whys = [f"node {node} is gone" for node in sorted(gone & self._participants())]
+        whys += [f"{f.node} did not get block {f.block} from {f.source}" for f in failures]
+        if not whys:
+            self._out |= gone - set(self.record.targets)
+            return
+        self._promoting -= {f.node for f in failures if f.source == f.node}
+        case = Case("; ".join(dict.fromkeys(whys)), failures, gone)
+        self._judge(case, {f.source for f in failures})
+
+    def _stalled(self) -> None:
+        """No block has arrived for long."""
+        self._news_at = self._desk.at
+        if self._desk.cluster.blind(self._desk.at):
+            return  # cut off from the bus: silence says nothing
+        self._stalls += 1
+        waiting = ", ".join(self._incomplete)
+        if self._stalls > MAX_STALLS:
+            seconds = f"{self._stalls} x {self._patience:.0f} s"
+            self.fail(PlanError(f"no block arrived for {seconds}: {waiting}"))
+            return
+        case = Case(f"no block arrived for {self._patience:.0f} s: {waiting}")
+        self._judge(case, self._participants())
+
+    def _look_for_slow_nodes(self) -> None:
+        """A node that is found slow is relieved of what others can send."""
+        held, transfers = self._of_targets(), self.record.transfers
+        slow = self._trust.slow(
+            transfers, held, self._links().expected(self._model.block_bytes), self._desk.at
+        )
+        if slow and self.record.revision < MAX_REVISIONS and self._receiving():
+            why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
+            self._replan(Case(why, slow=frozenset(slow)))
+
+    # --- who can go on ---
+
+    def _judge(self, case: Case, nodes: Collection[NodeId]) -> None:
+        self._step(Phase.JUDGING)
+        self._case = case
+        for node in sorted(nodes):
+            ticket = self._ask(ASK_S, node)
+            self._do(commands.Ping(ticket=ticket, node=node, cause=self.record.id))
+        self._judged()
+
+    def _on_ping(self, node: NodeId, answer: Answer) -> None:
+        there = isinstance(answer, Pinged) and answer.there
+        if not there and not self._desk.cluster.blind(self._desk.at):
+            self._case.silent.add(node)
+        self._judged()
+
+    def _judged(self) -> None:
+        """Once all have answered, or will not."""
+        if self._waits:
+            return
+        case = self._case
+        if case.failures:
+            unable = self._trust.blame(case.failures, case.silent)
+        else:
+            unable = frozenset(case.silent)
+        self._drop(case.gone | unable)
+        self._replan(case)
+
+    # --- the next revision ---
+
+    def _replan(self, case: Case) -> None:
+        """From what every participant holds now."""
+        self._case, case.receiving = case, self._receiving()
+        if not self.record.targets:
+            self.fail(PlanError(f"no target is left: {case.why}"))
+        elif not case.receiving:
+            self._load()
+        elif self.record.revision >= MAX_REVISIONS:
+            self.fail(PlanError(f"given up after {MAX_REVISIONS} plans: {case.why}"))
+        else:
+            self._repair(case)
+
+    def _repair(self, case: Case) -> None:
+        self._step(Phase.REPAIRING)
+        self._tell(f"planned again: {case.why}", *sorted(self._out))
+        case.since_ns = self._desk.now.wall_ns
+        repair = commands.Repair(
+            ticket=self._ask(THINK_S),
+            held=self._to_send(),
+            targets=case.receiving,
+            model=self._model,
+            links=self._links(),
+            reluctant=frozenset(self._trust.distrusted),
+            cause=self.record.id,
+        )
+        self._do(repair)
+
+    def _to_send(self) -> dict[NodeId, frozenset[int]]:
+        """Blocks by node that may send them: of targets also what they bring up themselves."""
+        held = {
+            node: self._every if node in self._promoting else blocks
+            for node, blocks in self._of_targets().items()
+        }
+        holders = self._desk.cluster.holders(self._model.model_id, IN_MEMORY)
+        for node, blocks in holders.items():
+            fit = node not in self._out and self._standing.fit(node, self._desk.at)
+            if node not in held and fit:
+                held[node] = blocks & self._every
+        return held
+
+    def _on_repaired(self, transfers: tuple[Transfer, ...]) -> None:
+        case = self._case
+        relieved = sum(t.src in case.slow for t in transfers) < self._sends_of(case.slow)
+        if case.slow and not relieved:
+            self._load()
+            return
+        self._desk.span(
+            "replan", self.record.trace, since_ns=case.since_ns, attributes={"why": case.why}
+        )
+        revised = events.replan(self.record, self.record.targets, transfers)
+        self._log("info", "re-planned", why=case.why, revision=revised.revision)
+        self._set(revised)
+        self._send(case.receiving)
+
+    def _on_not_repaired(self, error: LambdaScaleError) -> None:
+        if self._case.slow:
+            self._load()  # all of what is left must come from those that send it now
+        else:
+            self.fail(PlanError(f"{self._case.why}, and {error}"))
+
+    def _sends_of(self, nodes: Collection[NodeId]) -> int:
+        """Transfers from these nodes that are still to come."""
+        held, every = self._of_targets(), self._every
+        return sum(
+            t.src in nodes and t.block not in held.get(t.dst, every) for t in self.record.transfers
+        )

@@ -1,0 +1,499 @@
+"""One model: decides how many replicas there should be, runs scaling events, drains and releases.
+
+It has at most one event that is not over. Whatever is told to it may make a decision due at once,
+such as a load report with requests that wait; a condition that must hold for a while is looked at
+again when that while is over (`next_wake`).
+"""
+
+from collections.abc import Collection
+
+from services.planner.core import commands
+from services.planner.core.desk import Desk
+from services.planner.core.event_base import IN_MEMORY, Dropped, Freed, Joined
+from services.planner.core.event_machine import EventMachine
+from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
+from services.planner.core.instances import Member
+from services.planner.core.multicast.strategies import LOCAL
+from services.planner.core.scaling import Decision, Policy, Scaler, decide
+from services.planner.core.standing import Standing, State
+from services.planner.core.stimuli import Answer, Failed, PathsPlanned
+from shared.errors import BadInput, Conflict, StaleEpoch
+from shared.ids import EventId, NodeId
+from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
+from shared.messages.scaling import (
+    BlockArrived,
+    EventRecord,
+    EventState,
+    FirstPartialToken,
+    PullFailed,
+    ReleaseModel,
+    Timings,
+)
+
+RETRY_S = 1.0
+"""After an event that failed, before the next one; doubles with each one that follows."""
+RETRY_MAX_S = 30.0
+DRAIN_LIMIT_S = 60.0
+RELEASE_S = 12.0
+"""An answer to a release counts as lost after this long."""
+NEVER = float("inf")
+
+
+class ModelMachine:
+    def __init__(self, desk: Desk, record: ModelRecord) -> None:
+        self.record = record
+        self.event: EventMachine | None = None
+        """The last one, over or not."""
+        self.fleet = Fleet(desk, record)
+        self.standing = Standing(desk.story)
+        self._desk = desk
+        self._scaler = Scaler()
+        self._failed = 0
+        """Events in a row."""
+        self._retry_at = float("-inf")
+        self._decided_at = float("-inf")
+        self._decide_at = float("-inf")
+        """When the number of replicas is next decided upon."""
+        self._ended = False
+        """The event's end has been taken in."""
+        self._removed = False
+        for node in desk.cluster.holders(record.model_id, [Tier.GPU]):
+            self.on_holdings(node, ())
+
+    @property
+    def fixed(self) -> int | None:
+        """The operator's number of replicas."""
+        return self._desk.archive.fixed.get(self.record.model_id)
+
+    @property
+    def scaling(self) -> bool:
+        return self.event is not None and not self.event.over
+
+    @property
+    def next_wake(self) -> float:
+        if self._removed:
+            return NEVER
+        event = self.event.next_wake if self.event is not None else NEVER
+        standing = self.standing.next_wake(self._desk.at)
+        drains = (
+            each.since.at + DRAIN_LIMIT_S
+            for node in self.standing.in_state(State.DRAINING)
+            if (each := self.standing.of(node)) is not None
+        )
+        limit = min((at for at in drains if at > self._desk.at), default=NEVER)
+        return min(self._decide_at, self.fleet.next_wake, event, standing, limit)
+
+    # --- what happens to it ---
+
+    def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int = 0) -> None:
+        """What a node holds of the model may have changed; `gained` is new, since `at_ns` (0:
+        now)."""
+        held = self._held(node)
+        self._note_released(node)
+        if self.standing.leaving(node):
+            return
+        member = self.fleet.members.get(node)
+        if member is not None:
+            lost = bool(member.held - held)
+            self.fleet.look(node)
+            if self.event is not None:
+                self.event.on_holdings(node, gained, at_ns or self._desk.now.wall_ns)
+            if lost and not self._loads(node):
+                self._log("warning", "a member lost blocks", node=node)
+                self._leave(node)
+            self.decide_soon()
+        elif len(held) == self.record.n_blocks and self.standing.fit(node, self._desk.at):
+            self._log("info", "complete copy found", node=node)
+            self.fleet.join(self._desk.cluster.nodes[node], Cause())
+            self.decide_soon()
+
+    def on_block(self, message: BlockArrived, gained: bool) -> None:
+        if self.event is not None and self.event.record.id == message.event:
+            self.event.on_block(message)
+        if gained:
+            self.on_holdings(message.node, (message.block,), message.finished_ns)
+
+    def on_load(self) -> None:
+        """Its load has changed: what waits is answered at once."""
+        demand = self._desk.cluster.demand(self.record.name)
+        if demand.queued_requests or demand.prompt_tokens:
+            self.decide_soon()
+        else:
+            self._decide_by(self._decided_at + self._desk.settings.tick_s)
+
+    def on_joined(self) -> None:
+        """A new node may be what the last event lacked."""
+        self._retry_at, self._failed = float("-inf"), 0
+        self.decide_soon()
+
+    def on_more_room(self) -> None:
+        """Memory was freed, or another event ended."""
+        if self.event is not None and self.event.no_room:
+            self.on_joined()
+
+    def on_gone(self, message: NodeGone) -> None:
+        self.fleet.leave(message.node)
+        self.standing.forget(message.node)
+        if self.event is not None:
+            self.event.on_trouble(message)
+        self.decide_soon()
+
+    def on_suspect(self, node: NodeId) -> None:
+        """A node that does not answer: nothing may use it for a while, whatever its lease says."""
+        info = self._desk.cluster.nodes.get(node)
+        if info is not None:
+            reason = "it does not answer"
+            self.on_gone(NodeGone(node=node, generation=info.generation, reason=reason))
+            self.standing.avoid(node, self._desk.at)
+
+    def on_news(self, message: PullFailed | FirstPartialToken) -> None:
+        if self.event is None or self.event.record.id != message.event:
+            return
+        if isinstance(message, PullFailed):
+            self.event.on_trouble(message)
+        else:
+            self.event.on_token(message)
+
+    def on_answer(self, answer: Answer) -> None:
+        """The first answer to a question of this model."""
+        ticket = answer.ticket
+        if ticket.event is not None:
+            if self.event is not None and self.event.record.id == ticket.event:
+                self.event.on_answer(answer)
+        elif isinstance(answer, PathsPlanned):
+            self.fleet.on_planned(answer)
+        else:
+            if isinstance(answer, Failed):
+                self.fleet.on_not_planned(ticket.number)
+            self._on_release_answered(answer)
+
+    def set_fixed(self, count: int | None) -> EventId | None:
+        """The operator's number of replicas; returns the event that this begins, if any."""
+        limit = self.record.max_instances
+        if count is not None and limit and count > limit:
+            raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
+        if self.scaling:
+            raise Conflict(f"a scaling event of {self.record.name} is running: wait for its end")
+        before = self.event
+        self._desk.do(*self._desk.archive.fix(self.record.model_id, count, self._desk.cause))
+        self.on_joined()
+        self.settle()
+        return self.event.record.id if self.event is not None and self.event is not before else None
+
+    def remove(self) -> None:
+        """The model is no more: nothing serves it from now on. Nodes forget it by themselves."""
+        if self.event is not None:
+            self.event.cancel("the model was removed")
+            self.event.effects.clear()
+        self._removed = True
+        self.fleet.close()
+        self._desk.do(*self._desk.archive.fix(self.record.model_id, None, self._desk.cause))
+
+    # --- what is due ---
+
+    def decide_soon(self) -> None:
+        self._decide_at = float("-inf")
+
+    def _decide_by(self, at: float) -> None:
+        self._decide_at = min(self._decide_at, at)
+
+    def settle(self) -> None:
+        """Does all that is due; to be called after everything that happens to it, and at
+        `next_wake`."""
+        if self._removed:
+            return
+        at = self._desk.at
+        if self.event is not None:
+            self.event.wake()
+        self._take_effects()
+        for node in self.standing.due(at):
+            self._ask_release(node)
+        for node in self.standing.in_state(State.DRAINING):
+            self._drain(node)
+        if at >= self._decide_at:
+            self._decide()
+        for path in self.fleet.settle():
+            self._desk.span("path_formed", self.fleet.cause.trace, attributes=describe(path))
+            if self.event is not None:
+                self.event.on_path()
+
+    def _take_effects(self) -> None:
+        event = self.event
+        if event is None:
+            return
+        effects = event.effects.copy()
+        event.effects.clear()
+        for effect in effects:
+            match effect:
+                case Joined(info):
+                    self.fleet.join(info, self.fleet.cause)
+                case Dropped(node):
+                    self.standing.avoid(node, self._desk.at)
+                    self._free(node)
+                case Freed(node):
+                    self._free(node)
+        if event.over and not self._ended:
+            self._ended = True
+            self._on_event_over(event)
+
+    def _on_event_over(self, event: EventMachine) -> None:
+        if not event.no_room:
+            self._desk.room_freed = True  # its targets can be reserved again
+        if event.record.state is EventState.COMPLETE:
+            self._failed = 0
+        else:
+            self._retry_at = self._desk.at + min(RETRY_S * 2**self._failed, RETRY_MAX_S)
+            self._failed += 1
+            self._decide_by(self._retry_at)
+        self.decide_soon()
+
+    # --- how many ---
+
+    def _decide(self) -> None:
+        at, config = self._desk.at, self._desk.settings
+        self._decided_at, self._decide_at = at, at + REPUBLISH_S
+        if self._desk.cluster.blind(at):
+            self._decide_by(at + config.tick_s)
+            return
+        members = self.fleet.members
+        have = len(self.fleet.replicas)
+        draining = sum(m.draining for m in members.values())
+        coming = len(members) - have - draining
+        policy = self._policy()
+        self._scaler, decision = decide(
+            self._scaler,
+            self._desk.cluster.demand(self.record.name),
+            policy,
+            have=have,
+            coming=coming,
+            leaving=self.standing.count,
+            now=at,
+        )
+        if self._scaler.short_since is not None and not decision.cause:
+            self._decide_by(max(self._scaler.short_since + policy.scale_up_hold_s, at))
+        if self._scaler.surplus_since is not None:
+            self._decide_by(max(self._scaler.surplus_since + policy.idle_s, at + config.tick_s))
+        missing = decision.replicas - have - coming
+        if missing > 0:
+            self._grow(decision, missing)
+        elif decision.replicas < have and not self.scaling:
+            self._shrink(decision)
+
+    def _policy(self) -> Policy:
+        cluster, settings = self._desk.cluster, self._desk.settings
+        nodes = len(cluster.nodes)
+        return Policy(
+            min_instances=self.record.min_instances,
+            max_instances=min(self.record.max_instances or nodes, nodes),
+            slots=cluster.slots,
+            kv_tokens=cluster.kv_tokens(self.record.model_id),
+            queue_per_instance=settings.queue_per_instance,
+            prefill_wait_s=settings.prefill_wait_s,
+            prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),
+            scale_up_hold_s=settings.scale_up_hold_s,
+            horizon_s=settings.horizon_s,
+            idle_s=settings.idle_s,
+            fixed=self.fixed,
+        )
+
+    def _grow(self, decision: Decision, missing: int) -> None:
+        for node in self.standing.in_state(State.DRAINING):
+            if missing > 0:  # the cheapest capacity there is
+                self.standing.stay(node)
+                self.fleet.drain(node, False)
+                self._tell(f"needed again: {decision.cause}", node)
+                missing -= 1
+        at = self._desk.at
+        if missing == 0 or self.scaling:
+            return
+        if at < self._retry_at:
+            self._decide_by(self._retry_at)
+        elif not self.standing.waits(at):
+            self._begin(decision, missing)
+
+    def _begin(self, decision: Decision, missing: int) -> None:
+        now, settings = self._desk.now, self._desk.settings
+        detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
+        record = EventRecord(
+            id=EventId(settings.new_id("ev")),
+            name=self.record.name,
+            model_id=self.record.model_id,
+            state=EventState.DECIDED,
+            cause=decision.cause,
+            revision=0,
+            sources=(),
+            targets=(),
+            strategy=settings.strategy,
+            transfers=(),
+            n_blocks=self.record.n_blocks,
+            nbytes=self.record.nbytes,
+            detected_ns=detected_ns,
+            decided_ns=now.wall_ns,
+            history=((EventState.DECIDED, now.wall_ns),),
+            predicted=Timings(),
+            actual=Timings(),
+            physical_limit_s=None,
+            bytes_moved=0,
+            trace=settings.new_trace(),
+        )
+        self._tell(f"begins {record.id} for {missing} more replicas", record.id)
+        self._desk.span("detect", record.trace, since_ns=detected_ns)
+        self._desk.span(
+            "decide",
+            record.trace,
+            attributes={"cause": decision.cause, "replicas": decision.replicas},
+        )
+        self.event = EventMachine(self._desk, self.record, record, self.standing)
+        self._ended = False
+        self.fleet.cause = Cause(record.id, record.trace)
+        avoided = self.standing.avoided(now.at)
+        exclude = dict.fromkeys((*self.fleet.members, *self.standing.released, *sorted(avoided)))
+        self.event.start(missing, tuple(exclude))
+
+    # --- less ---
+
+    def _shrink(self, decision: Decision) -> None:
+        """Drains the emptiest replica; among equals the one that came last."""
+
+        def load(member: Member) -> int:
+            return self.fleet.requests_over(member.node)
+
+        victim = min(reversed(self.fleet.replicas), key=load)
+        self._tell(f"drains: {decision.cause}", victim.node)
+        self.standing.drain(victim.node, self._desk.now, victim.trace)
+        self.fleet.drain(victim.node)
+
+    def _drain(self, node: NodeId) -> None:
+        """Lets the node go once nothing runs over it and no event reads from it."""
+        known = self.standing.of(node)
+        if known is None or (self.event is not None and self.event.sends(node)):
+            return
+        if self._desk.at - known.since.at < DRAIN_LIMIT_S and self.fleet.uses(node):
+            return
+        self.fleet.leave(node)
+        self._release(node)
+
+    def _leave(self, node: NodeId) -> None:
+        self.standing.stay(node)
+        self.fleet.leave(node)
+
+    def _free(self, node: NodeId) -> None:
+        """A node serves nothing any more: what it holds of the model may go."""
+        self._leave(node)
+        if node in self._desk.cluster.nodes:
+            self._release(node)
+
+    def free_stray(self, node: NodeId) -> None:
+        if not self.standing.leaving(node):
+            self._log("info", "memory without use is given back", node=node)
+            self._release(node)
+
+    def owns(self, node: NodeId, holding: Holding) -> bool:
+        """Whether what a node holds of the model in memory is there for a reason."""
+        if node in self.fleet.members or self.standing.of(node) or self._loads(node):
+            return True
+        if self.event is not None and self.event.sends(node):
+            return True
+        whole = len(holding.blocks) == self.record.n_blocks
+        return holding.tier is Tier.HOST and whole and self._keep(node) is Tier.HOST
+
+    def _keep(self, node: NodeId) -> Tier | None:
+        """The pool's invariant: the last copy in memory stays, in the host's. Not where every node
+        loads from its own disk or cache."""
+        if self._desk.settings.strategy == LOCAL:
+            return None
+        holders = self._desk.cluster.holders(self.record.model_id, IN_MEMORY)
+        for other, held in holders.items():
+            staying = self.standing.of(other) is None
+            if other != node and staying and len(held) == self.record.n_blocks:
+                return None
+        return Tier.HOST
+
+    def _release(self, node: NodeId) -> None:
+        """Frees what the node holds; it is asked until it has done it, or is gone."""
+        keep = self._keep(node)
+        kept = f", a copy is kept in {keep.value} memory" if keep else ""
+        self._tell(f"is released{kept}", node)
+        self.standing.release(node, keep, self._desk.now, self.fleet.cause.trace)
+        self._ask_release(node)
+
+    def _ask_release(self, node: NodeId) -> None:
+        info, known = self._desk.cluster.nodes.get(node), self.standing.of(node)
+        if info is None or known is None:
+            self.standing.forget(node)
+            return
+        release = ReleaseModel(
+            node=node,
+            generation=info.generation,
+            epoch=self._desk.settings.epoch,
+            model_id=self.record.model_id,
+            keep=known.keep,
+            trace=self.fleet.cause.trace,
+            cause=self._desk.cause,
+        )
+        ticket = self._desk.ask(within=RELEASE_S, model=self.record.model_id)
+        self.standing.asked(node, ticket.number)
+        self._desk.do(commands.Release(ticket=ticket, message=release, cause=self._desk.cause))
+
+    def _on_release_answered(self, answer: Answer) -> None:
+        released = (
+            node
+            for node in self.standing.in_state(State.RELEASING)
+            if (each := self.standing.of(node)) is not None and each.number == answer.ticket.number
+        )
+        node = next(released, None)
+        if node is None:
+            return
+        if isinstance(answer, Failed) and not isinstance(answer.error, StaleEpoch):
+            error = answer.error
+            self._log("warning", "release failed", node=node, code=error.code, error=str(error))
+            self.standing.refused(node, self._desk.at)
+            return
+        known = self.standing.of(node)
+        self.standing.answered(node)
+        if known is not None and known.drained:
+            kept = known.keep.value if known.keep else ""
+            attributes = {"node": node, "model": self.record.name, "keep": kept}
+            self._desk.span(
+                "drain", known.trace, since_ns=known.since.wall_ns, attributes=attributes
+            )
+        self._desk.cluster.on_released(node, self.record.model_id, self._desk.at)
+        self._note_released(node)
+
+    def _note_released(self, node: NodeId) -> None:
+        """Only the node's own report says that the memory is free: until then it is leaving."""
+        known = self.standing.of(node)
+        hosts = self._desk.cluster.hosts(node, self.record.model_id)
+        if known is not None and known.state is State.ANSWERED and not hosts:
+            self._tell("has freed its memory", node)
+            self.standing.stay(node)
+            self.decide_soon()
+
+    # --- helpers ---
+
+    def _held(self, node: NodeId) -> frozenset[int]:
+        every = range(self.record.n_blocks)
+        return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
+
+    def _loads(self, node: NodeId) -> bool:
+        return self.event is not None and self.event.loads(node)
+
+    def _tell(self, text: str, *subjects: str) -> None:
+        self._desk.tell(text, self.record.model_id, *subjects)
+
+    def _log(self, level: str, text: str, **fields: str | int | float | None) -> None:
+        self._desk.log(level, text, model=self.record.name, **fields)
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        self.fleet.validate()
+        if self._removed:
+            return
+        members = self.fleet.members
+        self.standing.validate(members, [n for n, m in members.items() if m.draining])
+        if self.event is not None:
+            self.event.validate()
+            assert not self.event.effects
+            assert self.event.over == self._ended
+        for node in (*members, *self.standing.released):
+            assert node in self._desk.cluster.nodes

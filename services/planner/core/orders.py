@@ -1,0 +1,108 @@
+"""Gives the targets of an event their parts of one revision of its plan."""
+
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
+
+from services.planner.core.commands import SendPlan
+from services.planner.core.desk import Desk
+from services.planner.core.stimuli import Answer, Failed
+from shared.errors import LambdaScaleError, NotFound, PlanError
+from shared.ids import NodeId
+from shared.messages.pool import ModelRecord
+from shared.messages.scaling import ApplyPlan, EventRecord, Pull
+
+APPLY_S = 8.0
+"""An answer counts as lost after this long."""
+MANIFEST_WAIT_S = 2.0
+"""A node that joined, or a model that was published, a moment ago: the one may not know the other
+yet."""
+NEVER = float("inf")
+
+
+class Orders:
+    def __init__(self, desk: Desk, model: ModelRecord) -> None:
+        self.sent: dict[NodeId, int] = {}
+        """The revision that each target follows."""
+        self.refused: dict[NodeId, LambdaScaleError] = {}
+        """Targets that did not take the current revision."""
+        self._desk = desk
+        self._model = model
+        self._every = frozenset(range(model.n_blocks))
+        self._open: dict[int, NodeId] = {}
+        """Questions that are open -> who was asked."""
+        self._again: dict[NodeId, float] = {}
+        """When targets that do not know the model yet are asked again."""
+        self._give_up_at = NEVER
+
+    @property
+    def done(self) -> bool:
+        """Every target took its part, or did not."""
+        return not self._open and not self._again
+
+    @property
+    def next_wake(self) -> float:
+        return min(self._again.values(), default=NEVER)
+
+    def send(
+        self, record: EventRecord, targets: Iterable[NodeId], promoting: AbstractSet[NodeId]
+    ) -> None:
+        """The record's revision. `promoting`: targets that bring up what they lack from their own
+        lower tiers."""
+        self.refused, self._open, self._again = {}, {}, {}
+        self._give_up_at = self._desk.at + MANIFEST_WAIT_S
+        for node in targets:
+            self._send(record, node, promoting)
+
+    def _send(self, record: EventRecord, node: NodeId, promoting: Collection[NodeId]) -> None:
+        nodes = self._desk.cluster.nodes
+        if node not in nodes:
+            self.refused[node] = PlanError(f"node {node} is gone")
+            return
+        held = self._desk.cluster.executable(node, self._model.model_id)
+        # A sender that went a moment ago is left out; the revision that follows replaces it.
+        pulls = tuple(
+            Pull(t.step, t.block, t.src)
+            for t in record.transfers
+            if t.dst == node and t.src in nodes
+        )
+        plan = ApplyPlan(
+            event=record.id,
+            epoch=self._desk.settings.epoch,
+            revision=record.revision,
+            node=node,
+            generation=nodes[node].generation,
+            model_id=record.model_id,
+            pulls=pulls,
+            promote=tuple(sorted(self._every - held)) if node in promoting else (),
+            peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
+            trace=record.trace,
+            cause=record.id,
+        )
+        ticket = self._desk.ask(
+            within=APPLY_S, model=record.model_id, event=record.id, revision=record.revision
+        )
+        self.sent[node] = record.revision
+        self._open[ticket.number] = node
+        self._desk.do(SendPlan(ticket=ticket, message=plan, cause=record.id))
+
+    def on_answer(self, answer: Answer) -> None:
+        node = self._open.pop(answer.ticket.number, None)
+        if node is None or not isinstance(answer, Failed):
+            return
+        if isinstance(answer.error, NotFound) and self._desk.at < self._give_up_at:
+            self._again[node] = self._desk.at + self._desk.settings.tick_s
+        else:
+            self.refused[node] = answer.error
+
+    def on_gone(self, node: NodeId) -> None:
+        """Whatever it was asked, it will not answer."""
+        asked = {number: each for number, each in self._open.items() if each == node}
+        if asked or self._again.pop(node, None) is not None:
+            self.refused[node] = PlanError(f"node {node} is gone")
+        for number in asked:
+            del self._open[number]
+
+    def wake(self, record: EventRecord, promoting: AbstractSet[NodeId]) -> None:
+        for node in [node for node, at in self._again.items() if at <= self._desk.at]:
+            del self._again[node]
+            self._send(record, node, promoting)

@@ -1,0 +1,173 @@
+"""How nodes stand with one model: which of them drain, are released, or are to be left alone.
+
+    draining --> releasing --> answered --> (nothing: its memory is free)
+A node that drains serves what it has, and may be needed again (then it is nothing of these). One
+that is being released was asked to free the model's memory, and is asked again until it has; the
+answer alone does not free it: the node's own report must say so too. Any of them may be gone.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.planner.core.tickets import Moment
+from shared.ids import NodeId
+from shared.messages.pool import Tier
+from shared.story import Story
+
+AVOID_S = 10.0
+"""How long a node that failed an event, or did not answer, is not used."""
+RELEASE_RETRY_S = 0.5
+RELEASE_WAIT_S = 1.0
+"""How long a new event waits for memory that is being released; then it does without."""
+
+
+class State(enum.Enum):
+    DRAINING = "draining"
+    RELEASING = "releasing"
+    ANSWERED = "answered"
+
+
+STEPS: dict[State | None, frozenset[State | None]] = {
+    None: frozenset({State.DRAINING, State.RELEASING}),
+    State.DRAINING: frozenset({State.RELEASING, None}),
+    State.RELEASING: frozenset({State.RELEASING, State.ANSWERED, None}),
+    State.ANSWERED: frozenset({State.RELEASING, None}),
+}
+
+
+@dataclass(slots=True)
+class Leaving:
+    state: State
+    since: Moment
+    """Since when it drains or, if it never did, is being released."""
+    released_at: float = 0.0
+    """When it was first asked."""
+    keep: Tier | None = None
+    trace: str = ""
+    """Of the event that loaded a node which drained."""
+    drained: bool = False
+    number: int = 0
+    """Of the open question; 0: there is none."""
+    retry_at: float = float("inf")
+
+
+class Standing:
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._leaving: dict[NodeId, Leaving] = {}
+        self._avoid: dict[NodeId, float] = {}
+        """Until when."""
+
+    # --- what is so ---
+
+    def of(self, node: NodeId) -> Leaving | None:
+        return self._leaving.get(node)
+
+    def leaving(self, node: NodeId) -> bool:
+        """It is being released: what it holds is about to go."""
+        known = self._leaving.get(node)
+        return known is not None and known.state is not State.DRAINING
+
+    def draining(self, node: NodeId) -> bool:
+        known = self._leaving.get(node)
+        return known is not None and known.state is State.DRAINING
+
+    def in_state(self, *states: State) -> list[NodeId]:
+        return [node for node, each in self._leaving.items() if each.state in states]
+
+    @property
+    def released(self) -> list[NodeId]:
+        return self.in_state(State.RELEASING, State.ANSWERED)
+
+    def avoided(self, now: float) -> frozenset[NodeId]:
+        return frozenset(node for node, until in self._avoid.items() if now < until)
+
+    def fit(self, node: NodeId, now: float) -> bool:
+        """Whether it may give what it holds."""
+        return node not in self._leaving and not now < self._avoid.get(node, float("-inf"))
+
+    def waits(self, now: float) -> bool:
+        """Whether memory will be free in a moment."""
+        return any(
+            now - each.released_at < RELEASE_WAIT_S
+            for each in self._leaving.values()
+            if each.state is not State.DRAINING
+        )
+
+    @property
+    def count(self) -> int:
+        """Of those that are on their way out."""
+        return len(self._leaving)
+
+    def due(self, now: float) -> list[NodeId]:
+        """Nodes that are to be asked again to release the model."""
+        return [node for node, each in self._leaving.items() if each.retry_at <= now]
+
+    def next_wake(self, now: float) -> float:
+        times = [each.retry_at for each in self._leaving.values()]
+        times += [
+            each.released_at + RELEASE_WAIT_S
+            for each in self._leaving.values()
+            if each.state is not State.DRAINING and now < each.released_at + RELEASE_WAIT_S
+        ]
+        times += [until for until in self._avoid.values() if until > now]
+        return min(times, default=float("inf"))
+
+    # --- steps ---
+
+    def drain(self, node: NodeId, now: Moment, trace: str) -> None:
+        self._step(node, State.DRAINING)
+        self._leaving[node] = Leaving(State.DRAINING, now, trace=trace, drained=True)
+
+    def stay(self, node: NodeId) -> None:
+        """It is needed after all, or gone: nothing is to be done about it any more."""
+        if node in self._leaving:
+            self._step(node, None)
+            del self._leaving[node]
+
+    def release(self, node: NodeId, keep: Tier | None, now: Moment, trace: str) -> None:
+        """The node is to free the model's memory; a tier to keep it in, if any."""
+        self._step(node, State.RELEASING)
+        known = self._leaving.setdefault(node, Leaving(State.RELEASING, now, trace=trace))
+        known.state, known.keep, known.released_at = State.RELEASING, keep, now.at
+
+    def asked(self, node: NodeId, number: int) -> None:
+        known = self._leaving[node]
+        known.number, known.retry_at = number, float("inf")
+
+    def refused(self, node: NodeId, now: float) -> None:
+        known = self._leaving[node]
+        known.number, known.retry_at = 0, now + RELEASE_RETRY_S
+
+    def answered(self, node: NodeId) -> None:
+        self._step(node, State.ANSWERED)
+        known = self._leaving[node]
+        known.state, known.number = State.ANSWERED, 0
+
+    def avoid(self, node: NodeId, now: float) -> None:
+        self._avoid = {each: until for each, until in self._avoid.items() if now < until}
+        self._avoid[node] = now + AVOID_S
+
+    def forget(self, node: NodeId) -> None:
+        """It is gone: who comes under its name is another."""
+        self.stay(node)
+        self._avoid.pop(node, None)
+
+    def _step(self, node: NodeId, state: State | None) -> None:
+        known = self._leaving.get(node)
+        before = known.state if known is not None else None
+        if state not in STEPS[before]:
+            names = (each.value if each else "nothing" for each in (before, state))
+            raise self._story.illegal(node, " -> ".join(names))
+
+    def validate(self, members: Iterable[NodeId], draining: Iterable[NodeId]) -> None:
+        """`members` of the model, and those of them that take no new requests."""
+        assert set(self.in_state(State.DRAINING)) == set(draining)
+        assert not set(self.released) & set(members)
+        for each in self._leaving.values():
+            if each.state is State.RELEASING:
+                assert bool(each.number) != (each.retry_at < float("inf"))
+            else:
+                assert not each.number
+                assert each.retry_at == float("inf")

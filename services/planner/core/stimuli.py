@@ -1,0 +1,105 @@
+"""What the planner's core is told: all that can change its state.
+
+What nodes, gateways and the registry broadcast comes in as the message that it is. Everything that
+the shell did for the core (a request, a computation in a thread) comes back as an answer with the
+ticket of its command.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from services.planner.core.instances import Stages
+from services.planner.core.placement import Plan
+from services.planner.core.tickets import Ticket
+from shared.errors import LambdaScaleError
+from shared.messages import Message
+from shared.messages.load import GatewayLoad
+from shared.messages.pool import ModelAdded, ModelRemoved, NodeGone, NodeJoined, NodeStatus
+from shared.messages.scaling import (
+    BlockArrived,
+    FirstPartialToken,
+    PeerSuspect,
+    PullFailed,
+    SetInstances,
+    Transfer,
+)
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """The time that the core asked to be woken at has come."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """An operator's request; the command Answer with its number is the reply."""
+
+    number: int
+    message: SetInstances
+
+
+class Replied(msgspec.Struct, frozen=True):
+    """A service answered a request as it should."""
+
+    ticket: Ticket
+    reply: Message
+
+
+class Pinged(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    there: bool
+    """Something answered, if only with an error."""
+
+
+class Planned(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    plan: Plan
+
+
+class Repaired(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    transfers: tuple[Transfer, ...]
+
+
+class PathsPlanned(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    planned: Mapping[Stages, float]
+    """See `instances.plan`."""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """Whatever was asked for did not come about."""
+
+    ticket: Ticket
+    error: LambdaScaleError
+
+
+Answer = Replied | Pinged | Planned | Repaired | PathsPlanned | Failed
+Heard = (
+    NodeStatus
+    | NodeJoined
+    | NodeGone
+    | ModelAdded
+    | ModelRemoved
+    | GatewayLoad
+    | BlockArrived
+    | PullFailed
+    | FirstPartialToken
+    | PeerSuspect
+)
+"""Broadcasts."""
+Stimulus = Heard | Answer | Asked | Wake
+
+
+def cause_of(stimulus: Stimulus) -> str:
+    """The id of what happened, as commands and stories name it."""
+    match stimulus:
+        case BlockArrived() | PullFailed() | FirstPartialToken():
+            return stimulus.event
+        case Wake():
+            return "wake"
+        case Asked():
+            return "operator"
+        case Replied() | Pinged() | Planned() | Repaired() | PathsPlanned() | Failed():
+            return stimulus.ticket.event or type(stimulus).__name__.lower()
+        case _:
+            return stimulus.cause or str(stimulus.__struct_config__.tag)

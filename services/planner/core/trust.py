@@ -1,0 +1,59 @@
+"""Who can be relied on in one event, by what was seen of them in it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from services.planner.core.lateness import Late, Pace
+from shared.ids import NodeId
+from shared.messages.scaling import PullFailed, Transfer
+
+LOOK_S = 0.5
+MAX_FAILURES = 4
+"""Failed pulls, from senders that are well, after which it is the target that is not."""
+
+
+class Trust:
+    def __init__(self) -> None:
+        self.distrusted: set[NodeId] = set()
+        """Senders that failed to deliver, or were slow: they give only what no other has."""
+        self._failures: dict[NodeId, int] = {}
+        self._pace = Pace()
+        self._looked_at = float("-inf")
+
+    def begin(self, now: float) -> None:
+        """A revision goes out."""
+        self._pace.begin(now)
+
+    def land(self, node: NodeId, block: int, now: float) -> None:
+        self._pace.land(node, block, now)
+
+    @property
+    def look_at(self) -> float:
+        """When slow nodes may be looked for again."""
+        return self._looked_at + LOOK_S
+
+    def slow(
+        self,
+        transfers: Sequence[Transfer],
+        held: Mapping[NodeId, AbstractSet[int]],
+        expected_s: Callable[[Transfer], float],
+        now: float,
+    ) -> dict[NodeId, Late]:
+        """Nodes that are found to be slow now, once each."""
+        self._looked_at = now
+        slow = self._pace.look(transfers, held, now, expected_s)
+        self.distrusted.update(slow)
+        return slow
+
+    def blame(
+        self, failures: Sequence[PullFailed], silent: AbstractSet[NodeId]
+    ) -> frozenset[NodeId]:
+        """Nodes that the event goes on without: senders that are `silent`, and targets that fail
+        with senders that are not."""
+        unable = {f.source for f in failures} & silent
+        self.distrusted |= {f.source for f in failures} - unable
+        for target in {f.node for f in failures if f.source not in unable}:
+            self._failures[target] = self._failures.get(target, 0) + 1
+            if self._failures[target] > MAX_FAILURES:
+                unable.add(target)
+        return frozenset(unable)

@@ -1,0 +1,236 @@
+"""Does what the planner's core commands, and feeds back what came of it.
+
+A question becomes a task: a request on the bus, or a computation in a thread. Whatever happens to
+it ends as one answer with the question's ticket. Nothing here decides anything.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from structlog.stdlib import BoundLogger
+
+from services.planner.core import commands, instances
+from services.planner.core.commands import Command, Log, Publish, Question, Span
+from services.planner.core.placement import plan_transfers, repair_transfers
+from services.planner.core.planner import Planner
+from services.planner.core.stimuli import (
+    Answer,
+    Asked,
+    Failed,
+    PathsPlanned,
+    Pinged,
+    Planned,
+    Repaired,
+    Replied,
+    Stimulus,
+    Wake,
+)
+from services.planner.core.tickets import Moment
+from services.planner.store import Store
+from shared import subjects, telemetry
+from shared.bus.base import Bus
+from shared.clock import now, wall_ns
+from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders
+from shared.messages import Message, Ok
+from shared.messages import Ping as PingMessage
+from shared.messages.instances import InstanceSet
+from shared.messages.pool import PoolState, Reserved, Sources
+from shared.messages.scaling import SetInstances
+
+REGISTRY_TIMEOUT_S = 2.0
+PLAN_TIMEOUT_S = 5.0
+RELEASE_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 0.5
+PINGS = 2
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+
+
+class Shell:
+    def __init__(
+        self, bus: Bus, planner: Planner, store: Store, log: BoundLogger, spawn: Spawn
+    ) -> None:
+        self.ready = asyncio.Event()
+        """The core knows the pool."""
+        self._bus = bus
+        self._planner = planner
+        self._store = store
+        self._log = log
+        self._spawn = spawn
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._asked: dict[int, asyncio.Future[Message]] = {}
+        """Operators' requests that are open."""
+        self._numbers = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def feed(self, stimulus: Stimulus) -> None:
+        for command in self._planner.handle(stimulus, Moment(now(), wall_ns())):
+            self._do(command)
+
+    async def ask(self, message: SetInstances) -> Message:
+        """The core's reply to an operator; raises what it refuses with."""
+        self._numbers += 1
+        number = self._numbers
+        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._asked[number] = reply
+        try:
+            self.feed(Asked(number, message))
+            return await reply
+        finally:
+            del self._asked[number]
+
+    async def send_outbox(self) -> None:
+        """In order. What the bus does not take is dropped: instance sets come again anyhow."""
+        while True:
+            message = await self._outbox.get()
+            subject = subjects.INSTANCES if isinstance(message, InstanceSet) else subjects.EVENTS
+            try:
+                await self._bus.publish(subject, message)
+            except BusError as error:
+                self._log.warning("not published", subject=subject, error=str(error))
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- commands ---
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Question():
+                self._spawn(self._answer(command), type(command).__name__.lower())
+            case Publish():
+                self._outbox.put_nowait(command.message)
+            case commands.StoreEvent() | commands.StoreFixed():
+                self._store.write(command)
+            case commands.WakeAt():
+                self._wake_at(command.at)
+            case commands.Answer():
+                self._reply(command)
+            case commands.Ready():
+                self.ready.set()
+            case Log():
+                self._say(command)
+            case Span():
+                record_span(command, command.parent)
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self.feed, Wake())
+
+    def _reply(self, command: commands.Answer) -> None:
+        reply = self._asked.get(command.number)
+        if reply is None or reply.done():
+            return
+        if isinstance(command.reply, Exception):
+            reply.set_exception(command.reply)
+        else:
+            reply.set_result(command.reply)
+
+    def _say(self, command: Log) -> None:
+        say = getattr(self._log, command.level)
+        say(command.text, cause=command.cause, exc_info=command.error, **command.fields)
+
+    # --- questions ---
+
+    async def _answer(self, question: Question) -> None:
+        """One answer, whatever happens: an error of any kind is one too."""
+        answer: Answer
+        try:
+            answer = await self._find(question)
+        except LambdaScaleError as error:
+            answer = Failed(question.ticket, error)
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the service ends
+            self._log.error("a command failed", command=type(question).__name__, exc_info=error)
+            answer = Failed(question.ticket, LambdaScaleError(f"the planner failed: {error!r}"))
+        self.feed(answer)
+
+    async def _find(self, question: Question) -> Answer:
+        match question:
+            case commands.Ping():
+                return Pinged(question.ticket, await self._ping(question))
+            case commands.MakePlan():
+                plan = await asyncio.to_thread(
+                    plan_transfers,
+                    question.roles,
+                    question.held,
+                    question.model,
+                    question.links,
+                    strategy=question.strategy,
+                    executing=question.executing,
+                    max_stages=question.max_stages,
+                )
+                return Planned(question.ticket, plan)
+            case commands.Repair():
+                transfers = await asyncio.to_thread(
+                    repair_transfers,
+                    question.held,
+                    question.targets,
+                    question.model,
+                    question.links,
+                    reluctant=question.reluctant,
+                )
+                return Repaired(question.ticket, transfers)
+            case commands.PlanPaths():
+                paths = await asyncio.to_thread(
+                    instances.plan, question.previous, question.members, question.rules
+                )
+                return PathsPlanned(question.ticket, paths)
+            case _:
+                return Replied(question.ticket, await self._request(question))
+
+    async def _request(self, question: Question) -> Message:
+        ask = self._bus.request
+        match question:
+            case commands.Reserve(message=message):
+                subject = subjects.REGISTRY_RESERVE
+                return await ask(subject, message, Reserved, timeout=REGISTRY_TIMEOUT_S)
+            case commands.FindSources(message=query):
+                subject = subjects.REGISTRY_SOURCES
+                return await ask(subject, query, Sources, timeout=REGISTRY_TIMEOUT_S)
+            case commands.Unreserve(message=end):
+                subject = subjects.REGISTRY_UNRESERVE
+                return await ask(subject, end, Ok, timeout=REGISTRY_TIMEOUT_S)
+            case commands.ReadPool(message=pool):
+                subject = subjects.REGISTRY_POOL
+                return await ask(subject, pool, PoolState, timeout=REGISTRY_TIMEOUT_S)
+            case commands.SendPlan(message=plan):
+                return await ask(subjects.node_plan(plan.node), plan, Ok, timeout=PLAN_TIMEOUT_S)
+            case commands.Release(message=release):
+                subject = subjects.node_release(release.node)
+                return await ask(subject, release, Ok, timeout=RELEASE_TIMEOUT_S)
+        raise LambdaScaleError(f"{type(question).__name__} is no request")
+
+    async def _ping(self, ping: commands.Ping) -> bool:
+        """Whether the node's process is there; an error that it answers with says so too."""
+        message, subject = PingMessage(cause=ping.cause), subjects.node_ping(ping.node)
+        for _ in range(PINGS):
+            try:
+                await self._bus.request(subject, message, Ok, timeout=PING_TIMEOUT_S)
+                return True
+            except NoResponders:
+                return False
+            except BusTimeout:
+                continue
+            except LambdaScaleError:
+                return True
+        return False
+
+
+def record_span(span: Span, parent: str) -> None:
+    own = telemetry.record(
+        span.name,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        parent=parent,
+        own=span.own,
+        attributes=span.attributes,
+        error=span.error,
+    )
+    for child in span.children:
+        record_span(child, own)

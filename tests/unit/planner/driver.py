@@ -1,0 +1,287 @@
+"""The planner's core driven by hand: explicit times, and answers when the test gives them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+from services.planner.core import commands, instances
+from services.planner.core.archive import Archive
+from services.planner.core.commands import Command, Publish, Question
+from services.planner.core.desk import Settings
+from services.planner.core.placement import plan_transfers, repair_transfers
+from services.planner.core.planner import Planner
+from services.planner.core.serving.strategies import SERVING
+from services.planner.core.stimuli import (
+    Answer,
+    Failed,
+    PathsPlanned,
+    Pinged,
+    Planned,
+    Repaired,
+    Replied,
+    Stimulus,
+    Wake,
+)
+from services.planner.core.tickets import Moment
+from shared.errors import LambdaScaleError
+from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
+from shared.messages import Message, Ok
+from shared.messages.instances import InstanceSet
+from shared.messages.load import GatewayLoad, ModelLoad
+from shared.messages.pool import (
+    Holding,
+    ModelAdded,
+    ModelRecord,
+    NodeInfo,
+    NodeJoined,
+    NodeStatus,
+    PoolState,
+    Reserved,
+    Source,
+    Sources,
+    Tier,
+)
+from shared.messages.scaling import BlockArrived, EventChanged, EventRecord
+from simulation.checked import CheckedCore
+from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
+
+EPOCH = 7
+WALL_NS = 1_700_000_000 * 10**9
+EVERY = tuple(range(BLOCKS))
+Q = TypeVar("Q", bound=Question)
+
+
+def settings(scale_up_hold_s: float = 0.0, idle_s: float = 2.0, strategy: str = "auto") -> Settings:
+    ids = itertools.count()
+    return Settings(
+        epoch=EPOCH,
+        new_id=lambda prefix: f"{prefix}-{next(ids)}",
+        new_trace=lambda: "",
+        serving=SERVING["pools"],
+        strategy=strategy,
+        tick_s=0.1,
+        queue_per_instance=0.25,
+        prefill_wait_s=0.5,
+        idle_s=idle_s,
+        scale_up_hold_s=scale_up_hold_s,
+        horizon_s=1.0,
+        stray_s=10.0,
+        max_stages=4,
+        link_bytes_per_s=10_000,
+        step_overhead_s=0.001,
+    )
+
+
+def info(node: str, generation: int = 1, slots: int = 4) -> NodeInfo:
+    return NodeInfo(
+        node=NodeId(node),
+        generation=Generation(generation),
+        address=f"tcp://{node}",
+        host="host",
+        device="cpu",
+        arena_bytes=1000,
+        link_bytes_per_s=0,
+        slots=slots,
+    )
+
+
+class Driver:
+    def __init__(
+        self, given: Settings | None = None, archive: Archive | None = None, checked: bool = True
+    ) -> None:
+        """`checked`: an error in the core fails the test."""
+        kind = CheckedCore if checked else Planner
+        self.core = kind(given or settings(), archive or Archive())
+        self.at = 100.0
+        self.said: list[Command] = []
+        """All commands so far."""
+        self.open: list[Question] = []
+        """Questions that the test has not answered yet, oldest first."""
+        self.wake_at = float("inf")
+        self._seq = itertools.count(1)
+        self.feed(Wake())
+        self.answer(self.asked(commands.ReadPool), PoolState(nodes=(), models=()))
+
+    # --- what happens ---
+
+    def feed(self, stimulus: Stimulus) -> list[Command]:
+        moment = Moment(self.at, WALL_NS + round(self.at * 1e9))
+        found: list[Command] = self.core.handle(stimulus, moment)
+        self.said += found
+        for command in found:
+            if isinstance(command, Question):
+                self.open.append(command)
+            elif isinstance(command, commands.WakeAt):
+                self.wake_at = command.at
+        return found
+
+    def wait(self, seconds: float) -> list[Command]:
+        """Time passes; the core is woken when it asked to be."""
+        end, found = self.at + seconds, list[Command]()
+        while self.wake_at <= end:
+            self.at, self.wake_at = max(self.at, self.wake_at), float("inf")
+            found += self.feed(Wake())
+        self.at = end
+        return found
+
+    def join(self, *nodes: str) -> None:
+        for node in nodes:
+            self.feed(NodeJoined(info=info(node)))
+
+    def publish(self, model: ModelRecord | None = None) -> None:
+        self.feed(ModelAdded(record=model or record()))
+
+    def status(self, node: str, *holdings: Holding, generation: int = 1, free: int = 500) -> None:
+        status = NodeStatus(
+            node=NodeId(node),
+            generation=Generation(generation),
+            seq=next(self._seq),
+            arena_free=free,
+            holdings=holdings,
+        )
+        self.feed(status)
+
+    def holds(self, node: str, blocks: Sequence[int] = EVERY, tier: Tier = Tier.GPU) -> None:
+        self.status(node, Holding(MODEL, tier, tuple(blocks)))
+
+    def load(
+        self, queued: int = 0, name: str = NAME, gateway: str = "gateway-0", **on: int
+    ) -> list[Command]:
+        """`on`: requests by replica's node."""
+        of_model = ModelLoad(
+            model=ModelName(name),
+            queued_requests=queued,
+            queued_tokens=10 * queued,
+            running_requests=sum(on.values()),
+            running_tokens=10 * sum(on.values()),
+            instance_requests={InstanceId(f"replica-{n}"): count for n, count in on.items()},
+        )
+        return self.feed(GatewayLoad(gateway=GatewayId(gateway), models=(of_model,)))
+
+    def arrived(self, node: str, block: int, source: str, event: EventRecord) -> list[Command]:
+        at = WALL_NS + round(self.at * 1e9)
+        message = BlockArrived(
+            event=event.id,
+            revision=event.revision,
+            node=NodeId(node),
+            generation=Generation(1),
+            model_id=MODEL,
+            block=block,
+            source=NodeId(source),
+            transport="tcp",
+            nbytes=BLOCK_BYTES,
+            started_ns=at,
+            first_byte_ns=at,
+            finished_ns=at,
+        )
+        return self.feed(message)
+
+    # --- questions and answers ---
+
+    def asked(self, kind: type[Q]) -> Q:
+        """The only open question of the kind."""
+        (found,) = self.all_asked(kind)
+        return found
+
+    def all_asked(self, kind: type[Q]) -> list[Q]:
+        return [question for question in self.open if isinstance(question, kind)]
+
+    def answer(self, question: Question, reply: Message | LambdaScaleError) -> list[Command]:
+        """Of a request on the bus."""
+        if isinstance(reply, LambdaScaleError):
+            return self.reply(question, Failed(question.ticket, reply))
+        return self.reply(question, Replied(question.ticket, reply))
+
+    def reply(self, question: Question, answer: Answer) -> list[Command]:
+        self.open.remove(question)
+        return self.feed(answer)
+
+    def think(self) -> list[Command]:
+        """Answers what is asked of threads."""
+        found: list[Command] = []
+        for question in list(self.open):
+            if isinstance(question, commands.MakePlan | commands.Repair | commands.PlanPaths):
+                found += self.reply(question, thought(question))
+        return found
+
+    def reserve(self, *targets: str, sources: Sequence[str]) -> None:
+        """Answers the registry's part of an event that begins; sources hold all on the device."""
+        infos = tuple(info(node) for node in targets)
+        self.answer(self.asked(commands.Reserve), Reserved(targets=infos))
+        found = tuple(Source(info(node), Tier.GPU, EVERY, True) for node in sources)
+        self.answer(self.asked(commands.FindSources), Sources(sources=found))
+
+    def begin(self, *targets: str, sources: Sequence[str] = ("a",)) -> EventRecord:
+        """An event that begins is planned, and all its targets take their plans."""
+        self.reserve(*targets, sources=sources)
+        self.think()
+        for plan in self.all_asked(commands.SendPlan):
+            self.answer(plan, Ok())
+        return self.event
+
+    def ping(self, there: bool) -> list[Command]:
+        """Answers all that are open."""
+        found: list[Command] = []
+        for ping in self.all_asked(commands.Ping):
+            found += self.reply(ping, Pinged(ping.ticket, there))
+        return found
+
+    # --- what came of it ---
+
+    @property
+    def sets(self) -> list[InstanceSet]:
+        published = (c.message for c in self.said if isinstance(c, Publish))
+        return [message for message in published if isinstance(message, InstanceSet)]
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """All that was told of events, oldest first."""
+        published = (c.message for c in self.said if isinstance(c, Publish))
+        return [message.record for message in published if isinstance(message, EventChanged)]
+
+    @property
+    def event(self) -> EventRecord:
+        return self.core.events(1)[0]
+
+    def replicas(self, name: str = NAME) -> set[str]:
+        (found,) = (s for s in self.core.sets() if s.name == name)
+        return {i.leader for i in found.instances if i.is_replica}
+
+
+def thought(question: commands.Compute) -> Answer:
+    """The answer of a thread."""
+    match question:
+        case commands.MakePlan():
+            plan = plan_transfers(
+                question.roles,
+                question.held,
+                question.model,
+                question.links,
+                strategy=question.strategy,
+                executing=question.executing,
+                max_stages=question.max_stages,
+            )
+            return Planned(question.ticket, plan)
+        case commands.Repair():
+            try:
+                transfers = repair_transfers(
+                    question.held,
+                    question.targets,
+                    question.model,
+                    question.links,
+                    reluctant=question.reluctant,
+                )
+            except LambdaScaleError as error:
+                return Failed(question.ticket, error)
+            return Repaired(question.ticket, transfers)
+        case commands.PlanPaths():
+            paths = instances.plan(question.previous, question.members, question.rules)
+            return PathsPlanned(question.ticket, paths)
+
+
+def model(name: str, min_instances: int = 0) -> ModelRecord:
+    return record(min_instances=min_instances, name=name)
+
+
+def id_of(name: str) -> ModelId:
+    return record(name=name).model_id

@@ -1,0 +1,433 @@
+"""The planner's core by itself: what it commands, at which time, and what it ignores."""
+
+import msgspec
+import pytest
+
+from services.planner.core import commands
+from services.planner.core.cluster import REMEMBER_S
+from services.planner.core.commands import Command, Publish
+from services.planner.core.fleet import PACE_S
+from services.planner.core.model import ModelMachine
+from services.planner.core.planner import ASK_S, BROKEN_S, LOST_S
+from services.planner.core.standing import AVOID_S
+from services.planner.core.stimuli import Asked, Failed, Replied
+from shared.errors import BusTimeout, Conflict, LambdaScaleError
+from shared.ids import Generation, ModelName, NodeId
+from shared.messages import Ok
+from shared.messages.instances import InstanceSet
+from shared.messages.pool import Holding, ModelRemoved, NodeGone, Reserved, Tier
+from shared.messages.scaling import EventState, PeerSuspect, SetInstances
+from tests.unit.planner.driver import EPOCH, EVERY, Driver, id_of, info, model, settings, thought
+from tests.unit.planner.scripted import BLOCKS, MODEL, NAME
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def serving(driver: Driver | None = None, *free: str) -> Driver:
+    """Node a serves the model; the others are there."""
+    driver = driver or Driver()
+    driver.join("a", *free)
+    driver.publish()
+    driver.holds("a")
+    for node in free:
+        driver.status(node)
+    driver.wait(1.0)
+    assert driver.replicas() == {"a"}
+    return driver
+
+
+def loading(*targets: str) -> Driver:
+    """An event from a to the targets, which hold nothing yet."""
+    driver = serving(None, *targets)
+    driver.load(queued=20, a=4)
+    driver.begin(*targets)
+    assert driver.event.state is EventState.TRANSFERRING
+    return driver
+
+
+def of_kind(found: list[Command], kind: type[Command]) -> list[Command]:
+    return [command for command in found if isinstance(command, kind)]
+
+
+def sets_in(found: list[Command]) -> list[InstanceSet]:
+    return [
+        c.message for c in found if isinstance(c, Publish) and isinstance(c.message, InstanceSet)
+    ]
+
+
+# --- when it decides ---
+
+
+def test_a_load_report_with_requests_that_wait_is_answered_at_once() -> None:
+    driver = serving(None, "b")
+    found = driver.load(queued=20, a=4)
+    assert of_kind(found, commands.Reserve)
+    assert of_kind(found, commands.FindSources)
+    assert driver.event.state is EventState.DECIDED
+
+
+def test_a_hold_runs_out_at_its_time_whatever_comes_meanwhile() -> None:
+    driver = serving(Driver(settings(scale_up_hold_s=0.25)), "b")
+    driver.load(queued=20, a=4)
+    assert not driver.all_asked(commands.Reserve)
+    driver.wait(0.24)
+    assert not driver.all_asked(commands.Reserve)
+    driver.wait(0.02)
+    assert driver.all_asked(commands.Reserve)
+    decided_s = (driver.event.decided_ns - driver.event.detected_ns) / 1e9
+    assert decided_s == pytest.approx(0.25, abs=0.002)
+
+
+def test_a_burst_is_answered_once() -> None:
+    driver = serving(None, "b")
+    for _ in range(5):
+        driver.load(queued=20, a=4)
+        driver.wait(0.05)
+    assert len(driver.all_asked(commands.Reserve)) == 1
+
+
+def test_what_an_event_moves_is_told_to_its_targets_with_the_planners_epoch_and_cause() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.reserve("b", sources=["a"])
+    driver.think()
+    plan = driver.asked(commands.SendPlan).message
+    assert (plan.epoch, plan.event, plan.cause) == (EPOCH, driver.event.id, driver.event.id)
+    assert {pull.source for pull in plan.pulls} == {"a"}
+    assert len(plan.pulls) == BLOCKS
+
+
+def test_predictions_count_from_the_decision() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.wait(0.5)
+    driver.begin("b")
+    first = driver.event.predicted.first_byte_s
+    assert first is not None
+    assert first == pytest.approx(0.5 + settings().step_overhead_s, abs=1e-6)
+
+
+# --- answers that come late, twice, from elsewhere, or not at all ---
+
+
+def test_the_planner_answers_while_it_plans() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.reserve("b", sources=["a"])
+    assert driver.all_asked(commands.MakePlan)
+    (reply,) = of_kind(driver.feed(Asked(1, SetInstances(name=NAME, instances=2))), commands.Answer)
+    assert isinstance(reply, commands.Answer)
+    assert isinstance(reply.reply, Conflict)
+
+
+def test_a_plan_of_an_event_that_was_cancelled_meanwhile_sends_nothing() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.reserve("b", sources=["a"])
+    driver.feed(ModelRemoved(name=NAME, model_id=MODEL))
+    assert driver.events[-1].state is EventState.CANCELLED
+    assert driver.all_asked(commands.Unreserve)
+    driver.think()
+    assert not driver.all_asked(commands.SendPlan)
+
+
+def test_an_answer_counts_once() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.reserve("b", sources=["a"])
+    question = driver.asked(commands.MakePlan)
+    driver.think()
+    before = len(driver.said)
+    assert not driver.feed(thought(question))
+    assert len(driver.said) == before
+
+
+def test_an_answer_to_another_planner_is_ignored() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    question = driver.asked(commands.Reserve)
+    ticket = msgspec.structs.replace(question.ticket, epoch=EPOCH - 1)
+    assert not driver.feed(Replied(ticket, Reserved(targets=(info("b"),))))
+    driver.begin("b")
+    assert driver.event.targets == ("b",)
+
+
+def test_an_answer_that_never_comes_counts_as_a_failure() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.wait(ASK_S + LOST_S)
+    (failed,) = [event for event in driver.events if event.state is EventState.FAILED]
+    assert failed.error == "no answer came"
+
+
+def test_targets_that_answer_late_are_left_out_and_one_revision_follows() -> None:
+    driver = serving(None, "b", "c", "d")
+    driver.load(queued=40, a=4)
+    driver.reserve("b", "c", "d", sources=["a"])
+    driver.think()
+    late, other, taken = driver.all_asked(commands.SendPlan)
+    driver.answer(late, BusTimeout("no answer"))
+    driver.answer(other, LambdaScaleError("whatever"))
+    assert not driver.all_asked(commands.Repair), "the last one has not answered"
+    driver.answer(taken, Ok())
+    driver.think()
+    assert driver.event.revision == 1
+    assert driver.event.targets == (taken.message.node,)
+    assert {release.message.node for release in driver.all_asked(commands.Release)} == {
+        late.message.node,
+        other.message.node,
+    }
+
+
+# --- what nodes hold ---
+
+
+def test_a_copy_that_is_found_serves() -> None:
+    driver = serving()
+    driver.status("a", Holding(MODEL, Tier.GPU, EVERY), Holding(id_of("x"), Tier.GPU, EVERY))
+    assert driver.replicas() == {"a"}
+
+
+def test_copies_in_other_tiers_serve_nothing() -> None:
+    driver = Driver()
+    driver.join("a")
+    driver.publish()
+    driver.holds("a", tier=Tier.HOST)
+    driver.wait(0.1)
+    assert driver.replicas() == set()
+
+
+def test_a_model_that_is_published_later_finds_its_copies() -> None:
+    driver = Driver()
+    driver.join("a")
+    driver.holds("a")
+    driver.publish()
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+def test_a_node_that_says_what_it_holds_before_it_is_announced() -> None:
+    driver = Driver()
+    driver.publish()
+    driver.holds("a")
+    driver.join("a")
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+def test_a_member_that_lost_its_blocks_is_none() -> None:
+    driver = serving()
+    driver.status("a")
+    driver.wait(0.1)
+    assert driver.replicas() == set()
+
+
+def test_a_report_that_was_made_before_a_block_arrived_does_not_take_it_back() -> None:
+    driver = loading("b")
+    event = driver.event
+    for block in EVERY:
+        driver.arrived("b", block, "a", event)
+    assert driver.event.state is EventState.COMPLETE
+    driver.holds("b", EVERY[:-1])
+    driver.wait(0.1)
+    assert driver.replicas() == {"a", "b"}
+    driver.wait(1.0)
+    driver.holds("b", EVERY[:-1])
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}, "by now it would say that it has it"
+
+
+def test_a_node_that_is_gone_is_forgotten_in_the_end() -> None:
+    driver = serving(None, "b")
+    driver.feed(NodeGone(node=B, generation=Generation(1), reason=""))
+    driver.holds("b")  # on its way since before
+    driver.status("stranger")
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+    cluster = driver.core._cluster
+    assert set(cluster.over) == {"b"}
+    assert set(cluster._said) == {"a", "stranger"}
+    cluster.forget(driver.at + REMEMBER_S + 1, [])
+    assert not cluster.over
+    assert set(cluster._said) == {"a"}
+    assert not cluster._holders.keys() - {MODEL}
+
+
+# --- publications ---
+
+
+def test_the_first_change_is_published_at_once_and_many_together() -> None:
+    driver = loading("b", "c", "d")
+    driver.think()
+    driver.wait(1.0)
+    event, before = driver.event, len(driver.sets)
+    sent = driver.arrived("b", 0, "a", event)
+    assert len(sets_in(sent)) <= 1
+    for node in ("b", "c", "d"):
+        for block in EVERY:
+            driver.wait(PACE_S / 100)
+            driver.arrived(node, block, "a", event)
+            driver.think()
+    driver.wait(2 * PACE_S)
+    assert 1 <= len(driver.sets) - before <= 3
+    assert driver.replicas() == {"a", "b", "c", "d"}
+    revisions = [each.revision for each in driver.sets]
+    assert revisions == sorted(revisions)
+
+
+def test_a_new_replica_is_told_at_once_after_a_quiet_time() -> None:
+    driver = loading("b")
+    event = driver.event
+    for block in EVERY[:-1]:
+        driver.arrived("b", block, "a", event)
+    driver.think()
+    driver.wait(0.5)
+    assert sets_in(driver.arrived("b", EVERY[-1], "a", event))
+
+
+# --- suspects ---
+
+
+def test_a_suspect_that_does_not_answer_is_not_used_for_a_while_whatever_it_reports() -> None:
+    driver = serving(None, "b")
+    driver.feed(PeerSuspect(reporter=B, node=A, reason="reset"))
+    driver.ping(there=False)
+    driver.wait(0.1)
+    assert driver.replicas() == set()
+    for _ in range(8):
+        driver.wait(1.0)
+        driver.holds("a")
+        assert driver.replicas() == set()
+    driver.wait(AVOID_S - 8.0)
+    driver.holds("a")
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+def test_a_suspect_that_answers_stays() -> None:
+    driver = serving(None, "b")
+    for _ in range(3):
+        driver.feed(PeerSuspect(reporter=B, node=A, reason="reset"))
+    assert len(driver.all_asked(commands.Ping)) == 1
+    driver.ping(there=True)
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+# --- sources ---
+
+
+def test_a_copy_in_host_memory_is_not_freed_while_an_event_reads_from_it() -> None:
+    driver = serving(None, "b", "c")
+    driver.holds("c", tier=Tier.HOST)
+    driver.load(queued=20, a=4)
+    driver.begin("b", sources=["c"])
+    for _ in range(30):
+        driver.wait(1.0)
+        driver.holds("c", tier=Tier.HOST)
+        driver.holds("a")
+        driver.ping(there=True)
+        driver.think()
+        if driver.event.state is EventState.FAILED:
+            break
+        assert "c" not in {r.message.node for r in driver.all_asked(commands.Release)}
+
+
+# --- what cannot be ---
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Models one and two, on a and b; the machine of the first raises when its load changes."""
+    driver = Driver(checked=False)
+    driver.join("a", "b", "c")
+    for name in ("one", "two"):
+        driver.publish(model(name))
+    driver.status("a", Holding(id_of("one"), Tier.GPU, EVERY))
+    driver.status("b", Holding(id_of("two"), Tier.GPU, EVERY))
+    driver.wait(0.1)
+    on_load = ModelMachine.on_load
+
+    def failing(machine: ModelMachine) -> None:
+        if machine.record.name == "one":
+            raise ZeroDivisionError("of one")
+        on_load(machine)
+
+    monkeypatch.setattr(ModelMachine, "on_load", failing)
+    return driver
+
+
+def test_a_machine_that_raises_holds_no_other_up(two: Driver) -> None:
+    found = two.load(queued=20, name="one")
+    (complaint,) = of_kind(found, commands.Log)
+    assert isinstance(complaint, commands.Log)
+    assert isinstance(complaint.error, ZeroDivisionError)
+    assert of_kind(two.load(queued=20, name="two", gateway="other"), commands.Reserve)
+    assert {s.name for s in two.core.sets()} == {"one", "two"}
+    assert two.replicas("one") == {"a"}, "gateways go on with what they know"
+
+
+def test_a_machine_that_raised_is_made_anew(two: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.load(queued=20, name="one")
+    monkeypatch.undo()
+    two.wait(BROKEN_S + 0.1)
+    revisions = [s.revision for s in two.sets if s.name == "one"]
+    assert revisions[-1] > revisions[0]
+    assert two.replicas("one") == {"a"}
+    assert two.event.name == "one", "what waits is answered"
+
+
+def test_the_event_of_a_machine_that_raises_has_failed(
+    two: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    two.load(queued=20, name="one")
+    monkeypatch.setattr(ModelMachine, "settle", lambda self: 1 / 0)
+    two.load(queued=21, name="one")
+    assert two.events[-1].state is EventState.FAILED
+    assert "ZeroDivisionError" in two.events[-1].error
+    assert two.all_asked(commands.Unreserve)
+
+
+# --- for people ---
+
+
+def test_the_story_of_an_event_says_what_led_to_what() -> None:
+    driver = loading("b")
+    for block in EVERY:
+        driver.arrived("b", block, "a", driver.event)
+    told = driver.core.story(driver.event.id)
+    texts = [step.text for step in told]
+    assert texts[0].startswith("begins")
+    assert "reserving -> planning" in texts
+    assert texts[-1] == "complete"
+    assert told[0].cause == "gateway_load"
+    assert told[-1].cause == driver.event.id
+    assert "member with 0 of 4 blocks" in [step.text for step in driver.core.story("b")]
+    assert driver.core.story(ModelName(NAME)) == driver.core.story(MODEL)
+    assert not driver.core.story("nobody")
+
+
+def test_a_pool_that_answers_an_error_is_asked_again() -> None:
+    driver = serving()
+    driver.wait(5.1)
+    question = driver.asked(commands.ReadPool)
+    driver.reply(question, Failed(question.ticket, LambdaScaleError("of no known kind")))
+    driver.wait(5.1)
+    assert driver.all_asked(commands.ReadPool)
+    assert driver.replicas() == {"a"}
+
+
+def test_a_plan_that_fails_with_any_error_fails_its_event_only() -> None:
+    driver = serving(None, "b")
+    driver.load(queued=20, a=4)
+    driver.reserve("b", sources=["a"])
+    question = driver.asked(commands.MakePlan)
+    driver.reply(
+        question, Failed(question.ticket, LambdaScaleError("the planner failed: KeyError"))
+    )
+    assert driver.event.state is EventState.FAILED
+    assert driver.replicas() == {"a"}
+    driver.wait(1.1)
+    driver.load(queued=21, a=4)
+    assert driver.all_asked(commands.Reserve), "it is tried again"
