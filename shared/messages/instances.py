@@ -59,8 +59,7 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     name: ModelName
     model_id: ModelId
     epoch: int
-    """When the planner process started, in nanoseconds. The revisions of a new planner count from 0
-    again."""
+    """Counts the processes of the planner. A new one counts its revisions from 0 again."""
     revision: int
     instances: tuple[Instance, ...]
     node_slots: dict[NodeId, int] = msgspec.field(default_factory=dict)
