@@ -112,6 +112,13 @@ class BadMessage(BusError):
     code = "bad_message"
 
 
+class ServiceFailed(BusError):
+    """A service had a bug while it worked on a request, or refused it with an error that only a
+    later release knows. Whether it did anything is not known, as after BusTimeout."""
+
+    code = "failed"
+
+
 class KeyExists(BusError):
     """A create or a compare-and-set met another revision."""
 

@@ -1,21 +1,28 @@
 """One lifecycle for every service.
 
-Rules: no I/O in a constructor; `async with service:` opens it, runs its background tasks and
-closes it in reverse; a background task that fails ends the service with that error; draining has
-a deadline; CancelledError is never swallowed; a process that failed does not exit with 0.
+- No I/O in a constructor. `async with service:` opens it, runs its background tasks, and closes it
+  in reverse.
+- A background task that fails ends the service with that error, unless it works for one item (a
+  model, a node, a request) only: then its failure is contained, and the service goes on.
+- Draining has a deadline. A cancellation is never swallowed. A process that failed does not exit
+  with 0.
 """
 
 import asyncio
 import gc
 import signal
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import structlog
+
 from shared import telemetry
 from shared.bus.base import Subscription
+from shared.containment import is_containable
 
 
 class Service(ABC):
@@ -30,8 +37,10 @@ class Service(ABC):
         self.ready = False
         """It is open and not about to end."""
         self._owner: asyncio.Task[Any] | None = None
-        self._background: dict[asyncio.Task[None], None] = {}
-        """In the order of their begin."""
+        self.failures = 0
+        """Bugs that were contained: see the log."""
+        self._background: dict[asyncio.Task[None], bool] = {}
+        """In the order of their begin; whether their failure is contained."""
         self._failure: BaseException | None = None
         self._ending = False
         self._woken = False
@@ -48,12 +57,31 @@ class Service(ABC):
         """The subscription ends with the service."""
         self.resources.push_async_callback(subscription.close)
 
-    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Runs `work` until it ends or the service closes; its failure ends the service."""
+    def spawn(
+        self, work: Coroutine[Any, Any, None], *, name: str, contained: bool = False
+    ) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the service closes.
+
+        Its failure ends the service, which is of no use without it. `contained`: the work is for
+        one item (a model, a node, a request), and the service goes on with the others; the failure
+        is logged and counted.
+        """
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name}/{name}")
-        self._background[task] = None
+        self._background[task] = contained
         task.add_done_callback(self._on_end)
         return task
+
+    @contextmanager
+    def contain(self, what: str, **item: object) -> Iterator[None]:
+        """Around the work for one item, named by `item`: whatever it raises is logged and counted,
+        and the service goes on with the others."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_containable(error):
+                raise
+            self.failures += 1
+            self.log.error(f"{what} failed", **item, exc_info=error)
 
     async def __aenter__(self) -> Self:
         self._owner = asyncio.current_task()
@@ -88,11 +116,14 @@ class Service(ABC):
             self.log.warning("drain cut off", after_s=self.drain_s)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._background.pop(task, None)
-        if task.cancelled() or (error := task.exception()) is None:
+        contained = self._background.pop(task)
+        error = _failure(task)
+        if error is None:
             return
         self.log.error("background task failed", task=task.get_name(), exc_info=error)
-        if self._failure is None:
+        if contained:
+            self.failures += 1
+        elif self._failure is None:
             self._failure = error
             if self._owner is not None and not self._ending:
                 self._woken = self._owner.cancel()
@@ -115,6 +146,30 @@ class Service(ABC):
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    """What the task failed with, if it did: a task that somebody cancelled did not."""
+    if not task.cancelled():
+        return task.exception()
+    if task.cancelling():
+        return None
+    return RuntimeError(f"{task.get_name()}: something that it awaited was cancelled")
+
+
+def log_what_nobody_awaits(log: structlog.stdlib.BoundLogger) -> None:
+    """Has the running loop log errors that reach nobody as this log's records, not as raw text."""
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, socket.gaierror):
+            # uvloop looks a name up to the end though the attempt to connect was given up; the next
+            # attempt says what is wrong.
+            log.debug("a name was looked up in vain", error=str(error))
+        else:
+            log.error("an error that nobody awaits", what=context["message"], exc_info=error)
+
+    asyncio.get_running_loop().set_exception_handler(report)
 
 
 async def serve_until_signal(service: Service) -> None:

@@ -318,6 +318,8 @@ class Play:
                     f"{name}: {bus.failed} handlers failed, {bus.rejected} messages were "
                     f"malformed, {bus.dropped} were dropped"
                 )
+            if process.service is not None and process.service.failures:
+                self._watch.violated(f"{name}: {process.service.failures} bugs were contained")
 
     # --- time ---
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
@@ -45,6 +46,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests that inject errors log many, and a traceback that shows every variable takes a second.
+plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[structlog.processors.add_log_level, plain])
 
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from shared import health, telemetry
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import Config, load
-from shared.service import Service, serve_until_signal
+from shared.service import Service, log_what_nobody_awaits, serve_until_signal
 
 HAND_OVER_S = 0.0005
 """How long a thread that computes may keep the others of its process waiting: they plan, move bytes
@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(role: str, config: Config) -> None:
     name = {"gateway": config.gateway.id, "node": config.node.id}.get(role, role)
     telemetry.configure(name, config.telemetry)
+    log_what_nobody_awaits(telemetry.logger(role, name=name))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < FEW_FILES:
         telemetry.logger(role, name=name).warning(

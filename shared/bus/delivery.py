@@ -8,7 +8,15 @@ from typing import Any
 
 from shared import telemetry
 from shared.bus.base import M, On, Server
-from shared.errors import BadInput, BadMessage, BusError, LambdaScaleError
+from shared.containment import is_containable
+from shared.errors import (
+    BadInput,
+    BadMessage,
+    BusError,
+    IllegalTransition,
+    LambdaScaleError,
+    ServiceFailed,
+)
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
 MAX_PAYLOAD = 8 << 20
@@ -96,9 +104,11 @@ class Delivery:
             return
         try:
             await handler(message)
-        except Exception:  # the supervised boundary of all handlers
+        except BaseException as error:  # the supervised boundary of all handlers
+            if not is_containable(error):
+                raise
             self.failed += 1
-            self.log.exception("handler failed", subject=subject)
+            self.log.error("handler failed", subject=subject, exc_info=error)
 
     async def answer(self, subject: str, kind: type[M], server: Server[M], data: bytes) -> bytes:
         try:
@@ -112,13 +122,10 @@ class Delivery:
                     )
                 reply = await server(message)
             return check_size(encode(reply), f"reply on {subject}")
-        except LambdaScaleError as error:
-            self.log.debug("request refused", subject=subject, error=str(error))
-            return encode(ErrorReply.of(error))
-        except Exception as error:  # the supervised boundary of all servers
-            self.failed += 1
-            self.log.exception("server failed", subject=subject)
-            return encode(ErrorReply(code="error", message=f"{self.name} failed: {error!r}"))
+        except BaseException as error:  # the supervised boundary of all servers
+            if not is_containable(error):
+                raise
+            return encode(ErrorReply.of(self._refusal(subject, error)))
 
     def expect(self, subject: str, data: bytes, kind: type[M]) -> M:
         """The reply in `data`, or raises the error that it carries."""
@@ -131,6 +138,15 @@ class Delivery:
                 f"{subject} answered with {type(reply).__name__}, expected {kind.__name__}"
             )
         return reply
+
+    def _refusal(self, subject: str, error: BaseException) -> LambdaScaleError:
+        """What the requester is told: a typed error as it is, a bug as ServiceFailed."""
+        if isinstance(error, LambdaScaleError) and not isinstance(error, IllegalTransition):
+            self.log.debug("request refused", subject=subject, error=str(error))
+            return error
+        self.failed += 1
+        self.log.error("server failed", subject=subject, exc_info=error)
+        return ServiceFailed(f"{self.name} failed: {error!r}")
 
     def _decode(self, subject: str, data: bytes) -> Message:
         try:

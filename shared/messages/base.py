@@ -8,7 +8,10 @@ anything else is a new version.
 
 import msgspec
 
-from shared.errors import LambdaScaleError, from_code
+from shared.errors import LambdaScaleError, ServiceFailed, from_code
+
+MAX_ERROR_CHARS = 4096
+"""An error may quote what it was given, and that may be as large as a message can be."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -29,10 +32,13 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="error"):
 
     @classmethod
     def of(cls, error: LambdaScaleError) -> "ErrorReply":
-        return cls(code=error.code, message=str(error))
+        text = str(error)[:MAX_ERROR_CHARS]
+        return cls(code=error.code, message=text.encode(errors="replace").decode())
 
     def error(self) -> LambdaScaleError:
-        return from_code(self.code, self.message)
+        """The typed error; ServiceFailed if this process knows no type of that code."""
+        error = from_code(self.code, self.message)
+        return error if type(error) is not LambdaScaleError else ServiceFailed(self.message)
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):

@@ -11,14 +11,17 @@ from shared.errors import (
     BusError,
     BusTimeout,
     CapacityExceeded,
+    IllegalTransition,
     LambdaScaleError,
     NoResponders,
+    ServiceFailed,
 )
 from shared.ids import ModelName, RequestId
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import ModelRemove
 from shared.messages.serving import Cancel
 from tests.contract.conftest import OpenBus
+from tests.support.malformed import ERRORS
 
 WAIT_S = 100.0
 
@@ -102,6 +105,33 @@ async def test_a_handler_that_raises_keeps_its_subscription(bus: Bus) -> None:
     await bus.publish("subject", numbered(1))
     assert await done.take(1) == [numbered(1)]
     assert getattr(bus, "failed") == 1  # noqa: B009 - both buses count, the protocol does not say
+
+
+async def test_a_handler_may_raise_whatever_it_likes(bus: Bus) -> None:
+    done = Collector()
+
+    async def handler(message: Cancel) -> None:
+        if message.attempt < len(ERRORS):
+            raise ERRORS[message.attempt]
+        await done(message)
+
+    await bus.subscribe("subject", On(Cancel, handler))
+    for number in range(len(ERRORS) + 1):
+        await bus.publish("subject", numbered(number))
+    assert await done.take(1) == [numbered(len(ERRORS))]
+
+
+async def test_a_server_may_raise_whatever_it_likes(bus: Bus) -> None:
+    async def server(message: Cancel) -> Message:
+        raise ERRORS[message.attempt]
+
+    await bus.serve("service", Cancel, server)
+    for number, error in enumerate(ERRORS):
+        with pytest.raises(LambdaScaleError) as caught:
+            await bus.request("service", numbered(number), Cancel, timeout=WAIT_S)
+        typed = isinstance(error, LambdaScaleError) and type(error) is not LambdaScaleError
+        refusal = typed and not isinstance(error, IllegalTransition)
+        assert caught.type is (type(error) if refusal else ServiceFailed)
 
 
 async def test_nothing_arrives_after_a_subscription_is_closed(bus: Bus, other: Bus) -> None:
@@ -223,16 +253,17 @@ async def test_a_typed_error_reaches_the_requester(bus: Bus, other: Bus) -> None
         await bus.request("service", numbered(0), Ok, timeout=WAIT_S)
 
 
-async def test_a_bug_in_a_server_is_an_untyped_error_and_it_serves_on(bus: Bus, other: Bus) -> None:
+async def test_a_bug_in_a_server_is_a_failure_of_the_service_and_it_serves_on(
+    bus: Bus, other: Bus
+) -> None:
     async def server(message: Message) -> Message:
         if message == numbered(0):
             raise ZeroDivisionError("a bug")
         return message
 
     await other.serve("service", Cancel, server)
-    with pytest.raises(LambdaScaleError, match="ZeroDivisionError") as caught:
+    with pytest.raises(ServiceFailed, match="two failed: ZeroDivisionError"):
         await bus.request("service", numbered(0), Cancel, timeout=WAIT_S)
-    assert caught.type is LambdaScaleError
     assert await bus.request("service", numbered(1), Cancel, timeout=WAIT_S) == numbered(1)
 
 

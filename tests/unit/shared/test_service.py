@@ -1,14 +1,19 @@
 """The lifecycle that every service has: what opens, runs, fails and closes, and in which order."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+import structlog
+import uvloop
 
-from shared.service import Service, serve_until_signal
+from shared import telemetry
+from shared.service import Service, log_what_nobody_awaits, serve_until_signal
+from tests.support.malformed import ERRORS
 
 WAIT_S = 100.0
 
@@ -146,6 +151,71 @@ async def test_a_task_that_fails_at_its_end_fails_the_service() -> None:
         async with service:
             await asyncio.sleep(0)
     assert service.story[-2:] == ["-second", "-first"]
+
+
+async def test_a_contained_failure_ends_its_own_work_only() -> None:
+    service = Recorder()
+
+    async def fail(error: BaseException) -> None:
+        raise error
+
+    async with service:
+        for error in ERRORS:
+            service.spawn(fail(error), name="one item", contained=True)
+            with service.contain("a tick", model="llama"):
+                raise error
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert service.failures == 2 * len(ERRORS)
+
+
+async def test_what_is_told_to_end_is_not_contained() -> None:
+    service = Recorder()
+    reached: list[str] = []
+
+    async def work() -> None:
+        with service.contain("a tick"):
+            reached.append("begun")
+            await forever()
+        reached.append("went on")
+
+    async with asyncio.timeout(WAIT_S), service:
+        service.spawn(work(), name="tick")
+        await asyncio.sleep(0)
+    assert (reached, service.failures) == (["begun"], 0)
+
+
+async def test_a_task_that_ends_because_another_was_cancelled_has_failed() -> None:
+    service = Recorder()
+
+    async def work() -> None:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+
+    async def waiting() -> None:
+        service.spawn(work(), name="tick")
+        await forever()
+
+    with pytest.raises(RuntimeError, match="recorder-0/tick: something that it awaited was cancel"):
+        await run(service, waiting)
+
+
+def test_a_name_that_is_looked_up_in_vain_is_no_raw_text_in_the_log() -> None:
+    """uvloop goes on with a lookup whose caller gave up, and its error reaches nobody."""
+
+    async def work() -> None:
+        log_what_nobody_awaits(telemetry.logger("test"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.open_connection("no-such-host.invalid", 80), 1e-6)
+        async with asyncio.timeout(WAIT_S):
+            while not any("looked up in vain" in str(entry["event"]) for entry in entries):
+                gc.collect()
+                await asyncio.sleep(0.01)
+
+    with structlog.testing.capture_logs() as entries:
+        uvloop.run(work())
+    assert not [entry for entry in entries if entry["log_level"] == "error"]
 
 
 async def test_the_first_of_several_failures_is_raised() -> None:
