@@ -186,7 +186,8 @@ class GatewayService(Service):
         self._catalog.records[record.name] = record
         self._dispatch.add_model(record.name, record.model_id)
         if self._listen:
-            self.spawn(self._prefetch(record), name=f"prefetch {record.name}")
+            name = f"prefetch {record.name}"
+            self.spawn(self._prefetch(record), name=name, contained=True)
 
     def _remove(self, name: ModelName, model_id: ModelId) -> None:
         self._catalog.remove(name, model_id)
