@@ -70,6 +70,8 @@ class Frontend:
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self.dispatch = dispatch
+        self.pressing = asyncio.Event()
+        """The load should be told at once."""
         self._bus = bus
         self._metrics = metrics
         self._spawn = spawn
@@ -95,6 +97,8 @@ class Frontend:
             self._calls[request.id] = call
         self._idle.clear()
         self.run(commands)
+        if self.dispatch.pressing(call.requests[0].model_id):
+            self.pressing.set()
 
     def end(self, call: Call) -> None:
         """Cancels what has not ended."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -36,6 +37,8 @@ from shared.messages.serving import Tokens
 from shared.service import Service
 
 LOAD_S = 0.1
+ONSET_S = 0.005
+"""Between two reports at least."""
 SAME_LOAD_S = 0.5
 TICK_S = 0.05
 LEARN_S = 0.2
@@ -229,11 +232,16 @@ class GatewayService(Service):
         return TICK_S
 
     async def _report(self) -> float:
-        """Ten times a second while the load changes, twice when it does not."""
+        """Ten times a second while the load changes, twice when it does not; and when requests
+        begin to wait at once, or `ONSET_S` after the report before."""
+        pressing = self.frontend.pressing
+        with suppress(TimeoutError):
+            await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
+        pressing.clear()
         loads = self._dispatch.loads()
         if loads != self._said or now() - self._said_at >= SAME_LOAD_S:
             self._said, self._said_at = loads, now()
             self._metrics.set_loads(loads)
             message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
-        return LOAD_S
+        return ONSET_S

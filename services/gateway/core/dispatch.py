@@ -77,6 +77,11 @@ class Dispatch:
         self._guard(model, now, model.dispatch, now)
         return self._flush()
 
+    def pressing(self, model_id: ModelId) -> bool:
+        """Whether the model's load should be told at once."""
+        model = self._models.get(model_id)
+        return model is not None and model.pressing
+
     def finish(self, request_id: RequestId, now: float) -> list[Command]:
         """The gateway has all it wants (a stop string): the attempt is withdrawn."""
         return self._leave(request_id, State.DONE, "stop string", now)

@@ -88,6 +88,8 @@ class Model:
         """The registry has it. Otherwise nothing is begun for it."""
         self.table = Table()
         self.queue: deque[Request] = deque()
+        self._reported = 0
+        """Requests that waited when its load was last told."""
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
@@ -220,7 +222,15 @@ class Model:
             )
         return None
 
+    @property
+    def pressing(self) -> bool:
+        """Whether requests began to wait since the load was last told, or as many more wait as an
+        instance takes."""
+        grown = len(self.queue) - self._reported
+        return grown > 0 and (self._reported == 0 or grown >= self.table.instance_slots)
+
     def load(self) -> ModelLoad:
+        self._reported = len(self.queue)
         routes = self.table.routes
         submitted = (
             request

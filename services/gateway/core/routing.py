@@ -142,6 +142,8 @@ class Table:
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
         self.decode_s = self.prefill_s = 0.0
         """Of a pass of one token through the model, 0: not known; and of each token more."""
+        self.instance_slots = 1
+        """What the largest of its replicas takes."""
         self._nodes: dict[NodeId, Node] = {}
         """Of all routes."""
 
@@ -165,6 +167,8 @@ class Table:
             if node in self._nodes:
                 self._nodes[node].account.slots = slots
         self._forget_nodes(old.values())
+        replicas = (i.slots for i in new.instances if i.is_replica)
+        self.instance_slots = max(replicas, default=1)
         return list(old.values())
 
     def _route(self, instance: Instance, new: InstanceSet) -> Route:

@@ -269,10 +269,10 @@ class ModelMachine:
             leaving=self.standing.count,
             now=at,
         )
-        if self._scaler.short_since is not None and not decision.cause:
-            self._decide_by(max(self._scaler.short_since + policy.scale_up_hold_s, at))
-        if self._scaler.surplus_since is not None:
-            self._decide_by(max(self._scaler.surplus_since + policy.idle_s, at + config.tick_s))
+        if decision.wake_at is not None:
+            self._decide_by(decision.wake_at)
+        elif self._scaler.surplus_since is not None:  # the next one goes when this one has
+            self._decide_by(at + config.tick_s)
         missing = decision.replicas - have - coming
         if missing > 0:
             self._grow(decision, missing)

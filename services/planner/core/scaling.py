@@ -1,8 +1,11 @@
-"""How many replicas a model needs, from its load; pure, one call a tick.
+"""How many replicas a model needs, from its load; pure, to be asked whenever that changes, and at
+`Decision.wake_at`.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
 sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is
 asked for only when work waits, and what is already on its way counts, so a burst is answered once.
+A little work must wait for a while, so that a blip moves no weights; a queue worth several
+instances is answered at once.
 While the load grows, what it will have grown to by the time that more replicas are there is asked
 for at once. Less is asked for after an idle time, one replica at a time: scaling back up is cheap
 here (BlitzScale, section 5.4).
@@ -11,6 +14,8 @@ here (BlitzScale, section 5.4).
 import math
 from dataclasses import dataclass
 
+STRONG = 2.0
+"""Instance-fulls of queue that are no blip: they are answered at once."""
 GROWTH = 2.0
 """Most that load may be expected to grow, in multiples of what there is: a short look at a burst
 says little about its length."""
@@ -72,6 +77,8 @@ class Decision:
     """In words and numbers; empty when nothing changes."""
     detected_at: float
     """When the condition began."""
+    wake_at: float | None = None
+    """When the same demand would be answered otherwise, because a time has run out."""
 
 
 def fulls(demand: Demand, policy: Policy) -> float:
@@ -113,18 +120,26 @@ def decide(
             since, origin = scaler.short_since, scaler.short_from
         scaler = Scaler(short_since=since, short_from=origin)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
-        if urgent or now - since >= policy.scale_up_hold_s:
+        answer_at = since if urgent else since + _hold_s(demand, policy)
+        if now >= answer_at:
             want = wanted(load + _growth(scaler, load, policy, now), policy)
             return scaler, Decision(want, _cause_up(demand, policy, have, coming, want), since)
-        return scaler, Decision(total, "", now)
+        return scaler, Decision(total, "", now, answer_at)
     if want < have and coming == 0:
         since = scaler.surplus_since if scaler.surplus_since is not None else now
         long_enough = policy.fixed is not None or now - since >= policy.idle_s
         if long_enough and leaving == 0:
             cause = f"{have} replicas, {want} wanted for {now - since:.1f} s"
             return Scaler(surplus_since=since), Decision(have - 1, cause, since)
-        return Scaler(surplus_since=since), Decision(total, "", now)
+        wake_at = None if long_enough else since + policy.idle_s
+        return Scaler(surplus_since=since), Decision(total, "", now, wake_at)
     return Scaler(), Decision(total, "", now)
+
+
+def _hold_s(demand: Demand, policy: Policy) -> float:
+    """How long more must be wanted before it is asked for: the less, the more work waits."""
+    evidence = demand.queued_requests / policy.slots / STRONG
+    return policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
 
 
 def _growth(scaler: Scaler, load: float, policy: Policy, now: float) -> float:

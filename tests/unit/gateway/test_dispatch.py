@@ -556,3 +556,22 @@ def test_those_without_a_token_move_first_and_then_those_with_the_least_kv() -> 
     assert first[0] == "none"
     (second,) = sent(driver.publish(moving, replica(1, slots=1), replica(2, slots=1)))
     assert second[0] == "short"
+
+
+def test_load_presses_when_requests_begin_to_wait_and_when_an_instance_is_full_of_them() -> None:
+    driver = Driver(replica(1, slots=2))
+    pressing = driver.dispatch.pressing
+    driver.admit("a", "b")
+    assert not pressing(MODEL)
+    driver.admit("c")
+    assert pressing(MODEL)
+    driver.dispatch.loads()
+    driver.admit("d")
+    assert not pressing(MODEL), "told, and less than an instance takes came since"
+    driver.admit("e")
+    assert pressing(MODEL)
+    driver.dispatch.loads()
+    for name in "ab":
+        driver.give(name, 1, 0, "stop")
+    assert not pressing(MODEL), "fewer wait"
+    assert not pressing(ModelId("unknown"))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.planner.core.scaling import (
     GROWTH,
+    STRONG,
     Decision,
     Demand,
     Policy,
@@ -73,14 +74,47 @@ def test_the_first_request_is_answered_at_once() -> None:
 
 
 def test_a_blip_moves_nothing_a_queue_that_stays_does() -> None:
-    load, rules = demand(queued=8, running=4), policy()
+    load, rules = demand(queued=4, running=4), policy()
     scaler, decision = ask(load, rules, have=1, now=10.0)
     assert (decision.replicas, decision.cause) == (1, "")
-    scaler, decision = ask(demand(running=4), rules, have=1, now=10.1, scaler=scaler)
+    scaler, decision = ask(demand(running=4), rules, have=1, now=10.05, scaler=scaler)
     assert scaler == Scaler()
     scaler, _ = ask(load, rules, have=1, now=10.2, scaler=scaler)
     scaler, decision = ask(load, rules, have=1, now=10.4, scaler=scaler)
-    assert (decision.replicas, decision.detected_at) == (3, 10.2)
+    assert (decision.replicas, decision.detected_at) == (2, 10.2)
+
+
+def test_a_queue_worth_two_instances_is_no_blip() -> None:
+    _, decision = ask(demand(queued=8, running=4), policy(), have=1, now=10.0)
+    assert (decision.replicas, decision.detected_at, decision.wake_at) == (3, 10.0, None)
+
+
+@given(queued=st.integers(2, 20), hold=st.floats(0.01, 2.0))
+def test_the_more_waits_the_sooner_it_is_answered_and_when_is_said(
+    queued: int, hold: float
+) -> None:
+    rules = policy(most=50, hold=hold)
+    scaler, decision = ask(demand(queued=queued, running=4), rules, have=1, now=5.0)
+    if queued >= STRONG * SLOTS:
+        assert decision.replicas > 1
+        return
+    assert decision.replicas == 1
+    assert decision.wake_at == pytest.approx(5.0 + hold * (1 - queued / SLOTS / STRONG))
+    load = demand(queued=queued, running=4)
+    early = 5.0 + (decision.wake_at - 5.0) * 0.9
+    assert ask(load, rules, have=1, now=early, scaler=scaler)[1].replicas == 1
+    scaler, answer = ask(load, rules, have=1, now=decision.wake_at, scaler=scaler)
+    assert (answer.replicas > 1, answer.wake_at) == (True, None)
+    more = demand(queued=queued + 1, running=4)
+    _, sooner = ask(more, rules, have=1, now=5.0)
+    assert sooner.replicas > 1 or (sooner.wake_at or 0.0) < decision.wake_at
+
+
+def test_when_less_is_due_is_said() -> None:
+    scaler, decision = ask(demand(running=1), policy(), have=3, now=1.0)
+    assert (decision.replicas, decision.wake_at) == (3, 3.0)
+    _, decision = ask(demand(running=1), policy(), have=3, now=3.0, scaler=scaler)
+    assert (decision.replicas, decision.wake_at) == (2, None)
 
 
 def test_what_is_on_its_way_counts() -> None:
