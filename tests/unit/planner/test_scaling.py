@@ -99,6 +99,7 @@ def test_the_more_waits_the_sooner_it_is_answered_and_when_is_said(
         assert decision.replicas > 1
         return
     assert decision.replicas == 1
+    assert decision.wake_at is not None
     assert decision.wake_at == pytest.approx(5.0 + hold * (1 - queued / SLOTS / STRONG))
     load = demand(queued=queued, running=4)
     early = 5.0 + (decision.wake_at - 5.0) * 0.9
