@@ -1,7 +1,7 @@
 """The bus within one process, deterministic and on the loop's clock: the twin of `nats`.
 
 Buses on one `MemoryBroker` talk to each other, like connections to one server. Messages cross it
-encoded, so that what could not cross the wire fails here as well.
+encoded, so that a message that could not cross the wire fails here as well.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Reply:
-    """The place of an answer, at the bus that asked."""
+    """Where an answer goes, at the bus that asked."""
 
     def __init__(self, bus: "MemoryBus") -> None:
         self.bus = bus
@@ -49,7 +49,8 @@ class MemorySubscription:
         bus: "MemoryBus | None" = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`bus`: whose it is; None: the broker's own, which no fault of a connection touches."""
+        """`bus`: the bus that subscribed. None: the broker itself, which no fault of a connection
+        affects."""
         self.subject = subject
         self.receive = receive
         self.bus = bus
@@ -63,10 +64,10 @@ class MemorySubscription:
 
 
 class MemoryBroker:
-    """The server's part: who subscribed, the buckets, the objects.
+    """The server's part: subscriptions, buckets and objects.
 
-    The first methods are the wires between it and its clients; here they are perfect and take no
-    time.
+    The first methods are the wires between the broker and its clients. Here they are perfect and
+    take no time.
     """
 
     def __init__(self) -> None:
@@ -75,39 +76,39 @@ class MemoryBroker:
         self._buckets: dict[str, Bucket] = {}
         self.blobs: dict[str, bytes] = {}
         self.decoded: tuple[bytes, Message] | None = None
-        """The message decoded last: all who hear a broadcast share it."""
+        """The message decoded last, so that all receivers of a broadcast share it."""
 
     # --- wires ---
 
     async def connect(self, bus: "MemoryBus") -> None:
-        """Returns once the bus is connected; BusError if it can't be."""
+        """Returns once the bus is connected. BusError if it cannot be."""
 
     def disconnect(self, bus: "MemoryBus") -> None:
-        """It closed, in order: what it said before is said."""
+        """The bus closed in good order: what it sent before is delivered."""
 
     def send(self, bus: "MemoryBus", subject: str, data: bytes, reply: Reply | None) -> None:
-        """A message from a client to the server."""
+        """Sends a message from a client to the server."""
         self.deliver(subject, data, reply)
 
     def answer(self, bus: "MemoryBus", reply: Reply, data: bytes) -> None:
-        """From a client that serves, by way of the server, to the one that asked."""
+        """Sends an answer from a serving client, through the server, to the client that asked."""
         self.down(reply.bus, "", reply.give, data)
 
     def down(
         self, bus: "MemoryBus", subject: str, act: Callable[[*Ts], object], *args: *Ts
     ) -> None:
-        """From the server to a client; in order, by subject."""
+        """Sends from the server to a client. Order is kept for each subject."""
         act(*args)
 
     def hand(self, subscription: MemorySubscription, data: bytes, reply: Reply | None) -> None:
-        """A message from the server to one who gets it."""
+        """Sends a message from the server to one of its receivers."""
         if subscription.bus is None:
             subscription.receive(data, reply)
         else:
             self.down(subscription.bus, subscription.subject, subscription.receive, data, reply)
 
     async def exchange(self, bus: "MemoryBus", what: str, act: Callable[[], T]) -> T:
-        """Does it at the server and brings back what came of it; other tasks run first."""
+        """Does `act` at the server and returns its result. Other tasks run first."""
         await asyncio.sleep(0)
         return act()
 
@@ -126,7 +127,7 @@ class MemoryBroker:
             servers.remove(subscription)
 
     def deliver(self, subject: str, data: bytes, reply: Reply | None) -> None:
-        """To every listener and, in turn, to one server."""
+        """Delivers to every listener and, in turn, to one server."""
         receivers = list(self._listeners.get(subject, ()))
         servers = self._servers.get(subject)
         if servers:
@@ -245,7 +246,7 @@ class MemoryBus(Delivery):
             del self.watches[watch]
 
     async def _begin(self, watch: Watch, bucket: Bucket) -> None:
-        """As long as it takes: a watch outlives the connection."""
+        """Waits as long as it takes, because a watch outlives the connection."""
 
         def follow() -> None:
             if watch in self.watches:
@@ -274,7 +275,8 @@ class MemoryBus(Delivery):
             self._broker.answer(self, reply, answer)
 
     def _decode(self, subject: str, data: bytes) -> Message:
-        """All who hear a broadcast share one message, as messages are immutable."""
+        """The message. All receivers of a broadcast share one object, since messages are
+        immutable."""
         last = self._broker.decoded
         if last is not None and last[0] is data:
             return last[1]

@@ -9,17 +9,20 @@ Tell = Callable[[KvEntry | None], None]
 
 
 class Watch:
-    """What was told of a bucket, at the side of who reads it. None: that was all there was."""
+    """The changes of a bucket as its reader has been told them. None marks the end of the first
+    entries."""
 
     def __init__(self, carry: Callable[[Tell, KvEntry | None], None]) -> None:
-        """`carry`: from the bucket to here, where it calls `tell`; it may take its time."""
+        """`carry` takes a change from the bucket to the reader, where it calls `tell`; it may take
+        its time."""
         self.carry = carry
         self.changes: asyncio.Queue[KvEntry | None] = asyncio.Queue()
         self._told: dict[str, int] = {}
         self._listed = False
 
     def tell(self, entry: KvEntry | None) -> None:
-        """What was told already, or was never heard of, is left out."""
+        """Takes in a change. Changes that were told already, or were never heard of, are left
+        out."""
         if entry is None:
             if not self._listed:
                 self.changes.put_nowait(None)
@@ -34,7 +37,7 @@ class Watch:
             self.changes.put_nowait(entry)
 
     def catch_up(self, bucket: "Bucket") -> None:
-        """Tells what changed while nothing was told."""
+        """Tells what changed while nothing could be told."""
         for key in [key for key in self._told if key not in bucket.live]:
             self.changes.put_nowait(KvEntry(key, b"", self._told.pop(key), KvOp.DELETE))
         for entry in [*bucket.live.values(), None]:
@@ -64,7 +67,7 @@ class Bucket:
             self._change(key, b"", KvOp.DELETE)
 
     def follow(self, watch: Watch) -> None:
-        """Tells the live entries, None, and from now on every change."""
+        """Tells the live entries, then None, and from now on every change."""
         self.watches[watch] = None
         for entry in [*self.live.values(), None]:
             watch.carry(watch.tell, entry)

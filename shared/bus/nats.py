@@ -17,7 +17,7 @@ from shared.errors import BusError
 from shared.messages import Message, encode
 
 _SERVERS = "servers"
-"""Queue group: of several processes that serve a subject, one gets each request."""
+"""A queue group: of several processes that serve a subject, one gets each request."""
 
 
 class _Listener:

@@ -1,7 +1,7 @@
 """One connection to NATS that is kept up for as long as its bus is open.
 
-nats-py reconnects by itself, but gives up for good when the server sends an error that it does
-not know; then a new client takes over with the same subscriptions.
+nats-py reconnects by itself, but it gives up for good when the server sends an error that it does
+not know. A new client then takes over with the same subscriptions.
 """
 
 import asyncio
@@ -25,13 +25,14 @@ _OLDEST_VERSION = (2, 11)
 _RECONNECT_WAIT_S = 0.2
 _PING_S = 2
 _LOST_PINGS = 2
-"""A server that is silent for this many pings is left for another, or the same, anew."""
+"""A server that does not answer this many pings is left for another server, or connected to
+anew."""
 
 Receive = Callable[[Msg], Awaitable[None]]
 
 
 def check_version(version: str) -> None:
-    """BusError if a server of this version lacks what the bus builds on."""
+    """BusError if a server of this version lacks what the bus needs."""
     found = re.match(r"v?(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_VERSION:
         oldest = ".".join(map(str, _OLDEST_VERSION))
@@ -42,7 +43,7 @@ def check_version(version: str) -> None:
 
 
 def check_payload(limit: int) -> None:
-    """BusError if a server takes only smaller messages than the bus sends."""
+    """BusError if a server accepts only smaller messages than the bus sends."""
     if limit < MAX_PAYLOAD:
         raise BusError(
             f"nats-server takes messages of {limit} bytes at most: set max_payload: {MAX_PAYLOAD} "
@@ -117,7 +118,7 @@ class Connection:
         return f" ({said})" if said else ""
 
     async def close(self) -> None:
-        """Sends what is buffered and ends every call in progress with BusError."""
+        """Sends what is buffered, and ends every call in progress with BusError."""
         self._open = False
         for scope in self._calls:
             if not scope.expired():
@@ -136,7 +137,8 @@ class Connection:
 
     @asynccontextmanager
     async def call(self, what: str, timeout: float = CALL_TIMEOUT_S) -> AsyncIterator[None]:
-        """Around one exchange with the server: begins when connected, never hangs, typed errors."""
+        """Wraps one exchange with the server: it begins when connected, never hangs, and raises
+        typed errors."""
         self.check_open()
         try:
             with _cancellation_kept():
@@ -158,13 +160,13 @@ class Connection:
             raise BusError(f"{what}: {error}") from error
 
     async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
-        """Once this returns the server knows of it."""
+        """Subscribes. Once this returns, the server knows of it."""
         subscription = NatsSubscription(self, subject, queue, receive)
         async with self.call(f"subscribe {subject}"):
             await subscription.bind(self.client)
             self._subscriptions.add(subscription)
-            # The client writes a PING past what it has still to write. While the first is answered
-            # the subscription is written; the answer to the second comes after it.
+            # The client writes a PING after everything that it still has to write. When the first
+            # PING is answered the subscription is written; the answer to the second comes after it.
             await self.client.flush()
             await self.client.flush()
         return subscription
@@ -252,9 +254,8 @@ class Connection:
 
 @contextmanager
 def _cancellation_kept() -> Iterator[None]:
-    """nats-py awaits with asyncio.wait_for, which loses a cancellation that comes together with
-    the answer (until Python 3.12): a task that was told to end would go on for ever.
-    """
+    """nats-py awaits with asyncio.wait_for, which (until Python 3.12) loses a cancellation that
+    comes together with the answer. A task that was told to end would then go on for ever."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:

@@ -1,8 +1,8 @@
-"""One consumer's run over a bucket: what it holds, then what changes, and never a silent gap.
+"""One consumer's run over a bucket: what it holds, then its changes, and never a silent gap.
 
-An ephemeral consumer dies with its server and may be cut off in other ways. A feed notices all of
-them (reconnection, a jump in the sequence, missing heartbeats) and ends with FeedLost; whoever
-reads begins another one.
+An ephemeral consumer dies with its server, and may be cut off in other ways. A feed notices all of
+them (reconnection, a jump in the sequence, missing heartbeats) and ends with FeedLost. Its reader
+then begins another feed.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from shared.errors import BusError
 _HEARTBEAT_S = 2.0
 _SILENCE_S = 3 * _HEARTBEAT_S
 _INACTIVE_S = 10.0
-"""The server forgets a consumer that nobody has listened to for this long."""
+"""The server forgets a consumer to which nobody has listened for this long."""
 
 
 class FeedLost(Exception):
-    """This feed is over; the bucket is not."""
+    """This feed is over, but the bucket is not."""
 
 
 def is_marker(headers: Mapping[str, str] | None) -> bool:
-    """Is this message not a value, but the note that the key was deleted or expired?"""
+    """Whether the message is no value, but the note that the key was deleted or expired."""
     return headers is not None and ("KV-Operation" in headers or "Nats-Marker-Reason" in headers)
 
 
 class Feed:
-    """`created` is when the bucket was made: another one under its name is an error."""
+    """`created`: when the bucket was made. Another bucket under its name is an error."""
 
     def __init__(self, connection: Connection, bucket: str, created: object) -> None:
         self._connection = connection
@@ -64,7 +64,7 @@ class Feed:
         await self._stop()
 
     async def entries(self) -> AsyncGenerator[KvEntry | None, None]:
-        """The last entry of every key, markers included; None; then every later entry."""
+        """The last entry of every key, markers included; then None; then every later entry."""
         listing = self._pending > 0
         if not listing:
             yield None
@@ -153,7 +153,8 @@ class Feed:
 
 
 def _last_heard(message: Msg) -> int | None:
-    """For a heartbeat, the number of messages that the consumer has sent; None for a message."""
+    """The number of messages that the consumer has sent, if this is a heartbeat; None for a
+    message."""
     headers = message.headers or {}
     if headers.get(api.Header.STATUS) != api.StatusCode.CONTROL_MESSAGE:
         return None

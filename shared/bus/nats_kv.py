@@ -1,7 +1,7 @@
-"""Buckets over JetStream: NATS' key-value layout, with a time to live for single keys.
+"""Buckets over JetStream, in NATS' key-value layout, with a time to live for single keys.
 
-Writes carry `Nats-TTL`; when one runs out, the server puts a marker in its place that watchers
-see. Markers, and those of deletions, go after `_MARKER_TTL_S`.
+Writes carry `Nats-TTL`. When that runs out, the server puts a marker in the key's place, which
+watchers see. Markers, also those of deletions, disappear after `_MARKER_TTL_S`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shared.errors import BusError, KeyExists
 _MARKER_TTL_S = 60
 _RETRY_S = 0.2
 _WRONG_SEQUENCE = (10071, 10164)
-"""JetStream's codes for: the expected revision is not the last one."""
+"""JetStream's codes for an expected revision that is not the last one."""
 _EXPECT = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE
 
 
@@ -35,7 +35,7 @@ class NatsKeyValue:
 
     @classmethod
     async def open(cls, connection: Connection, bucket: str, *, replicas: int) -> Self:
-        """The bucket, made if missing."""
+        """The bucket, made if it is missing."""
         async with connection.call(f"bucket {bucket}"):
             try:
                 info = await connection.jetstream.stream_info(f"KV_{bucket}")
@@ -84,7 +84,7 @@ class NatsKeyValue:
             return found
 
     async def watch(self) -> AsyncGenerator[KvEntry | None, None]:
-        """Survives the loss of the connection: what changed meanwhile is told when it is back."""
+        """Survives the loss of the connection: changes made meanwhile are told when it is back."""
         told: dict[str, int] = {}
         began = False
         while True:
@@ -99,7 +99,7 @@ class NatsKeyValue:
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow(self, told: dict[str, int]) -> AsyncGenerator[KvEntry | None, None]:
-        """One feed's entries, less what was told already; keeps `told` (key -> revision)."""
+        """One feed's entries, without those told already. Keeps `told` (key -> revision)."""
         missing = set(told)
         async with (
             Feed(self._connection, self._bucket, self._created) as feed,
@@ -122,7 +122,7 @@ class NatsKeyValue:
                     yield entry
 
     async def _last(self, key: str) -> KvEntry | None:
-        """The last word on the key, be it a marker."""
+        """The last entry of the key, which may be a marker."""
         async with self._connection.call(f"{self._bucket}/{key}"):
             try:
                 message = await self._connection.jetstream.get_msg(

@@ -11,7 +11,7 @@ from shared.bus.nats_connection import Connection
 from shared.errors import BusError, NotFound
 
 _TIMEOUT_S = 60.0
-"""For one object of some MB."""
+"""Seconds for one object of some MB."""
 
 
 class NatsObjectStore:
@@ -22,7 +22,7 @@ class NatsObjectStore:
 
     @classmethod
     async def open(cls, connection: Connection, bucket: str, *, replicas: int) -> Self:
-        """The store, made if missing."""
+        """The store, made if it is missing."""
         async with connection.call(f"objects {bucket}"):
             try:
                 await connection.jetstream.object_store(bucket)
@@ -55,7 +55,8 @@ class NatsObjectStore:
         return data
 
     async def _chunks(self, nuid: str, count: int) -> bytes:
-        """One request a chunk: unlike a consumer's stream of them, it cannot stall unnoticed."""
+        """Reads chunk after chunk by requests: unlike a consumer's stream, a request cannot stall
+        unnoticed."""
         chunks: list[bytes] = []
         sequence = 0
         for _ in range(count):

@@ -12,7 +12,8 @@ def _is_amd() -> bool:
 
 
 # A row's bits must not depend on how many rows there are (attention.py says why). On Intel's
-# processors MKL keeps that promise in its strict mode only, on AMD's only without: strict, it
-# divides few outputs among threads, and pieces of fewer than 12 get other bits than whole rows.
+# processors MKL keeps that promise only in its strict mode. On AMD's it keeps it only without: in
+# the strict mode it divides few outputs among threads, and pieces of fewer than 12 get other bits
+# than whole rows.
 if not _is_amd():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -1,37 +1,38 @@
-"""Causal attention of packed rows over the KV cache by torch's operators, the same for a row
-whatever the batch. (Most CPUs and GPUs attend by kernels of our own: kernel_step.py,
+"""Causal attention of packed rows over the KV cache by torch's operators. A row's result is the
+same in every batch. (Most CPUs and GPUs attend with kernels of our own: kernel_step.py,
 paged_attention.py.)
 
-A request must get the same tokens alone or in a batch, prefilled at once, in chunks, or grown
-step by step, on one node or over several. Exactly the same logits are the only sure way to that,
-so each row's result must not depend on what else is in the call. Measured for torch 2.13 with MKL
-on CPUs of Intel and AMD (fp32, 1 to 8 threads; rows compared bit by bit over row counts 1..640),
-with MKL's strict reproducibility on Intel's, where a CPU with AMX differs otherwise, and without it
-on AMD's, where it is the strict mode that differs (`__init__.py`; PITCH in linear.py):
+A request must get the same tokens alone or in a batch; prefilled at once, in chunks, or grown step
+by step; on one node or over several. Only logits with exactly the same bits guarantee that, so a
+row's result must not depend on the other rows of the call. What follows was measured for torch 2.13
+with MKL on CPUs of Intel and AMD (fp32, 1 to 8 threads; rows compared bit by bit over row counts
+1..640). On Intel's, MKL's strict reproducibility was on, since a CPU with AMX differs otherwise. On
+AMD's it was off, since there the strict mode differs (`__init__.py`; PITCH in linear.py).
 
-- A matrix product gives a row the same bits for every number of rows that is a multiple of 4, and
-  other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the rows
-  are divided, which leaves 1 to 3 over). Hence ROWS: every product here and with stored weights
-  (linear.py) has a multiple of 4 rows.
-- Softmax over a row and more columns of -inf: the same bits.
-- Weights x values: zeros at the end change nothing if the number of summed positions is a multiple
-  of 16 and at most 192; else MKL sums in another order. Hence VALUE_TILE, and whole pages.
-- The same bits wherever keys and values lie, and however keys are divided in whole pages.
-- All this for head_dim 8 to 256, multiples of 4. (With less, some products are so small that torch
-  has another loop for them; with 10, and only 10, MKL sums the values in another order.)
-- fused silu and sigmoid differ by where a number lies in memory (vector body or scalar tail), exp
+- A matrix product gives a row the same bits for every number of rows that is a multiple of 4. It
+  gives other bits for 1 to 3 rows (other kernels) and, with 2 or 8 threads, for 5-7 and 9-11 (the
+  rows are divided, which leaves 1 to 3 over). Hence ROWS: every product here and with stored
+  weights (linear.py) has a multiple of 4 rows.
+- Softmax over a row gives the same bits with additional columns of -inf.
+- In weights x values, zeros at the end change nothing if the number of summed positions is a
+  multiple of 16 and at most 192; otherwise MKL sums in another order. Hence VALUE_TILE, and whole
+  pages.
+- The bits do not depend on where keys and values lie, or on how keys are divided into whole pages.
+- All this holds for head_dim 8 to 256, multiples of 4. (With less, some products are so small that
+  torch uses another loop; with 10, and only 10, MKL sums the values in another order.)
+- Fused silu and sigmoid depend on where a number lies in memory (vector body or scalar tail). exp
   does not; see ops.py.
-- scaled_dot_product_attention fails all of this, and is slower than the three calls here for the
-  few queries of a decode step.
+- scaled_dot_product_attention fails all of this, and for the few queries of a decode step it is
+  slower than the three calls here.
 
-So a query reads the keys up to its own position, rounded up to whole pages and masked, and sums
-the values tile by tile. With a sliding window (Beltagy et al. 2020, section 3.1) it skips whole
-value tiles before the window, so that the rest are summed in the same tiles by every query, and
-masks what is left. Sequences are attended one by one: batching them would need a copy of
-their KV, or padding. Pages that are neighbours are read in place, as one strided view; only a tile
-of values that lies in several places is put together first. Query heads that share a KV head are
-folded into the rows: KV is never repeated. On a CPU attention runs in fp32, bf16 models included:
-bf16 products of this size are several times slower there.
+So a query reads the keys up to its own position, rounded up to whole pages and masked, and sums the
+values tile by tile. With a sliding window (Beltagy et al. 2020, section 3.1) it skips whole value
+tiles before the window, so that every query sums the rest in the same tiles, and masks what is
+left. Sequences are attended one by one: batching them would need padding or a copy of their KV.
+Pages that are neighbours are read in place, as one strided view; only a tile of values that lies in
+several places is copied together first. Query heads that share a KV head are folded into the rows,
+so KV is never repeated. On a CPU attention runs in fp32, also for bf16 models, because bf16
+products of this size are several times slower there.
 """
 
 from collections.abc import Iterable
