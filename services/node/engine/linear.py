@@ -29,8 +29,8 @@ PANEL, DEPTH = 32, 32
 """Outputs of a panel, and the multiple of inputs. A packed matrix is padded with zeros to multiples
 of both."""
 PITCH = 4
-"""Rows for torch's products begin at multiples of this many inputs. Without its strict mode (on AMD),
-MKL gives other bits to a row whose address is no multiple of 16 bytes."""
+"""Rows for torch's products begin at multiples of this many inputs. Without its strict mode (on
+AMD), MKL gives other bits to a row whose address is no multiple of 16 bytes."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """The numbers of dtypes in products.c."""
 
