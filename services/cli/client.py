@@ -1,4 +1,4 @@
-"""What the operator's commands share: where the cluster is, how to reach its bus, how to print."""
+"""What the operator's commands share: finding the cluster, reaching its bus, printing."""
 
 import argparse
 import asyncio
@@ -56,7 +56,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(args: argparse.Namespace) -> ClusterState:
-    """The local cluster's state; one without processes where the options name another bus."""
+    """The local cluster's state. It has no processes if the options name another bus."""
     if args.nats:
         return ClusterState(nats_url=args.nats)
     try:
@@ -71,7 +71,7 @@ def state_of(args: argparse.Namespace) -> ClusterState:
 
 
 def connect(args: argparse.Namespace) -> NatsBus:
-    """A bus to the cluster that the options name (enter it)."""
+    """A bus to the cluster that the options name. The caller enters it."""
     state = state_of(args)
     if not state.nats_url:
         raise NotFound(f"the cluster in {args.data} is starting")
@@ -84,7 +84,7 @@ def connect(args: argparse.Namespace) -> NatsBus:
 
 
 def absolute(text: str) -> Path:
-    """An argument that names a path which another process will open."""
+    """Makes an argument absolute that names a path which another process will open."""
     return Path(text).expanduser().absolute()
 
 
@@ -118,7 +118,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def silence_logs() -> None:
-    """The bus's own remarks are for the logs of services; a command says in words what failed."""
+    """Silences the bus's own log lines, which are meant for services. A command says in words what
+    failed."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -127,7 +128,8 @@ def silence_logs() -> None:
 
 
 def say(text: str) -> None:
-    """Tells the person at the terminal, if there still is one; stdout stays clean for programs."""
+    """Tells the person at the terminal, if there still is one. Standard output stays free for
+    programs."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
 

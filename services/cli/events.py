@@ -32,7 +32,7 @@ LAST = "last"
 PIPED_WIDTH = 120
 
 Span = dict[str, Any]
-"""A line of a trace file; see shared.telemetry."""
+"""One line of a trace file; see shared.telemetry."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -103,7 +103,7 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _trace_directory(args: argparse.Namespace) -> Path:
-    """Of the local cluster, or the one that the configuration names."""
+    """The trace directory of the local cluster, or the one that the configuration names."""
     configured = load(args.config).telemetry.trace_dir if args.config else ""
     return Path(configured) if configured else args.data / "traces"
 
@@ -115,7 +115,7 @@ def _elsewhere(args: argparse.Namespace) -> str:
 
 
 def _finished(directory: Path, event: str) -> str | None:
-    """The trace of a finished event: its root span is written when it ends."""
+    """The trace of a finished event. Its root span is written when it ends."""
     roots = [span for span in read_spans(directory, ROOT_SPAN) if span["name"] == ROOT_SPAN]
     found = [span for span in roots if event in (span["attributes"].get("event"), LAST)]
     return str(found[-1]["trace_id"]) if found else None

@@ -1,4 +1,4 @@
-"""`lambdascale`: the operator's door. Exit codes: 0 done, 1 failed, 2 wrong usage."""
+"""`lambdascale`: the entry point of all commands. Exit codes: 0 done, 1 failed, 2 wrong usage."""
 
 import argparse
 import asyncio
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception, *, in_log: bool) -> int:
-    """Says in one line what failed; `in_log`: standard error is a service's log."""
+    """Says in one line what failed. `in_log`: standard error is a service's log."""
     cause = error
     while isinstance(cause, ExceptionGroup):
         cause = cause.exceptions[0]

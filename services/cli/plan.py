@@ -88,7 +88,7 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """BadInput for arguments that do not fit together."""
+    """Prints or draws the plan. BadInput for arguments that do not fit together."""
     plan = _plan(args)
     if args.svg or args.png:
         from services.cli import plan_figure  # matplotlib takes a second to load
@@ -126,7 +126,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _step_fabric(args: argparse.Namespace) -> Fabric:
-    """The step model's: every port takes a block a step."""
+    """The step model's fabric: every port takes one block in a step."""
     for name in ("link_mbit", "rates", "racks", "trunk_mbit", "hosts", "local_mbit", "overhead_ms"):
         if getattr(args, name) is not None:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what was chosen, what else was considered, what each would cost."""
+"""Explains a plan: what was chosen, what else was considered, and what each would cost."""
 
 import math
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def _considered(plan: Plan) -> Iterator[str]:
 
 
 def _row(plan: Plan, each: Considered) -> tuple[str, str, str, str, str, str, str]:
-    """Of what was ruled out only bounds are known."""
+    """A candidate's row. For a candidate that was ruled out, only bounds are known."""
     least, most = (">= ", "<= ") if each.verdict == RULED_OUT else ("", "")
     share = each.outlook.mean_capacity
     return (
@@ -66,7 +66,7 @@ def _row(plan: Plan, each: Considered) -> tuple[str, str, str, str, str, str, st
 
 
 def _nodes(plan: Plan) -> Iterator[str]:
-    """Who is complete when, as the chosen schedule goes over these links."""
+    """When each node is complete if the chosen schedule runs over these links."""
     last: dict[int, float] = {}
     for (node, _), at in schedule_arrivals(plan.schedule, plan.unit_task, {}).items():
         last[node] = max(last.get(node, 0.0), at)

@@ -24,12 +24,12 @@ Colour = str | tuple[float, float, float, float]
 INK, FAINT, EMPTY = "#22262b", "#8a929c", "#f1f3f5"
 SOURCE = "#d9dde2"
 LARGEST = 128
-"""Rows and columns of a picture that somebody can read."""
+"""The most rows and columns of a picture that somebody can read."""
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes the picture in the format of the file's name. BadInput where it would be unreadable,
-    or cannot be written."""
+    """Writes the picture in the format of the file's name. BadInput if it would be unreadable or
+    cannot be written."""
     schedule = plan.schedule
     rows, columns = schedule.nodes, schedule.steps
     if max(rows, columns) > LARGEST:
@@ -68,7 +68,7 @@ def _title(plan: Plan) -> str:
 
 
 def _cells(axis: Axes, plan: Plan, cell: float) -> None:
-    """Rows are nodes, columns steps."""
+    """Draws the cells: rows are nodes, columns steps."""
     schedule = plan.schedule
     boxes: list[FancyBboxPatch] = []
     shades: list[Colour] = []
@@ -109,7 +109,8 @@ def _share(block: int, blocks: int) -> float:
 
 
 def _frame(axis: Axes, plan: Plan, size: float) -> None:
-    """Names of nodes on the left, with their racks; on the right when each is complete."""
+    """Writes the nodes' names on the left, with their racks, and on the right when each is
+    complete."""
     schedule = plan.schedule
     axis.set_xlim(0.4, max(schedule.steps, 1) + 0.6)
     axis.set_ylim(schedule.nodes - 0.4, -0.6)
@@ -160,7 +161,8 @@ def _complete(plan: Plan) -> list[str]:
 
 
 def _capacity(axis: Axes, schedule: Schedule) -> None:
-    """After every step, in complete nodes: over paths of any holders, and of complete nodes."""
+    """Draws the capacity after every step, in complete nodes: over paths of any holders, and of
+    complete nodes only."""
     pools, alone = [], []
     for step in range(schedule.steps + 1):
         held = schedule.held(step)
@@ -188,7 +190,7 @@ def _area(
 
 
 def _key(figure: Figure, axis: Axes, blocks: int, unit: int) -> None:
-    """Which colour is which block."""
+    """The key of which colour is which block."""
     name = "block received, and its sender" if unit == 1 else f"{unit} blocks, and their sender"
     bar = figure.colorbar(
         ScalarMappable(Normalize(0, max(blocks - 1, 1)), COLOURS),

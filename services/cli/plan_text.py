@@ -14,17 +14,17 @@ from services.planner.core.paths import Path, plan_paths
 from shared.config import PlannerConfig
 
 _PATHS_UP_TO = 2048
-"""Nodes x blocks for which the paths of every step are worked out and shown."""
+"""Up to this many nodes x blocks, the paths of every step are computed and shown."""
 
 
 @dataclass(frozen=True)
 class Plan:
     task: Task
     unit_task: Task
-    """The task in the chosen units of blocks: what the schedule is of."""
+    """The task in the chosen units of blocks, which the schedule is for."""
     choice: Choice
     timed: bool
-    """Rates are known; otherwise a block takes one step."""
+    """Whether rates are known. Otherwise a block takes one step."""
 
     @property
     def schedule(self) -> Schedule:
@@ -43,8 +43,8 @@ class Plan:
 
 
 def document(schedule: Schedule, unit: int) -> dict[str, object]:
-    """What a checker of schedules reads. With `blocks_per_move` > 1 its blocks are units of so
-    many."""
+    """The document that a checker of schedules reads. With `blocks_per_move` > 1, its blocks are
+    units of that many blocks."""
     steps: list[list[dict[str, int]]] = [[] for _ in range(schedule.steps)]
     for step, src, dst, block in schedule.moves:
         steps[step - 1].append({"src": src, "dst": dst, "block": block})
@@ -92,7 +92,7 @@ def report(plan: Plan) -> Iterator[str]:
 
 
 def _table(schedule: Schedule) -> list[str]:
-    """Rows are nodes, columns steps; a cell is the block received and its sender."""
+    """Rows are nodes, columns steps. A cell is the block received and its sender."""
     cells = {(m.dst, m.step): f"{m.block}<{m.src}" for m in schedule.moves}
     steps = range(1, schedule.steps + 1)
     width = max([3, *map(len, cells.values())])
@@ -104,7 +104,7 @@ def _table(schedule: Schedule) -> list[str]:
 
 
 def _list(schedule: Schedule) -> Iterator[str]:
-    """One line a step, for schedules too wide for a table."""
+    """One line for each step, for schedules too wide for a table."""
     by_step: dict[int, list[str]] = {}
     for step, src, dst, block in schedule.moves:
         by_step.setdefault(step, []).append(f"{src}>{dst}:{block}")
@@ -135,7 +135,7 @@ def _totals(plan: Plan) -> Iterator[str]:
 
 
 def _union_step(schedule: Schedule, nodes: Sequence[int]) -> int:
-    """The step at whose end the nodes hold every block between them."""
+    """The step at whose end the nodes together hold every block."""
     first: dict[int, int] = {}
     for step, _, dst, block in schedule.moves:
         if dst in nodes:
@@ -181,7 +181,7 @@ def _path(path: Path) -> str:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """`0-3,7`"""
+    """Runs of numbers, such as `0-3,7`."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

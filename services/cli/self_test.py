@@ -18,9 +18,9 @@ FAST = (
     "tests/unit/test_imports.py",
     "tests/unit/test_virtual_time.py",
 )
-"""Pure cores, and shells over a bus in memory: nothing here takes torch or other processes."""
+"""Pure cores, and shells over a bus in memory. None of them needs torch or other processes."""
 MOST_WORKERS = 8
-"""Each needs up to 1 GB, and more for the processes that its tests start."""
+"""Each process needs up to 1 GB, and more for the processes that its tests start."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Format and lint take a second and are told first. Types are checked while the tests run."""
+    """Runs the checks beside the tests. Format and lint take a second and are reported first."""
     paths = _paths(args.rest)
     checked = [str(path) for path in _checked(paths)]
     failed = [
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if tests.wait():
             failed.append("pytest")
-        said, _ = types.communicate()  # the last lines, not somewhere among the tests' dots
+        said, _ = types.communicate()  # printed at the end, not among the tests' dots
         sys.stdout.write(said)
         if types.returncode:
             failed.append("mypy")
@@ -73,12 +73,13 @@ def _start(command: list[str], stdout: int | None = None) -> "subprocess.Popen[s
 
 
 def workers(cores: int) -> int:
-    """Processes that run tests: one more than cores, because some tests wait."""
+    """The number of processes that run tests: one more than cores, because some tests wait."""
     return min(cores + 1, MOST_WORKERS)
 
 
 def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool) -> list[str]:
-    """A file's tests stay in one process, so that they share its fixtures."""
+    """The arguments of pytest. The tests of a file stay in one process, so that they share its
+    fixtures."""
     if paths:
         return list(rest)
     side_by_side = ["-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
@@ -97,7 +98,7 @@ def _checked(paths: Sequence[Path]) -> list[Path]:
 
 
 def _tested(path: Path) -> Path | None:
-    """The longest name in the sources that this one of tests/unit mirrors."""
+    """The longest path in the sources that this path of tests/unit mirrors."""
     if path.parts[:2] != ("tests", "unit"):
         return None
     for end in range(len(path.parts), 2, -1):

@@ -152,10 +152,10 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """BadInput or ConfigError for what cannot be simulated."""
+    """Runs the comparison. BadInput or ConfigError for what cannot be simulated."""
     if args.from_s >= args.until_s:
         raise BadInput(f"--from {args.from_s:g} is not before --until {args.until_s:g}")
-    # Here, since they import numpy, and torch, which other commands don't need.
+    # Imported here, because numpy and torch take a while and other commands do not need them.
     from simulation.measures import measure_all
     from simulation.report import comparison, document, words
 
@@ -208,7 +208,7 @@ def _workload(args: argparse.Namespace) -> "Workload":
 
 
 def _serves(text: str, traced: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """(name of the model, architecture) that serves each of the trace's models."""
+    """The (name of the model, architecture) that serves each of the trace's models."""
     if "=" not in text:
         return dict.fromkeys(traced, (text, text))
     given = dict(pair.partition("=")[::2] for pair in text.split(","))
@@ -229,7 +229,7 @@ def _serves(text: str, traced: Sequence[str]) -> dict[str, tuple[str, str]]:
 def _capacities(
     args: argparse.Namespace, serves: Mapping[str, tuple[str, str]]
 ) -> "dict[str, Capacity]":
-    """By the name of a model that serves."""
+    """Capacities, by the name of a model that serves."""
     from simulation.capacity import Capacity
     from simulation.hardware import hardware
     from simulation.models import model

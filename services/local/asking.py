@@ -1,4 +1,5 @@
-"""How an operator's program asks a service: a request whose failure names who does not answer."""
+"""Requests of an operator's program to a service. A failure names the service that does not
+answer."""
 
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ M = TypeVar("M", bound=Message)
 async def ask(
     bus: Bus, subject: str, message: Message, reply: type[M], *, timeout: float = TIMEOUT_S
 ) -> M:
-    """A request; BusError names the service that does not answer it."""
+    """Sends a request. BusError names the service that does not answer."""
     try:
         return await bus.request(subject, message, reply, timeout=timeout)
     except (NoResponders, BusTimeout) as error:

@@ -27,11 +27,11 @@ from shared.messages.scaling import PlannerQuery, PlannerState
 
 READY_S = 60.0
 READY_PER_NODE_S = 3.0
-"""Each of them imports torch, and they share the machine's cores."""
+"""Seconds for each node to start: it imports torch, and all share the machine's cores."""
 POLL_S = 0.05
 SERVICES = ("registry", "planner", "gateway")
 PREFIX = "lambdascale: "
-"""What a service's last words begin with when it fails."""
+"""How the last line of a service that fails begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,31 +40,31 @@ class ClusterSpec:
     nodes: int
     config: Path | None = None
     gateway_port: int | None = None
-    """0: any free one; None: the configured one."""
+    """0: any free port; None: the configured port."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
+    """Environment variables for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
     apart: bool = False
-    """Each node says to be a machine of its own, so that nothing goes through shared memory."""
+    """Whether each node names a machine of its own, so that nothing goes through shared memory."""
     ends_by_signal: bool = False
-    """This process ends the cluster when it gets a SIGTERM: `down` may send it one."""
+    """Whether this process ends the cluster when it gets a SIGTERM, so that `down` may send one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
     process: "subprocess.Popen[bytes]"
     log_from: int
-    """Size of its log when it was started."""
+    """The size of its log when it was started."""
 
 
 def bus_config(state: ClusterState, config: Path | None = None) -> BusConfig:
-    """How to reach the cluster's bus: its own URL, the user of the configuration."""
+    """How to reach the cluster's bus: its own URL, with the user of the configuration."""
     if config is None and state.config:
         config = Path(state.config)
     return msgspec.structs.replace(load(config).bus, url=state.nats_url)
 
 
 def _port(url: str) -> int:
-    """0 for none."""
+    """The port of a URL; 0 if it has none."""
     return urlsplit(url).port or 0
 
 
@@ -73,7 +73,8 @@ def node_id(number: int) -> NodeId:
 
 
 class Cluster:
-    """Starts a cluster in `start`; `stop` ends it. What runs is written down at every step."""
+    """`start` starts a cluster and `stop` ends it. The running processes are written down at every
+    step."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
@@ -83,7 +84,8 @@ class Cluster:
         self._children: dict[str, Child] = {}
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Returns when every service answers. StartFailed names the one that does not, and why."""
+        """Returns when every service answers. StartFailed names the service that does not, and
+        why."""
         self.spec.directory.mkdir(parents=True, exist_ok=True)
         holder = processes.record("up", "holder", os.getpid()) if self.spec.ends_by_signal else None
         self._lock = processes.claim(self.spec.directory, holder)
@@ -122,14 +124,14 @@ class Cluster:
         self._note(processes.record(NATS, NATS, self._nats.pid))
 
     async def _last_generations(self) -> dict[NodeId, int]:
-        """Of nodes that a crashed cluster may have left leases of."""
+        """The last generations of nodes whose leases a crashed cluster may have left."""
         names = [node_id(number) for number in range(self.spec.nodes)]
         async with NatsBus(bus_config(self.state), "up") as bus:
             counters = await bus.kv(subjects.KV_COUNTERS)
             return {n: await last_number(counters, subjects.node_counter(n)) for n in names}
 
     def start_service(self, role: str) -> None:
-        """Starts (again) the registry, the planner or the gateway."""
+        """Starts the registry, the planner or the gateway, possibly again."""
         settings: dict[str, str] = {}
         port = _port(self.state.gateway_url) or self.spec.gateway_port
         if role == "gateway" and port is not None:
@@ -137,7 +139,7 @@ class Cluster:
         self._spawn(role, role, settings)
 
     def start_node(self, number: int) -> None:
-        """Starts (again) a node; what its disk holds is there again."""
+        """Starts a node, possibly again. What its disk holds is still there."""
         name = node_id(number)
         settings = {
             "LAMBDASCALE_NODE_ID": name,
@@ -152,7 +154,7 @@ class Cluster:
 
     def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
         if name in self._children:
-            self._children[name].process.wait(processes.STOP_S)  # the one before must be gone
+            self._children[name].process.wait(processes.STOP_S)  # the process before must be gone
         directory = self.spec.directory
         log = processes.log_of(directory, name)
         log_from = log.stat().st_size if log.exists() else 0
@@ -168,7 +170,7 @@ class Cluster:
         self._note(processes.record(name, role, process.pid))
 
     def _note(self, entry: ProcessRecord) -> None:
-        """Of a process that was started."""
+        """Writes down a process that was started."""
         if before := self._record(entry.name):
             entry = msgspec.structs.replace(
                 entry, restarts=before.restarts + 1, last_exit=before.last_exit
@@ -176,7 +178,7 @@ class Cluster:
         self._put(entry)
 
     def note_end(self, name: str, why: str, wait_s: float) -> None:
-        """A process ended; after `wait_s` it is to be started again."""
+        """Writes down that a process ended, and will be started again after `wait_s`."""
         if before := self._record(name):
             again_at = time.time() + wait_s
             self._put(msgspec.structs.replace(before, last_exit=why, again_at=again_at))
@@ -193,7 +195,7 @@ class Cluster:
         processes.write_state(self.spec.directory, state)
 
     async def _wait_until_ready(self, before: Mapping[NodeId, int]) -> str:
-        """Returns the gateway's URL."""
+        """Waits until every service answers. Returns the gateway's URL."""
         limit_s = READY_S + READY_PER_NODE_S * self.spec.nodes
         deadline = time.monotonic() + limit_s
         async with NatsBus(bus_config(self.state), "up") as bus:
@@ -217,7 +219,7 @@ class Cluster:
         )
 
     async def _missing(self, bus: Bus, before: Mapping[NodeId, int]) -> str:
-        """What does not answer yet."""
+        """What does not answer yet, in words."""
         try:
             pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
         except BusError:
@@ -240,7 +242,7 @@ class Cluster:
                 raise StartFailed(self._last_words(name, child, code))
 
     def _last_words(self, name: str, child: Child, code: int) -> str:
-        """Why it ended, from what it logged since it was started."""
+        """Why a process ended, from its log since it was started."""
         log = processes.log_of(self.spec.directory, name)
         lines = log.read_bytes()[child.log_from :].decode(errors="replace").splitlines()
         if lines and lines[-1].startswith(PREFIX):
@@ -249,11 +251,11 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the processes."""
+        """The names of the processes."""
         return (NATS, *self._children)
 
     async def ended(self, name: str) -> int:
-        """Waits for the end of a process, unless it ended already; its return code."""
+        """Waits for the end of a process, unless it has ended already. Returns its exit code."""
         if name != NATS:
             return await processes.ended(self._children[name].process)
         if self._nats is None:
@@ -261,7 +263,8 @@ class Cluster:
         return await self._nats.ended()
 
     async def start_again(self, name: str) -> None:
-        """What ended, where it was before; BusError if it is nats-server, and does not come up."""
+        """Starts a process that ended, with the same ports. BusError if nats-server does not come
+        up."""
         if name == NATS:
             await self._start_nats()
         elif name in SERVICES:
@@ -271,7 +274,7 @@ class Cluster:
             self.start_node(numbers[NodeId(name)])
 
     async def stop(self) -> None:
-        """Ends what `start` began; nothing if it began nothing."""
+        """Ends whatever `start` began."""
         if self._lock is None:
             return
         await asyncio.to_thread(processes.end_all, self.spec.directory)

@@ -1,9 +1,9 @@
-"""Makes checkpoints with random weights, of Llama and of image classifiers (ViT): real files in
+"""Makes checkpoints of Llama and of image classifiers (ViT) with random weights: real files in
 every respect but their training.
 
-For trying the system out where no model can be downloaded, and for tests. What such a model says
-is word salad, but it is a hard case for a serving system: random attention is sharp, so that every
-token depends on the whole context, and one wrong byte anywhere changes all that follows.
+They are for trying the system where no model can be downloaded, and for tests. Such a model says
+nonsense, but it is a hard case for a serving system: random attention is sharp, so that every token
+depends on the whole context, and one wrong byte anywhere changes everything that follows.
 """
 
 import json
@@ -61,9 +61,9 @@ class CheckpointSpec:
     dtype: torch.dtype = torch.float32
     tied: bool = False
     shards: int = 1
-    """More than one: files with an index."""
+    """With more than one, the weights are in several files with an index."""
     old_config: bool = False
-    """config.json as before transformers 5."""
+    """Writes config.json in the form from before transformers 5."""
     rope_scaling: dict[str, Any] | None = None
     """For example {"rope_type": "llama3", "factor": 8.0, ...}."""
     seed: int = 0
@@ -71,7 +71,7 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """Sizes of a ViT; those of ViT-B are the defaults."""
+    """Sizes of a ViT. The defaults are those of ViT-B."""
 
     layers: int = 12
     hidden: int = 768
@@ -87,8 +87,8 @@ class ClassifierSpec:
 def make_demo_model(path: Path, *, layers: int = 14, hidden: int = 256, seed: int = 0) -> None:
     """The model of the quick start: 48 MB in fp32, `layers` + 2 units of nearly equal size.
 
-    The vocabulary is as large as makes the embedding the size of a layer. `hidden`: a multiple
-    of 128. A few seconds; no network; the same bytes for the same arguments.
+    The vocabulary is chosen so that the embedding is as large as a layer. `hidden`: a multiple of
+    128. It takes a few seconds and no network, and gives the same bytes for the same arguments.
     """
     if hidden < 128 or hidden % 128:
         raise BadInput(f"hidden size {hidden} is not a multiple of 128")
@@ -197,7 +197,7 @@ def _classifier_config(spec: ClassifierSpec) -> dict[str, Any]:
 
 
 def _classifier_weights(spec: ClassifierSpec, config: VitConfig) -> dict[str, torch.Tensor]:
-    """By the names that checkpoints have for them."""
+    """The weights, by their names in checkpoints."""
     tensors = {
         name: shape
         for unit in range(config.n_units)
@@ -221,7 +221,7 @@ def _classifier_weights(spec: ClassifierSpec, config: VitConfig) -> dict[str, to
 def _weights(
     spec: CheckpointSpec, config: ModelConfig, tokenizer: Tokenizer
 ) -> dict[str, torch.Tensor]:
-    """Each tensor has its own random stream: it depends on nothing but its shape and place."""
+    """Each tensor has its own random stream, so it depends only on its shape and place."""
     weights: dict[str, torch.Tensor] = {}
     for index, (name, shape) in enumerate(config.expected_tensors().items()):
         random = np.random.default_rng([spec.seed, index])
@@ -244,7 +244,7 @@ def _deviation(name: str, fan_in: int, tied: bool) -> float:
 
 
 def _voices(random: np.random.Generator, vocab_size: int, tokenizer: Tokenizer) -> torch.Tensor:
-    """[vocab_size] length of each token's row in the head: about 1 for words and their parts."""
+    """[vocab_size] lengths of the tokens' rows in the head: about 1 for words and their parts."""
     spread = torch.from_numpy(random.standard_normal(vocab_size, dtype=np.float32))
     voices = torch.exp(VOICE_SPREAD * spread)
     for token in range(vocab_size):

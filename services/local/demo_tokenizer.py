@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """At most `vocab_size` tokens, at least MIN_VOCAB; the same ones for one Python release."""
+    """A tokenizer of MIN_VOCAB to `vocab_size` tokens, the same for one release of Python."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context_length: int) -> str:
-    """tokenizer_config.json, as transformers reads it."""
+    """The content of tokenizer_config.json for transformers."""
     return json.dumps(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",

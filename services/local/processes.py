@@ -45,15 +45,16 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     role: str
     pid: int
     started: str
-    """Start time in ticks since boot: tells the process from a later one with its pid."""
+    """Start time in ticks since boot, which tells the process from a later one with the same
+    pid."""
     since: float = 0.0
     """When it was started (seconds since the epoch)."""
     restarts: int = 0
-    """How many processes of this name ended before it."""
+    """How many processes of this name ended before this one."""
     last_exit: str = ""
-    """How the last one of them ended, in words."""
+    """How the last of them ended, in words."""
     again_at: float = 0.0
-    """When the supervisor starts the next one; 0: this one has not ended."""
+    """When the supervisor starts the next process; 0 if this one has not ended."""
 
     @property
     def state(self) -> str:
@@ -68,7 +69,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     gateway_url: str = ""
     """Empty until everything is up."""
     config: str = ""
-    """The file that the cluster was started with: commands find the bus's user there."""
+    """The file that the cluster was started with, in which commands find the bus's user."""
     processes: tuple[ProcessRecord, ...] = ()
 
     @property
@@ -77,7 +78,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """The fields of /proc/PID/stat from the state on. Empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -85,13 +86,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def _start_ticks(pid: int) -> str:
-    """Empty for a process that is gone or a zombie."""
+    """Empty if the process is gone or a zombie."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def read_state(directory: Path) -> ClusterState:
-    """NotFound if no cluster was started there."""
+    """The state that `cluster.json` has. NotFound if no cluster was started there."""
     try:
         return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=ClusterState)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -112,9 +113,10 @@ def write_state(directory: Path, state: ClusterState) -> None:
 
 
 def claim(directory: Path, holder: ProcessRecord | None = None) -> int:
-    """Takes the directory for a new cluster; closing the returned descriptor gives it back.
+    """Takes the directory for a new cluster. Closing the returned descriptor gives it back.
 
-    `holder`: who is to be told when the cluster is to end. Conflict if one runs or starts there.
+    `holder`: the process to be told when the cluster has to end. Conflict if a cluster runs or
+    starts there.
     """
     lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -133,7 +135,7 @@ def claim(directory: Path, holder: ProcessRecord | None = None) -> int:
 
 
 def holder_of(directory: Path) -> ProcessRecord | None:
-    """The `up` or demo that runs the cluster there."""
+    """The `up` or demo that runs the cluster in this directory."""
     try:
         found = msgspec.json.decode((directory / LOCK_FILE).read_bytes(), type=ProcessRecord)
     except (OSError, msgspec.DecodeError):
@@ -142,7 +144,7 @@ def holder_of(directory: Path) -> ProcessRecord | None:
 
 
 def check_free(directory: Path) -> None:
-    """Conflict if a cluster runs there."""
+    """Conflict if a cluster runs in this directory."""
     if strays(directory):
         raise _taken(directory)
 
@@ -172,22 +174,22 @@ def die_with_parent() -> Callable[[], None]:
 
     def in_child() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the request took effect
+        if os.getppid() != parent:  # the parent died before the request took effect
             os._exit(1)
 
     return in_child
 
 
 def outlive_parent() -> None:
-    """Takes back what die_with_parent did, in the process that it was done to."""
+    """Undoes `die_with_parent` in the process that called it."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 async def ended(process: "subprocess.Popen[bytes]") -> int:
-    """Waits for the end of a child; its return code."""
+    """Waits for the end of a child. Returns its exit code."""
     try:
         descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:  # it was waited for already
+    except ProcessLookupError:  # somebody waited for it already
         return process.wait()
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -213,9 +215,9 @@ def spawn(
     arguments: Iterable[str],
     settings: Mapping[str, str],
 ) -> "subprocess.Popen[bytes]":
-    """Starts `lambdascale ROLE ...` in a session of its own, its log in logs/NAME.log.
+    """Starts `lambdascale ROLE ...` in a session of its own, with its log in logs/NAME.log.
 
-    It dies with this process, whatever kills that.
+    It dies with this process, whatever kills this process.
     """
     path = log_of(directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ def spawn(
 
 
 def strays(directory: Path) -> list[int]:
-    """Every live process that carries the directory's mark."""
+    """Every live process whose environment names the directory."""
     mark = f"{MARK}={directory.resolve()}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -247,10 +249,10 @@ def strays(directory: Path) -> list[int]:
 
 
 def end_all(directory: Path) -> int:
-    """Ends the cluster's processes: gateways first, nats-server last; then whatever is left.
+    """Ends the cluster's processes: gateways first, nats-server last, then whatever is left.
 
-    SIGTERM and, past STOP_S, SIGKILL. Returns how many there were. Safe to call at any time, also
-    when the state file is damaged or gone, or an `up` is at work: that one is ended first.
+    Sends SIGTERM and, after STOP_S, SIGKILL. Returns how many there were. Safe to call at any time,
+    also when the state file is damaged or gone, or while an `up` is at work: that is ended first.
     """
     try:
         state = read_state(directory)
@@ -264,7 +266,7 @@ def end_all(directory: Path) -> int:
     if any(process.role == NATS for process in running):
         for role in ORDER:
             _end([process.pid for process in running if process.role == role])
-    _end(strays(directory))  # all at once where the bus is gone: nothing is left to settle
+    _end(strays(directory))  # all at once: without the bus nothing is left to settle
     with contextlib.suppress(NotADirectoryError):
         (directory / STATE_FILE).unlink(missing_ok=True)
     return len(there)

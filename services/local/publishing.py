@@ -1,4 +1,4 @@
-"""Publishing a checkpoint: a node imports it, and requests are served once an instance is there."""
+"""Publishes a checkpoint: a node imports it, and requests are served once there is an instance."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from shared.messages.pool import ModelRecord, PoolQuery, PoolState
 from shared.messages.scaling import EventChanged, EventState, ImportModel, ModelImported
 
 IMPORT_TIMEOUT_S = 3600.0
-"""Packing reads and writes the whole checkpoint."""
+"""Seconds. Packing reads and writes the whole checkpoint."""
 SERVED_S = 60.0
 
 
@@ -31,7 +31,8 @@ async def import_model(
     max_instances: int = 0,
     say: Callable[[str], None],
 ) -> ModelRecord:
-    """Has a node (the first, unless named) pack and publish the checkpoint at an absolute path."""
+    """Has a node (the first, unless one is named) pack and publish the checkpoint at an absolute
+    path."""
     pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
     nodes = sorted(view.info.node for view in pool.nodes)
     if not nodes:
@@ -103,7 +104,7 @@ async def publish(
     max_instances: int = 0,
     say: Callable[[str], None],
 ) -> ModelRecord:
-    """Imports a model, and waits until it is served, unless it may sleep."""
+    """Imports a model and, unless it may sleep, waits until it is served."""
     served = _Served(name, say)
     await served.follow(bus)
     record = await import_model(

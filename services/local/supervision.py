@@ -1,4 +1,4 @@
-"""Keeps a cluster's processes running: what ends is started again, until the supervisor is told."""
+"""Keeps a cluster's processes running: it starts again what ends, until it is cancelled."""
 
 import asyncio
 import signal
@@ -12,14 +12,14 @@ from shared.errors import BusError
 
 
 class Supervisor:
-    """`say` is told of every end and every start."""
+    """Calls `say` with every end and every start."""
 
     def __init__(self, cluster: Cluster, say: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._say = say
 
     async def run(self) -> None:
-        """Until it is cancelled. The cluster has been started."""
+        """Runs until it is cancelled. The cluster must have been started."""
         async with asyncio.TaskGroup() as group:
             for name in self._cluster.names:
                 group.create_task(self._keep(name), name=f"supervisor/{name}")
@@ -34,7 +34,7 @@ class Supervisor:
                 why, wait_s = failure, backoff.wait_s(0.0)
 
     async def _start_again(self, name: str, why: str, wait_s: float) -> str:
-        """Why it could not be started; empty: it was."""
+        """Starts a process again. Returns why it could not be started; empty if it was."""
         log = processes.log_of(self._cluster.spec.directory, name)
         self._cluster.note_end(name, why, wait_s)
         self._say(f"{name} {why}; it is started again in {wait_s:.0f} s (log: {log})")
@@ -48,7 +48,7 @@ class Supervisor:
 
 
 def exit_words(code: int) -> str:
-    """Of a Popen's return code."""
+    """The exit code of a Popen in words."""
     if code >= 0:
         return f"ended with status {code}"
     try:

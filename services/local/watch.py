@@ -20,14 +20,14 @@ class Role(enum.Enum):
 
     IDLE = "idle"
     PATH = "path"
-    """As a stage of paths, with the blocks it has so far."""
+    """As a stage of paths, with the blocks that it has so far."""
     REPLICA = "replica"
-    """Alone, with all of them."""
+    """Alone, with all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment (time.monotonic())."""
+    """The cluster at one moment, a time.monotonic()."""
 
     at: float
     queued: int
@@ -38,7 +38,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Watch:
-    """Collects; the view and the report read. `clock_offset` maps wall ns to monotonic seconds."""
+    """Collects what the view and the report read. `clock_offset` turns wall clock ns into monotonic
+    seconds."""
 
     clock_offset: float = field(default_factory=lambda: time.monotonic() - time.time())
     n_blocks: int = 0
@@ -49,7 +50,7 @@ class Watch:
     held: dict[NodeId, frozenset[int]] = field(default_factory=dict)
     """Blocks that each node can run."""
     roles: dict[NodeId, list[tuple[float, Role]]] = field(default_factory=dict)
-    """What each node was from when on, in order of time."""
+    """The roles of each node with their beginnings, in order of time."""
     load: ModelLoad | None = None
     samples: list[Sample] = field(default_factory=list)
     switched: list[tuple[float, InstanceId]] = field(default_factory=list)
@@ -135,7 +136,7 @@ class Watch:
         return [i for i in self.instances if not i.is_replica]
 
     def scale_out(self) -> EventRecord | None:
-        """The event that the burst caused: the one that moved bytes between nodes."""
+        """The event that the burst caused: the event that moved bytes between nodes."""
         moved = [r for r in self.records.values() if r.sources and r.transfers]
         return max(moved, key=lambda r: r.bytes_moved, default=None)
 

@@ -30,12 +30,12 @@ PROMPTS = (
 )
 REFERENCE_S = 35.0
 SILENT_S = 30.0
-"""A stream that says nothing for this long is lost."""
+"""Seconds. A stream that says nothing for this long is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the burst; equal asks must get equal tokens."""
+    """One request of the burst. Equal requests must get equal tokens."""
 
     prompt: str
     max_tokens: int
@@ -47,12 +47,13 @@ class Ask:
 class Outcome:
     ask: Ask
     sent_at: float
-    """time.monotonic(), as all times here."""
+    """From time.monotonic(), like all times here."""
     token_at: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     refused: bool = False
-    """Not accepted (HTTP status other than 200): not counted as lost."""
+    """Whether it was not accepted (HTTP status other than 200). Such a request does not count as
+    lost."""
     error: str = ""
 
     @property
@@ -67,7 +68,7 @@ class Outcome:
 
 
 def asks(count: int, max_tokens: int) -> list[Ask]:
-    """Half of them greedy, half sampled with a seed; PROMPTS in turn."""
+    """The requests: half of them greedy, half sampled with a seed, with PROMPTS in turn."""
     found = []
     for number in range(count):
         prompt = PROMPTS[number % len(PROMPTS)]
@@ -79,7 +80,8 @@ def asks(count: int, max_tokens: int) -> list[Ask]:
 async def send(
     session: aiohttp.ClientSession, url: str, model: str, ask: Ask, outcomes: list[Outcome]
 ) -> None:
-    """One request, streamed to its end; appended to `outcomes` as soon as it is sent."""
+    """Sends one request and reads its stream to the end. Its outcome is appended to `outcomes` as
+    soon as it is sent."""
     body = {
         "model": model,
         "prompt": ask.prompt,
@@ -127,7 +129,7 @@ async def run_burst(
     gaps_s: Sequence[float],
     outcomes: list[Outcome],
 ) -> None:
-    """Sends `requests[i]` after `gaps_s[i]` seconds; returns when all have ended."""
+    """Sends `requests[i]` after `gaps_s[i]` seconds. Returns when all have ended."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -142,7 +144,7 @@ async def run_burst(
 async def reference(
     url: str, model: str, requests: Sequence[Ask], parallel: int
 ) -> dict[Ask, tuple[int, ...]]:
-    """What one complete node answers to each distinct request, a few at a time."""
+    """The answers of one complete node to each distinct request, a few at a time."""
     distinct = list(dict.fromkeys(requests))
     outcomes: list[Outcome] = []
     limit = asyncio.Semaphore(parallel)

@@ -1,4 +1,4 @@
-"""The demo's course: cluster, model, reference answers, burst, scale-in, report."""
+"""The course of the demo: cluster, model, reference answers, burst, scale-in, report."""
 
 import asyncio
 import contextlib
@@ -32,14 +32,15 @@ from shared.errors import LambdaScaleError
 PARALLEL_REFERENCE = scenario.SLOTS
 READY_S = 30.0
 PLAY_S = 80.0
-"""For everything after that, besides the time over which requests are sent."""
+"""Seconds for everything after the reference answers, besides the time over which requests are
+sent."""
 SCALE_IN_S = 20.0
-"""The part of it that is kept for the scale-in."""
+"""The part of PLAY_S that is kept for the scale-in."""
 REFRESH_S = 0.1
 
 
 def play(out: Path, count: int) -> dict[str, Any]:
-    """Runs the demo with `count` requests; figure, report and logs go to `out`."""
+    """Runs the demo with `count` requests. Figure, report and logs go to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     return asyncio.run(Demo(out, count).run())
 
@@ -105,7 +106,7 @@ class Demo:
         )
 
     async def _on(self, cluster: Cluster, model: Path) -> Mapping[Ask, tuple[int, ...]]:
-        """Returns the reference answers; the rest is in `watch` and `outcomes`."""
+        """Returns the reference answers. Everything else is in `watch` and `outcomes`."""
         url = cluster.state.gateway_url
         async with NatsBus(bus_config(cluster.state), "demo") as bus, self._view():
             await self.watch.follow(bus)
@@ -138,7 +139,7 @@ class Demo:
         return report
 
     async def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Whether it came true in time."""
+        """Waits for a condition. Returns whether it came true in time."""
         try:
             async with asyncio.timeout(limit_s):
                 while not condition():
@@ -154,7 +155,7 @@ class Demo:
 
     @asynccontextmanager
     async def _view(self) -> AsyncIterator[None]:
-        """The live picture, where there is a terminal to draw it on."""
+        """Shows the live picture if there is a terminal to draw it on."""
         if not self.console.is_terminal:
             yield
             return
@@ -164,7 +165,7 @@ class Demo:
                     refreshing = group.create_task(self._refresh(self._live))
                     yield
                     refreshing.cancel()
-                self._draw(self._live)  # the end of it stays on the screen
+                self._draw(self._live)  # its end stays on the screen
             finally:
                 self._live = None
 
@@ -179,7 +180,8 @@ class Demo:
 
 
 def gaps(count: int) -> list[float]:
-    """A wave at once, then exponential gaps (their quantiles, shuffled)."""
+    """Seconds between requests: first a wave at once, then exponential gaps (their quantiles,
+    shuffled)."""
     first = min(scenario.FIRST_WAVE, count)
     rest = count - first
     quantiles = [-math.log(1 - (i + 0.5) / max(rest, 1)) / scenario.RATE for i in range(rest)]
@@ -188,7 +190,7 @@ def gaps(count: int) -> list[float]:
 
 
 def keep_records(directory: Path, out: Path) -> None:
-    """Logs and traces outlive the cluster's directory."""
+    """Copies logs and traces, so that they outlive the cluster's directory."""
     for name in ("logs", "traces"):
         shutil.rmtree(out / name, ignore_errors=True)
         if (directory / name).exists():

@@ -1,4 +1,4 @@
-"""The picture of one event: which block reached which node when, and what was served meanwhile."""
+"""The figure of one event: which block reached which node when, and what was served meanwhile."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ ROLE_NAMES = {
     Role.REPLICA: "serves alone, with all blocks",
 }
 ROW = 0.86
-"""Height of a node's row; rows are 1 apart."""
+"""Height of a node's row. Rows are 1 apart."""
 LEGEND = {"loc": "lower left", "frameon": False, "fontsize": 9, "borderaxespad": 0.0}
 
 
@@ -45,9 +45,10 @@ def draw(
     start: float,
     title: str,
 ) -> None:
-    """Writes a PNG; times are seconds after the burst began (`start`, monotonic).
+    """Writes a PNG. Times are seconds after the burst began (`start`, monotonic).
 
-    Above, the event alone; below, on a time axis of their own, throughput and load of it all.
+    The event alone is above. Below, on a time axis of their own, are throughput and load of the
+    whole run.
     """
     figure = plt.figure(figsize=(12, 10), constrained_layout=True)
     grid = figure.add_gridspec(3, 1, height_ratios=(5, 2.2, 2.6))
@@ -96,7 +97,7 @@ def _blocks(
     event: EventRecord | None,
     start: float,
 ) -> None:
-    """A row a node; in it a bar a block, from its first byte to its last."""
+    """One row for each node, with a bar for each block, from its first byte to its last."""
     for row, node in enumerate(nodes):
         _roles(axis, row, watch, node, start)
         arrivals = [a for a in watch.arrivals if a.node == node and event and a.event == event.id]
@@ -144,7 +145,8 @@ def _arrivals(
 
 
 def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """A lane for each (begin, end), so that no two in a lane overlap; as few as can be."""
+    """A lane for each (begin, end), so that no two in a lane overlap, with as few lanes as
+    possible."""
     placed = [0] * len(spans)
     free_from: list[int] = []
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
@@ -165,7 +167,7 @@ def _rates(axis: plt.Axes, outcomes: Sequence[Outcome], start: float) -> None:
 
 
 def _load(axis: plt.Axes, watch: Watch, start: float) -> plt.Axes:
-    """Returns the axis of the instances, which shares the time."""
+    """Draws the load. Returns the axis of the instances, which shares the time."""
     at = [sample.at - start for sample in watch.samples]
     axis.plot(at, [sample.queued for sample in watch.samples], label="requests waiting")
     axis.plot(at, [sample.running for sample in watch.samples],
@@ -191,7 +193,7 @@ def _legends(
     instances: plt.Axes,
     marks: Sequence[Mark],
 ) -> None:
-    """Above each panel, where they hide nothing."""
+    """Puts legends above each panel, where they hide nothing."""
     above: Mapping[str, Any] = LEGEND | {"bbox_to_anchor": (0, 1.01)}
     patches = [Patch(color=ROLES[role], label=ROLE_NAMES[role]) for role in ROLES]
     patches.append(Patch(color=BLOCKS(0.4), label="a block arriving, from its first byte"))

@@ -23,7 +23,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def throughput(outcomes: Sequence[Outcome], start: float) -> list[tuple[float, float]]:
-    """(seconds after the burst began, tokens a second) in buckets of BUCKET_S."""
+    """(seconds after the burst began, tokens per second) in buckets of BUCKET_S."""
     times = [at - start for outcome in outcomes for at in outcome.token_at]
     if not times:
         return []
@@ -99,7 +99,7 @@ def make_report(
 
 
 def good(report: Mapping[str, Any]) -> bool:
-    """Nothing lost, nothing wrong, and there was something; one instance is left."""
+    """Whether nothing was lost or wrong, something was served, and one instance is left."""
     requests = report["requests"]
     return (
         bool(requests["completed"])

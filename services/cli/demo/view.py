@@ -1,4 +1,4 @@
-"""The live picture in the terminal: blocks by node, instances, queue, tokens a second."""
+"""The live picture in the terminal: blocks by node, instances, queue, tokens per second."""
 
 import time
 from collections import Counter
@@ -17,7 +17,7 @@ from shared.messages.instances import InstanceState
 STYLES = {Role.REPLICA: "green", Role.PATH: "yellow", Role.IDLE: "cyan"}
 SPARKS = " ▁▂▃▄▅▆▇█"
 HISTORY = 40
-"""Buckets of the throughput that are shown."""
+"""Number of buckets of the throughput that are shown."""
 
 
 def render(
@@ -27,7 +27,7 @@ def render(
     phase: str,
     start: float | None,
 ) -> RenderableType:
-    """Of the same height at every moment. `start`: when the burst began (monotonic)."""
+    """The picture, which always has the same height. `start`: when the burst began (monotonic)."""
     table = Table.grid(padding=(0, 2), pad_edge=False)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(no_wrap=True, overflow="ellipsis")
@@ -108,7 +108,7 @@ def _latency(outcomes: Sequence[Outcome]) -> str:
 
 
 def _rates(outcomes: Sequence[Outcome], start: float | None) -> str:
-    """A sparkline of the last full buckets, then the last one's value."""
+    """A sparkline of the last full buckets, then the value of the last one."""
     if start is None:
         return "-"
     now = int((time.monotonic() - start) / BUCKET_S)
