@@ -18,12 +18,13 @@ from typing import Any
 
 import structlog
 
+from services.gateway.service import GatewayService
 from services.planner.core.multicast.strategies import LOCAL
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.memory import MemorySubscription
 from shared.clock import now
-from shared.errors import BusError
+from shared.errors import BusError, IllegalTransition
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
 from shared.messages.instances import InstanceSet, InstanceState
@@ -37,7 +38,7 @@ from shared.messages.scaling import (
 )
 from simulation import invariants, loop
 from simulation.clients import Bins, Replay
-from simulation.cluster import PLANNER, REGISTRY, Cluster
+from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
 from simulation.engine import token_of
 from simulation.faults import Field, Role
 from simulation.scenario import Arrival, Scenario, scenario
@@ -160,6 +161,16 @@ class Watch:
     def _look(self) -> None:
         for wrong in self.pool.look(self._cluster.nodes):
             self.violated(wrong)
+        self._look_at_gateway()
+
+    def _look_at_gateway(self) -> None:
+        """Whether its core agrees with itself."""
+        gateway: GatewayService | None = self._cluster.processes[GATEWAY].running
+        try:
+            if gateway is not None:
+                gateway.frontend.dispatch.validate()
+        except IllegalTransition as error:
+            self.violated(f"gateway: {error}")
 
     def _hear(self, data: bytes, _: object) -> None:
         message = decode(data)
@@ -188,6 +199,7 @@ class Watch:
                 self.said[message.node] = message
         for each in wrong:
             self.violated(each)
+        self._look_at_gateway()
 
     def _on_set(self, message: InstanceSet) -> list[str]:
         before = self._sets.get(message.name)

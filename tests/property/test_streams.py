@@ -279,6 +279,10 @@ class Streams(RuleBasedStateMachine):
     # --- what holds ----------------------------------------------------------
 
     @invariant()
+    def the_core_agrees_with_itself(self) -> None:
+        self.dispatch.validate()
+
+    @invariant()
     def tokens_are_the_true_ones(self) -> None:
         for client in self.clients.values():
             expected = [true_token(client.request.id, i) for i in range(len(client.tokens))]

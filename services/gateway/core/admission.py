@@ -26,8 +26,11 @@ def check_queue(waiting: int, arriving: int, limit: int) -> None:
 def fault_of(new: InstanceSet) -> str:
     """Why a well-formed set makes no sense; empty if it does."""
     for instance in new.instances:
-        if not instance.stages:
-            return f"instance {instance.id!r} has no stages"
+        ends = [stage.stop for stage in instance.stages]
+        if not ends or [stage.start for stage in instance.stages] != [0, *ends[:-1]]:
+            return f"the stages of instance {instance.id!r} are no path through a model"
+        if any(stage.start >= stage.stop for stage in instance.stages):
+            return f"instance {instance.id!r} has a stage without blocks"
         if not 0 <= instance.capacity < math.inf:
             return f"instance {instance.id!r} has a capacity of {instance.capacity}"
     if not 0 <= new.decode_s < math.inf or not 0 <= new.prefill_s_per_token < math.inf:

@@ -10,16 +10,17 @@ requests and makes the state anew, from the newest instances; the other models' 
 from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
-from services.gateway.core import admission, streams
+from services.gateway.core import admission, streams, validation
 from services.gateway.core.commands import Broken, Command, End, Withdraw
 from services.gateway.core.model import Ledger, Model, Rules
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
-from shared.errors import LambdaScaleError, NotFound, from_code
+from shared.errors import IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import ModelLoad
 from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
+from shared.story import Transition
 
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
@@ -34,6 +35,20 @@ class Dispatch:
         self._sets: dict[ModelId, InstanceSet] = {}
         """The newest of each model that is known."""
 
+    def story(self, subject: str) -> tuple[Transition, ...]:
+        """The last steps of a request, or of those of a model or an instance, with their causes."""
+        return self._ledger.story.of(subject)
+
+    def validate(self) -> None:
+        """IllegalTransition names whatever does not hold between events. For tests."""
+        found = list(validation.faults(self._models.values(), self._ledger))
+        if found:
+            raise IllegalTransition("; ".join(found))
+
+    def _begin(self, cause: str, now: float) -> None:
+        """`cause`: the id of the event that is handled from here on."""
+        self._ledger.cause, self._ledger.now = cause, now
+
     # --- what is there -------------------------------------------------------
 
     def knows(self, model_id: ModelId) -> bool:
@@ -45,12 +60,14 @@ class Dispatch:
 
     def remove_model(self, model_id: ModelId, now: float) -> list[Command]:
         """What waits ends; what runs goes on as long as its instance is there."""
+        self._begin(model_id, now)
         if model := self._models.get(model_id):
             model.listed = False
             self._guard(model, now, model.dispatch, now)
         return self._flush()
 
     def on_instances(self, new: InstanceSet, now: float) -> list[Command]:
+        self._begin(new.cause or f"instances {new.epoch}.{new.revision}", now)
         known = self._sets.get(new.model_id)
         if known is None or (new.epoch, new.revision) >= (known.epoch, known.revision):
             self._sets[new.model_id] = new
@@ -59,6 +76,7 @@ class Dispatch:
         return self._flush()
 
     def on_node_gone(self, node: NodeId, now: float) -> list[Command]:
+        self._begin(node, now)
         for model in list(self._models.values()):
             self._guard(model, now, model.node_gone, node, now)
         return self._flush()
@@ -71,6 +89,7 @@ class Dispatch:
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
         admission.check_queue(len(model.queue), len(requests), self._rules.max_queue)
+        self._begin(requests[0].id, now)
         for request in requests:
             self._ledger.requests[request.id] = request
             model.queue.append(request)
@@ -91,6 +110,7 @@ class Dispatch:
 
     def _leave(self, request_id: RequestId, state: State, why: str, now: float) -> list[Command]:
         """Unknown and ended requests are ignored."""
+        self._begin(request_id, now)
         if request := self._ledger.requests.get(request_id):
             model = self._models[request.model_id]
             self._guard(model, now, model.leave, request, state, why, now)
@@ -104,6 +124,7 @@ class Dispatch:
         requests = self._ledger.requests
         pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
         for piece in pieces:
+            self._begin(piece.request, now)
             request = requests.get(piece.request)
             verdict = streams.judge(request, piece) if request else Verdict.STALE
             if request is None or verdict is Verdict.STALE:
@@ -123,7 +144,7 @@ class Dispatch:
             self._on_failed(failure, now, freed)
         # A node that still works on an attempt which is over has not seen its withdrawal.
         for request_id, attempt in late:
-            cancel = Cancel(request=request_id, attempt=attempt)
+            cancel = Cancel(request=request_id, attempt=attempt, cause="late")
             self._ledger.out.append(Withdraw(message.node, cancel))
         for model_id in freed:
             model = self._models[model_id]
@@ -131,6 +152,7 @@ class Dispatch:
         return self._flush()
 
     def _on_failed(self, failure: AttemptFailed, now: float, freed: dict[ModelId, None]) -> None:
+        self._begin(failure.request, now)
         request = self._ledger.requests.get(failure.request)
         if request and request.attempt == failure.attempt and request.running:
             model = self._models[request.model_id]
@@ -146,6 +168,7 @@ class Dispatch:
         It changes nothing if a token of the attempt came after it, which says more, or if the
         attempt is over: its instance may have gone while the answer was waited for.
         """
+        self._begin(request_id, now)
         request = self._ledger.requests.get(request_id)
         if request is None or request.attempt != attempt or not request.running:
             return []
@@ -160,6 +183,7 @@ class Dispatch:
 
     def on_tick(self, now: float) -> list[Command]:
         """Time-outs, and instances that may be tried again; to be called every few 10 ms."""
+        self._begin("time", now)
         for model in list(self._models.values()):
             self._guard(model, now, model.tick, now)
             if model.over:
@@ -192,7 +216,8 @@ class Dispatch:
             del self._ledger.requests[request.id]
             route = broken.table.routes.get(request.instance) if request.instance else None
             if route is not None:
-                cancel = Cancel(request=request.id, attempt=request.attempt)
+                cause = self._ledger.cause
+                cancel = Cancel(request=request.id, attempt=request.attempt, cause=cause)
                 out.append(Withdraw(route.instance.leader, cancel))
             out.append(End(request.id, LambdaScaleError(BROKEN)))
         model = self._replace(broken)

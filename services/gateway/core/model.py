@@ -23,7 +23,7 @@ from services.gateway.core.commands import (
     Switched,
     Withdraw,
 )
-from services.gateway.core.requests import Request, State
+from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import Route, Table
 from shared.errors import (
     BadInput,
@@ -38,6 +38,7 @@ from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet, InstanceState
 from shared.messages.load import ModelLoad
 from shared.messages.serving import Cancel, Scores, Submit, Token
+from shared.story import Story
 
 REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
 """The node did not take the attempt (or could not keep it for want of room): no failure of the
@@ -67,6 +68,21 @@ class Ledger:
     """All that have not ended."""
     out: list[Command] = field(default_factory=list)
     """Commands of the event that is being handled."""
+    story: Story = field(default_factory=Story)
+    """Of the requests."""
+    cause: str = ""
+    """The id of the event that is being handled, and when it happened."""
+    now: float = 0.0
+
+    def step(self, request: Request, state: State, why: str) -> None:
+        """The request's next state, by its table."""
+        if state not in NEXT[request.state]:
+            before = request.state.value
+            raise self.story.illegal(request.id, f"{before} -> {state.value} ({why})")
+        request.state = state
+        subjects = (request.id, request.model_id, *([request.instance] if request.instance else []))
+        text = f"{state.value} (attempt {request.attempt}): {why}"
+        self.story.tell(self.now, self.cause, text, *subjects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +162,7 @@ class Model:
         elif first:
             route.prefill(-request.prefill)
             request.prefill = 0
-            request.become(State.STREAMING, "first token")
+            self._ledger.step(request, State.STREAMING, "first token")
         return first or bool(finish)
 
     def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
@@ -308,8 +324,8 @@ class Model:
     def _start(self, request: Request, route: Route, now: float) -> None:
         instance = route.instance
         request.attempt += 1
-        request.become(State.SUBMITTED, instance.id)
         request.instance = instance.id
+        self._ledger.step(request, State.SUBMITTED, instance.id)
         request.progress_at = now
         request.asked_at = None
         request.charge = request.work
@@ -322,6 +338,7 @@ class Model:
     def _submit(self, request: Request, route: Route) -> Submit:
         """The request's attempt, on this instance."""
         return Submit(
+            cause=self._ledger.cause,
             request=request.id,
             attempt=request.attempt,
             gateway=self._rules.gateway,
@@ -370,10 +387,11 @@ class Model:
         request.waiting_since += now - request.progress_at
         self._withdraw(route, request)
         self._detach(route, request)
-        request.become(State.QUEUED, why)
+        self._ledger.step(request, State.QUEUED, why)
 
     def _withdraw(self, route: Route, request: Request) -> None:
-        cancel = Cancel(request=request.id, attempt=request.attempt)
+        cause = self._ledger.cause
+        cancel = Cancel(request=request.id, attempt=request.attempt, cause=cause)
         self._out.append(Withdraw(route.instance.leader, cancel))
 
     def _detach(self, route: Route, request: Request) -> None:
@@ -386,7 +404,7 @@ class Model:
         self._close(request, State.FAILED, str(error))
 
     def _close(self, request: Request, state: State, why: str) -> None:
-        request.become(state, why)
+        self._ledger.step(request, state, why)
         del self._ledger.requests[request.id]
 
     def _route(self, request: Request) -> Route:

@@ -14,7 +14,6 @@ fails, moves, or its instance is gone; only failures count towards the limit.
 import enum
 from dataclasses import dataclass, field
 
-from shared.errors import IllegalTransition
 from shared.ids import InstanceId, ModelId, RequestId
 from shared.messages.serving import LogitRules, Sampling
 
@@ -79,7 +78,6 @@ class Request:
     """Tokens of work that it counts for on its instance."""
     prefill: int = 0
     """How many tokens of `charge` its instance has to prefill before its first token."""
-    history: list[str] = field(default_factory=list)
     traces: dict[str, None] = field(default_factory=dict)
     """The traces of the scaling events that made the instances it ran on, in order."""
 
@@ -102,13 +100,3 @@ class Request:
     def work(self) -> int:
         """Tokens to prefill plus tokens to generate, for an attempt that begins now."""
         return len(self.prompt) + self.max_tokens
-
-    def become(self, state: State, why: str) -> None:
-        if state not in NEXT[self.state]:
-            story = "; ".join(self.history)
-            raise IllegalTransition(
-                f"request {self.id}: {self.state.value} -> {state.value} ({why}) is not a step "
-                f"of a request; so far: {story}"
-            )
-        self.history.append(f"{state.value} (attempt {self.attempt}): {why}")
-        self.state = state

@@ -14,13 +14,14 @@ from services.gateway.core.commands import (
 )
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Rules
-from services.gateway.core.requests import Request
+from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD, Switch
 from services.gateway.core.streams import Verdict, judge
 from shared.errors import (
     BadInput,
     BusTimeout,
     CapacityExceeded,
+    IllegalTransition,
     NotFound,
     NotReady,
     StaleEpoch,
@@ -132,6 +133,46 @@ def test_tokens_are_judged_by_attempt_and_index(attempt: int, index: int, verdic
     assert judge(request, Token(request.id, attempt, index, 7)) is verdict
     request.instance = None
     assert judge(request, Token(request.id, attempt, index, 7)) is Verdict.STALE
+
+
+def test_a_story_names_the_cause_of_each_step() -> None:
+    driver = Driver(replica(1, slots=1))
+    first, *_ = driver.admit("a", "b")
+    driver.give("a", 1, 0)
+    assert isinstance(first, Send)
+    assert first.submit.cause == "a"
+    second = [c for c in driver.give("a", 1, 1, "stop") if isinstance(c, Send)]
+    assert [c.submit.cause for c in second] == ["a"], "whose slot it gets"
+    moves = driver.dispatch.on_node_gone(replica(1).leader, driver.now)
+    assert [c.cancel.cause for c in moves if isinstance(c, Withdraw)] == [replica(1).leader]
+    steps = [(told.cause, told.text.split()[0]) for told in driver.dispatch.story("b")]
+    assert steps == [("a", "submitted"), (replica(1).leader, "queued")]
+    on_instance = [told.subjects[0] for told in driver.dispatch.story("replica-1")]
+    assert on_instance[:3] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("corrupt", ["lost", "twice", "tokens", "prompts", "node", "state"])
+def test_a_state_that_contradicts_itself_is_found(corrupt: str) -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("a", "b")
+    driver.dispatch.validate()
+    (model,) = driver.dispatch._models.values()
+    (route,) = model.table.routes.values()
+    match corrupt:
+        case "lost":
+            model.queue.clear()
+        case "twice":
+            model.queue.append(route.requests[RequestId("a")])
+        case "tokens":
+            route.tokens += 1
+        case "prompts":
+            route.prompts += 1
+        case "node":
+            route.places[0].node.account.alone += 1
+        case "state":
+            route.requests[RequestId("a")].state = State.QUEUED
+    with pytest.raises(IllegalTransition):
+        driver.dispatch.validate()
 
 
 def test_a_gap_ends_the_attempt_at_once() -> None:

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.core.model import Ledger
 from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import (
     AVOID_MAX_S,
@@ -245,13 +246,15 @@ def test_the_time_of_a_token_follows_what_is_measured() -> None:
 
 @given(st.lists(st.sampled_from(State), max_size=8))
 def test_an_end_is_an_end(states: list[State]) -> None:
-    one = request("a")
+    one, ledger = request("a"), Ledger(cause="an-event", now=7.0)
     for state in states:
         if state in NEXT[one.state]:
-            one.become(state, "test")
-            assert one.history[-1].startswith(state.value)
+            ledger.step(one, state, "test")
+            (*_, last) = ledger.story.of(one.id)
+            assert (last.at, last.cause) == (7.0, "an-event")
+            assert last.text.startswith(state.value)
         else:
-            with pytest.raises(IllegalTransition, match="request a"):
-                one.become(state, "test")
+            with pytest.raises(IllegalTransition, match=f"a: .* -> {state.value}"):
+                ledger.step(one, state, "test")
         if one.state in (State.DONE, State.FAILED, State.CANCELLED):
             assert not NEXT[one.state]

@@ -1,0 +1,74 @@
+"""What must hold between events, wherever the dispatch core keeps something twice."""
+
+from collections.abc import Iterable, Iterator
+from math import isclose
+
+from services.gateway.core.model import Ledger, Model
+from services.gateway.core.requests import Request, State
+from services.gateway.core.routing import Node, Route
+from shared.ids import RequestId
+
+RUNNING = (State.SUBMITTED, State.STREAMING)
+
+
+def faults(models: Iterable[Model], ledger: Ledger) -> Iterator[str]:
+    """What does not hold, in words; nothing if all does."""
+    if ledger.out:
+        yield f"{len(ledger.out)} commands were not handed out"
+    places: dict[RequestId, list[str]] = {key: [] for key in ledger.requests}
+    for model in models:
+        for request in model.queue:
+            yield from _of_queued(request, model)
+            places.setdefault(request.id, []).append("the queue")
+        for route in model.table.routes.values():
+            yield from _of_route(route)
+            for request in route.requests.values():
+                places.setdefault(request.id, []).append(route.instance.id)
+        yield from _of_nodes(model)
+    for key, found in places.items():
+        if key not in ledger.requests:
+            yield f"request {key} has ended and is in {' and '.join(found)}"
+        elif len(found) != 1:
+            yield f"request {key} is in {' and '.join(found) or 'no place'}"
+
+
+def _of_queued(request: Request, model: Model) -> Iterator[str]:
+    if request.state is not State.QUEUED or request.instance is not None:
+        yield f"request {request.id} waits and is {request.state.value} on {request.instance}"
+    if request.charge or request.prefill:
+        yield f"request {request.id} waits and counts as work"
+    if request.model_id != model.id:
+        yield f"request {request.id} waits for another model"
+
+
+def _of_route(route: Route) -> Iterator[str]:
+    requests, name = route.requests.values(), route.instance.id
+    for request in requests:
+        if request.state not in RUNNING or request.instance != name:
+            where = f"{request.state.value} on {request.instance}"
+            yield f"request {request.id} runs on {name} and is {where}"
+        if request.charge <= 0 or (request.state is State.STREAMING and request.prefill):
+            yield f"request {request.id} counts as {request.charge} and {request.prefill} tokens"
+    if route.tokens != sum(request.charge for request in requests):
+        yield f"instance {name} counts {route.tokens} tokens, which its requests have not"
+    if route.prompts != sum(request.prefill for request in requests):
+        yield f"instance {name} counts prompts of {route.prompts}, which its requests have not"
+
+
+def _of_nodes(model: Model) -> Iterator[str]:
+    found: dict[Node, list[float]] = {}
+    """For each node: prompts, sequences on its replica, slots' worth of sequences on paths."""
+    for route in model.table.routes.values():
+        for place in route.places:
+            sums = found.setdefault(place.node, [0.0, 0.0, 0.0])
+            sums[0] += place.share * route.prompts
+            if len(route.places) == 1:
+                sums[1] += len(route.requests)
+            else:
+                sums[2] += place.weight * len(route.requests)
+    for node, sums in found.items():
+        kept = (node.prompts, node.account.alone, node.account.on_paths)
+        if not all(
+            isclose(a, b, rel_tol=1e-6, abs_tol=1e-3) for a, b in zip(kept, sums, strict=True)
+        ):
+            yield f"a node of model {model.name} counts {kept}, its instances have {sums}"
