@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from services.gateway.containment import failure_of
+from services.gateway.containment import Contain, failure_of
 from services.gateway.core import admission
 from services.gateway.core.commands import (
     Broken,
@@ -67,6 +67,7 @@ class Frontend:
         dispatch: Dispatch,
         metrics: Metrics,
         spawn: Spawn,
+        contain: Contain,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self.dispatch = dispatch
@@ -75,6 +76,7 @@ class Frontend:
         self._bus = bus
         self._metrics = metrics
         self._spawn = spawn
+        self._contain = contain
         self._log = log
         self._calls: dict[RequestId, Call] = {}
         self._idle = asyncio.Event()
@@ -122,10 +124,8 @@ class Frontend:
 
     def run(self, commands: list[Command]) -> None:
         for command in commands:
-            try:
+            with self._contain(f"a command {type(command).__name__}"):
                 self._do(command)
-            except Exception:  # the next ones are other requests'
-                self._log.exception("command failed", command=type(command).__name__)
 
     def _do(self, command: Command) -> None:
         match command:
@@ -151,7 +151,7 @@ class Frontend:
             case Switched():
                 self._switched(command)
             case Broken():
-                self._log.error("model made anew", model=command.name, exc_info=command.error)
+                raise command.error
 
     def _emit(self, command: Emit) -> None:
         request = command.request
@@ -176,7 +176,7 @@ class Frontend:
         submit: Submit = command.submit
         subject = subjects.node_submit(command.node)
         asked = self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
-        if failure := await failure_of(asked, self._log, f"the submission to {command.node}"):
+        if failure := await failure_of(asked, self._contain, f"the submission to {command.node}"):
             # Without a connection no instance is at fault: the request waits until there is one.
             error = failure if self._bus.is_up else NoResponders(NO_BUS)
             self._log.info(
@@ -190,7 +190,7 @@ class Frontend:
 
     async def _publish(self, subject: str, message: Message) -> None:
         sent = self._bus.publish(subject, message)
-        if error := await failure_of(sent, self._log, f"a message on {subject}"):
+        if error := await failure_of(sent, self._contain, f"a message on {subject}"):
             self._log.warning("not published", subject=subject, error=str(error))
 
     # --- records -------------------------------------------------------------

@@ -73,7 +73,9 @@ class GatewayService(Service):
             max_attempts=config.max_attempts,
         )
         self._dispatch = Dispatch(rules)
-        self.frontend = Frontend(bus, self._dispatch, self._metrics, self._start, self.log)
+        self.frontend = Frontend(
+            bus, self._dispatch, self._metrics, self._start, self.contain, self.log
+        )
         self.url = ""
         """Where HTTP is served; known once the service is open."""
         self._listen = listen
@@ -104,7 +106,7 @@ class GatewayService(Service):
             ("tick", self._tick),
             ("load", self._report),
         ):
-            self.spawn(go_on(step, self.log, name), name=name)
+            self.spawn(go_on(step, self.contain, self.log, name), name=name)
 
     async def _open_http(self) -> None:
         config = self._config

@@ -443,4 +443,6 @@ async def test_tokens_of_unknown_requests_are_withdrawn() -> None:
         stray = Token(RequestId("old"), 3, 7, 1)
         message = Tokens(node=node.id, tokens=(stray,))
         await cluster.bus.publish(subjects.gateway_tokens(cluster.service.id), message)
-        await node.until(lambda: node.cancels == [Cancel(request=RequestId("old"), attempt=3)])
+        await node.until(
+            lambda: node.cancels == [Cancel(request=RequestId("old"), attempt=3, cause="late")]
+        )
