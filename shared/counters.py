@@ -1,24 +1,26 @@
 """Numbers that never come twice, from counters in the durable store: generations and epochs.
 
-A process that starts takes the next number of its name, and every message of it carries that
-number, so that whoever hears two processes of one name knows which is the later one. No clock is
-asked: a process on a host whose clock is behind would be taken for an older one, and ignored.
+A process that starts takes the next number of its name, and every message from it carries that
+number. So a receiver that hears two processes of one name knows which is the later one. The clock
+is not used, because a process on a host whose clock is behind would be taken for an older process
+and ignored.
 """
 
 from shared.bus.base import KeyValue
 from shared.errors import BusError, KeyExists
 
 FIRST = 4 * 10**18
-"""Counters begin here: above the wall-clock nanoseconds (1.8e18 in 2026) that earlier releases used
-as generations and epochs, so that a process of this release counts as the later one."""
+"""Counters begin here. It is more than the wall-clock nanoseconds (1.8e18 in 2026) that earlier
+releases used as generations and epochs, so that a process of this release counts as the later
+one."""
 
 
 async def next_number(counters: KeyValue, name: str, *, above: int = 0) -> int:
-    """Takes the next number of `name`; greater than all taken before, and than `above`.
+    """Takes the next number of `name`, greater than all taken before and than `above`.
 
-    `counters` is the bucket `subjects.KV_COUNTERS`. A number may be left out (the caller died, or
-    got no answer), and none is given twice. BusError: the store does not answer, or what it holds
-    under the name is no number.
+    `counters` is the bucket `subjects.KV_COUNTERS`. A number may be left out (because the caller
+    died or got no answer), but none is given twice. BusError: the store does not answer, or holds
+    something else under the name.
     """
     while True:
         entry = await counters.get(name)
@@ -30,13 +32,14 @@ async def next_number(counters: KeyValue, name: str, *, above: int = 0) -> int:
                 await counters.create(name, value)
             else:
                 await counters.update(name, value, entry.revision)
-        except KeyExists:  # another was faster, and takes the number
+        except KeyExists:  # another process was faster, and takes the number
             continue
         return number
 
 
 async def last_number(counters: KeyValue, name: str) -> int:
-    """The number of `name` that was taken last; below all that will be taken, if none was."""
+    """The number of `name` that was last taken. If none was, a number below all that will be
+    taken."""
     entry = await counters.get(name)
     return FIRST if entry is None else _number(name, entry.value)
 

@@ -1,13 +1,13 @@
-"""How many sequences instances and nodes take: the one rule by which the planner grants slots,
-gateways route, and leaders admit.
+"""How many sequences instances and nodes take. By this one rule the planner grants slots, gateways
+route, and leaders admit.
 
-A node has so many slots for a model: the sequences that it runs at once as a complete replica. On
-a path of S stages a token takes about S passes, and a node is busy with it in one of them, for its
-stage's share of the model. So a sequence takes share / S of a slot on each node of its path.
+A node has a number of slots for a model: the sequences that it runs at once as a complete replica.
+On a path of S stages a token takes about S passes, and a node is busy with it in one of them, for
+its stage's share of the model. So a sequence takes share / S of a slot on each node of its path.
 
-The planner grants an instance as many sequences as fill the part of its nodes that is meant for
-it. Requests that began before, on instances that take no more, run beside those: so a node may come
-to `OVERFULL` slots' worth of sequences on paths, and no further. A replica never takes more
+The planner grants an instance as many sequences as fill the part of its nodes that is meant for it.
+Requests that began before, on instances that take no more, run beside them. So the sequences on
+paths over a node may take up to `OVERFULL` times its slots, but no more. A replica never takes more
 sequences than its node has slots.
 """
 
@@ -24,18 +24,18 @@ _ROUNDING = 1e-6
 
 
 def granted(capacity: float, slots: Collection[int]) -> int:
-    """Sequences that an instance takes at once: `capacity` in units of a complete node, `slots` of
-    the node of each stage."""
+    """How many sequences an instance takes at once. `capacity` is in units of a complete node;
+    `slots` are those of the node of each stage."""
     return max(1, round(capacity * len(slots) * min(slots)))
 
 
 def weight(stages: Collection[Stage], stage: Stage, blocks: int) -> float:
-    """What a sequence on this path takes of the slots of the stage's node."""
+    """The share of a slot that a sequence on this path takes of the stage's node."""
     return (stage.stop - stage.start) / (blocks * len(stages))
 
 
 class Account:
-    """The slots of one node, for one model, and what is taken of them."""
+    """The slots of one node for one model, and how much of them is taken."""
 
     __slots__ = ("alone", "on_paths", "slots")
 
@@ -44,16 +44,16 @@ class Account:
         self.alone = 0
         """Sequences on the node's replica."""
         self.on_paths = 0.0
-        """Slots' worth of sequences on paths over the node."""
+        """Slots taken by sequences on paths over the node."""
 
     def has_room(self, stages: int, weight: float) -> bool:
-        """For one more sequence on an instance of so many stages."""
+        """Whether one more sequence fits on an instance of `stages` stages."""
         if stages == 1:
             return self.alone < self.slots
         return self.on_paths + weight <= OVERFULL * self.slots + _ROUNDING
 
     def add(self, stages: int, weight: float, sequences: int = 1) -> None:
-        """`sequences` below 0: they have ended."""
+        """Adds sequences, or takes away sequences that have ended (`sequences` below 0)."""
         if stages == 1:
             self.alone += sequences
         else:

@@ -1,3 +1,3 @@
-"""The version of the project. The package's metadata and the image's tag are this one."""
+"""The version of the project, also of the package's metadata and the image's tag."""
 
 __version__ = "0.1.0"

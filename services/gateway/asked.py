@@ -1,6 +1,7 @@
-"""What a client asked for, in one form: a completion or a chat, checked, its defaults filled in.
+"""What a client asks for, in one form for completions and chats, checked and with defaults filled
+in.
 
-A body is decoded and checked here, once; all that follows works on `Asked`.
+A body is decoded and checked here, once. Everything after this works on `Asked`.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""The bodies of completions, as they come over the wire.
+"""The bodies of completions as they come over the wire.
 
-Fields that are unknown are ignored, as the API's clients expect. Fields that are known and would
-change the answer, but that the engine cannot honour (`unsupported`), are refused: a client is never
-given something else than it asked for. docs/api.md lists what is what.
+Unknown fields are ignored, as the API's clients expect. Known fields that would change the answer,
+and that the engine cannot honour (`unsupported`), are refused, so that a client never gets
+something other than it asked for. docs/api.md lists all of them.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The choices of one call: what is asked of the model, and each one's text as it grows."""
+"""The choices of one call: what each asks of the model, and its text as it grows."""
 
 import secrets
 
@@ -92,7 +92,7 @@ async def prompts_of(asked: Asked, lingo: Lingo) -> list[list[int]]:
 
 
 async def _ids(prompt: str | list[int] | Dialogue, lingo: Lingo) -> tuple[list[int], str]:
-    """And the field that they come from."""
+    """The token ids of a prompt, and the field that they come from."""
     match prompt:
         case str():
             return await lingo.codec.encode_prompt(prompt), "prompt"
@@ -186,7 +186,7 @@ def _echo(asked: Asked, number: int, lingo: Lingo) -> str:
 
 
 def _limit(asked: Asked, prompt: int, context: int) -> int:
-    """Most tokens to generate after a prompt of so many."""
+    """The most tokens to generate after a prompt of `prompt` tokens."""
     try:
         limit = admission.output_limit(prompt, asked.max_tokens, asked.default_tokens, context)
     except BadInput as error:

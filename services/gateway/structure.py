@@ -1,4 +1,4 @@
-"""What a request holds its text to: response_format, and vLLM's structured_outputs."""
+"""The structure that a request asks of its text: response_format, and vLLM's structured_outputs."""
 
 from typing import Any
 

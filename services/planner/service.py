@@ -1,4 +1,5 @@
-"""The planner's shell: what the bus says goes to the core, what the core commands is done."""
+"""The planner's shell on the bus: what it hears goes to the core, and what the core commands is
+done."""
 
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ from shared.service import Service
 class PlannerService(Service):
     role: ClassVar[str] = "planner"
     core_type: ClassVar[type[Planner]] = Planner
-    """Simulations and tests have it validated after every stimulus."""
+    """Simulations and tests use a core that is validated after every stimulus."""
 
     def __init__(self, bus: Bus, config: PlannerConfig) -> None:
         super().__init__("planner")
@@ -75,7 +76,7 @@ class PlannerService(Service):
         self.own(await bus.subscribe(subjects.ARRIVALS, *arrivals))
         self.own(await bus.subscribe(subjects.PLANNER_SUSPECT, On(PeerSuspect, self._hear)))
         self._shell.feed(Wake())
-        await self._shell.ready.wait()  # for the registry, as long as it takes
+        await self._shell.ready.wait()  # waits for the registry, as long as it takes
         self.own(await bus.serve(subjects.PLANNER_STATE, PlannerQuery, self._state))
         self.own(await bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances))
         self.own(await bus.serve(subjects.PLANNER_SCALE, SetInstances, self._shell.ask))

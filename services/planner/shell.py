@@ -1,7 +1,7 @@
-"""Does what the planner's core commands, and feeds back what came of it.
+"""Carries out the commands of the planner's core, and feeds back the results.
 
 A question becomes a task: a request on the bus, or a computation in a thread. Whatever happens to
-it ends as one answer with the question's ticket. Nothing here decides anything.
+it, it ends as one answer with the question's ticket. Nothing is decided here.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Shell:
         self, bus: Bus, planner: Planner, store: Store, log: BoundLogger, spawn: Spawn
     ) -> None:
         self.ready = asyncio.Event()
-        """The core knows the pool."""
+        """Set once the core knows the pool."""
         self._bus = bus
         self._planner = planner
         self._store = store
@@ -69,7 +69,7 @@ class Shell:
             self._do(command)
 
     async def ask(self, message: SetInstances) -> Message:
-        """The core's reply to an operator; raises what it refuses with."""
+        """The core's reply to an operator. Raises the error with which the core refuses."""
         self._numbers += 1
         number = self._numbers
         reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -81,7 +81,8 @@ class Shell:
             del self._asked[number]
 
     async def send_outbox(self) -> None:
-        """In order. What the bus does not take is dropped: instance sets come again anyhow."""
+        """Publishes in order. A message that the bus does not take is dropped: instance sets are
+        repeated."""
         while True:
             message = await self._outbox.get()
             subject = subjects.INSTANCES if isinstance(message, InstanceSet) else subjects.EVENTS
@@ -136,7 +137,7 @@ class Shell:
     # --- questions ---
 
     async def _answer(self, question: Question) -> None:
-        """One answer, whatever happens: an error of any kind is one too."""
+        """Answers a question in any case: an error of any kind is an answer, too."""
         answer: Answer
         try:
             answer = await self._find(question)
@@ -207,7 +208,7 @@ class Shell:
         raise LambdaScaleError(f"{type(question).__name__} is no request")
 
     async def _ping(self, ping: commands.Ping) -> bool:
-        """Whether the node's process is there; an error that it answers with says so too."""
+        """Whether the node's process is there. Answering with an error shows that, too."""
         message, subject = PingMessage(cause=ping.cause), subjects.node_ping(ping.node)
         for _ in range(PINGS):
             try:

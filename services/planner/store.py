@@ -1,4 +1,4 @@
-"""What a planner that starts again must know, in JetStream: events, and the operator's word.
+"""What a planner that restarts must know, in JetStream: events, and the operators' numbers.
 
 Writes are coalesced and never waited for: an event goes on while the bus cannot store it.
 """
@@ -27,12 +27,12 @@ class Store:
         self._log = log
         self._buckets: dict[str, KeyValue] = {}
         self._unwritten: dict[tuple[str, str], bytes | None] = {}
-        """(bucket, key) -> what is to be there; None: nothing."""
+        """(bucket, key) -> the value to write; None: to delete."""
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
 
     async def load(self) -> Archive:
-        """What an earlier planner stored."""
+        """Loads what an earlier planner stored."""
         events = await self._read(subjects.KV_EVENTS, EventRecord)
         fixed = await self._read(subjects.KV_SCALE, int)
         return Archive(events.values(), {ModelId(key): count for key, count in fixed.items()})
@@ -50,7 +50,7 @@ class Store:
         return found
 
     def write(self, change: StoreEvent | StoreFixed) -> None:
-        """Has it written soon."""
+        """Has a change written soon."""
         if isinstance(change, StoreEvent):
             self._put(subjects.KV_EVENTS, change.event, change.record)
         else:
@@ -68,7 +68,7 @@ class Store:
             await self._settled.wait()
 
     async def run(self) -> None:
-        """Writes what changed, for ever; tries again while the bus refuses."""
+        """Writes changes, without end. Tries again while the bus refuses."""
         while True:
             await self._wake.wait()
             self._wake.clear()

@@ -1,4 +1,4 @@
-"""Who is to be woken when: any number of names, one time each."""
+"""Alarms: any number of names, each with one time at which it is due."""
 
 import heapq
 
@@ -12,7 +12,7 @@ class Alarms:
         """Entries that differ from `_at` are void."""
 
     def set(self, name: str, at: float) -> None:
-        """In place of the time that it had; NEVER: none."""
+        """Sets the time of a name, in place of an earlier one. NEVER: no time."""
         if self._at.get(name, NEVER) == at:
             return
         if at == NEVER:
@@ -30,7 +30,7 @@ class Alarms:
         return self._heap[0][0] if self._heap else NEVER
 
     def due(self, now: float) -> list[str]:
-        """Names whose times have come; they have none from now on."""
+        """Names whose times have come. They have no time from now on."""
         found: list[str] = []
         self._drop_void()
         while self._heap and self._heap[0][0] <= now:

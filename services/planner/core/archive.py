@@ -1,4 +1,5 @@
-"""What outlives a planner: the records of its events, and the operator's numbers of replicas."""
+"""What outlives a planner: the records of its events, and the numbers of replicas that operators
+set."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,13 +11,15 @@ from shared.ids import EventId, ModelId
 from shared.messages.scaling import EventRecord, EventState
 
 KEEP = 200
-"""Events that are over and are remembered."""
+"""How many finished events are remembered."""
 LARGEST = 6 << 20
-"""Bytes of a record, or of several in one answer: less than the bus takes in one message."""
+"""The most bytes of a record, or of several in one answer. It is less than the bus takes in a
+message."""
 
 
 def fitting(records: Iterable[EventRecord]) -> tuple[EventRecord, ...]:
-    """The first records, as many as one message can carry; large ones without their schedules."""
+    """The first records, as many as one message can carry. Large ones come without their
+    schedules."""
     fitted: list[EventRecord] = []
     room = LARGEST
     for record in records:
@@ -32,20 +35,20 @@ def fitting(records: Iterable[EventRecord]) -> tuple[EventRecord, ...]:
 
 
 class Archive:
-    """Every change returns what is to be stored of it."""
+    """Every change returns what has to be stored."""
 
     def __init__(
         self, records: Iterable[EventRecord] = (), fixed: Mapping[ModelId, int] | None = None
     ) -> None:
         self.events: dict[EventId, EventRecord] = {}
-        """Oldest first."""
+        """The oldest is first."""
         self.fixed: dict[ModelId, int] = dict(fixed or {})
-        """Replicas that the operator asked for."""
+        """Numbers of replicas that operators asked for."""
         for record in sorted(records, key=lambda r: r.decided_ns):
             self.events[record.id] = record
 
     def fail_unfinished(self, wall_ns: int, cause: str) -> list[StoreEvent]:
-        """Events that an earlier planner left unfinished have failed."""
+        """Marks events that an earlier planner left unfinished as failed."""
         stored: list[StoreEvent] = []
         for record in list(self.events.values()):
             if record.state not in events.TERMINAL:
@@ -64,7 +67,7 @@ class Archive:
         return stored
 
     def fix(self, model: ModelId, count: int | None, cause: str) -> list[StoreFixed]:
-        """The operator's number of replicas for a model; None: there is none."""
+        """Sets the operator's number of replicas for a model. None: there is none."""
         if self.fixed.get(model) == count:
             return []
         if count is None:

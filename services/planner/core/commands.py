@@ -1,7 +1,7 @@
-"""What the planner's core tells its shell to do, in order.
+"""The commands of the planner's core to its shell, to be done in order.
 
 A command with a ticket is a question: the shell feeds exactly one answer with that ticket back,
-whatever happens to it. `cause` is the id of what led to the command (see `stimuli.cause_of`).
+whatever happens. `cause` is the id of what led to the command (see `stimuli.cause_of`).
 """
 
 from collections.abc import Collection, Mapping
@@ -106,34 +106,34 @@ class Publish(Caused, frozen=True, kw_only=True):
 
 
 class StoreEvent(Caused, frozen=True, kw_only=True):
-    """Keep the record durably; None: forget it."""
+    """Keep the record durably. None: forget it."""
 
     event: str
     record: EventRecord | None
 
 
 class StoreFixed(Caused, frozen=True, kw_only=True):
-    """Keep the operator's number of replicas durably; None: there is none."""
+    """Keep the operator's number of replicas durably. None: there is none."""
 
     model: str
     count: int | None
 
 
 class WakeAt(Caused, frozen=True, kw_only=True):
-    """Feed Wake then; replaces what was asked for before."""
+    """Feed `Wake` at this time. Replaces what was asked for before."""
 
     at: float
 
 
 class Answer(Caused, frozen=True, kw_only=True):
-    """The reply to the Asked of this number."""
+    """Reply to the `Asked` of this number."""
 
     number: int
     reply: Message | LambdaScaleError
 
 
 class Ready(Caused, frozen=True, kw_only=True):
-    """The core knows the pool: it can answer questions."""
+    """Say that the core knows the pool and can answer questions."""
 
 
 class Log(Caused, frozen=True, kw_only=True):
@@ -142,14 +142,14 @@ class Log(Caused, frozen=True, kw_only=True):
     text: str
     fields: dict[str, str | int | float | None]
     error: Exception | None = None
-    """With its traceback."""
+    """Logged with its traceback."""
 
 
 Attribute = str | int | float | bool
 
 
 class Span(Caused, frozen=True, kw_only=True):
-    """For the trace: something that is over."""
+    """Record a span that is over."""
 
     name: str
     start_ns: int
@@ -157,7 +157,7 @@ class Span(Caused, frozen=True, kw_only=True):
     parent: str = ""
     """A traceparent."""
     own: str = ""
-    """The traceparent that it is known by already; empty: any."""
+    """The traceparent by which it is known already. Empty: any."""
     attributes: dict[str, Attribute] = {}
     error: str = ""
     children: tuple["Span", ...] = ()

@@ -1,4 +1,4 @@
-"""What the machines of one planner share while something is handled."""
+"""What the machines of one planner share while a stimulus is handled."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from shared.story import Story
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a planner goes by; the fields of `PlannerConfig` mean the same there."""
+    """The planner's settings. Fields of `PlannerConfig` mean the same there."""
 
     epoch: int
-    """Counts the planners of this cluster: each has a higher one than those before it."""
+    """Counts the planners of this cluster: each has a higher number than those before it."""
     new_id: Callable[[str], str]
-    """An id with this prefix, never the same twice."""
+    """Makes an id with this prefix, never the same twice."""
     new_trace: Callable[[], str]
-    """A traceparent for a new trace; empty where none are kept."""
+    """Makes a traceparent for a new trace; empty if traces are not kept."""
     serving: ServingStrategy
     strategy: str
     tick_s: float
@@ -47,7 +47,7 @@ class _Open:
 
 
 class Desk:
-    """Time, cause and commands of what is being handled; the questions that are open."""
+    """Time, cause and commands of what is being handled, and the open questions."""
 
     def __init__(self, settings: Settings, archive: Archive) -> None:
         self.settings = settings
@@ -58,7 +58,7 @@ class Desk:
         self.cause = ""
         self.out: list[Command] = []
         self.room_freed = False
-        """Nodes that could not be had may be had now."""
+        """Whether nodes that could not be had may be had now."""
         self._numbers = itertools.count(1)
         self._revisions = itertools.count(1)
         self._open: dict[int, _Open] = {}
@@ -68,7 +68,8 @@ class Desk:
         return self.now.at
 
     def next_revision(self) -> int:
-        """Of instance sets; one row for all models, so that one that comes back begins no older."""
+        """The next revision of instance sets. All models share one sequence, so that a model that
+        comes back does not begin with an older number."""
         return next(self._revisions)
 
     # --- questions ---
@@ -98,7 +99,7 @@ class Desk:
         return number in self._open
 
     def lost(self) -> list[Ticket]:
-        """Questions whose answers count as lost by now."""
+        """Tickets of questions whose answers count as lost by now."""
         return [each.ticket for each in self._open.values() if each.due <= self.at]
 
     # --- commands ---
@@ -107,7 +108,7 @@ class Desk:
         self.out += commands
 
     def announce(self, record: EventRecord) -> None:
-        """A state or a revision of an event, to observers and the durable store."""
+        """Tells observers and the durable store of an event's new state or revision."""
         self.keep(record)
         (sent,) = fitting([record])
         message = EventChanged(record=sent, trace=record.trace, cause=record.id)
@@ -128,7 +129,7 @@ class Desk:
         self.do(Log(level=level, text=text, fields=fields, cause=self.cause))
 
     def complain(self, text: str, error: Exception, **fields: str | int | float | None) -> None:
-        """Of what should not happen."""
+        """Logs something that should not happen."""
         self.do(Log(level="error", text=text, fields=fields, error=error, cause=self.cause))
 
     def span(
@@ -141,7 +142,7 @@ class Desk:
         children: tuple[Span, ...] = (),
         error: str = "",
     ) -> None:
-        """Something that ends now."""
+        """Records a span that ends now."""
         self.do(
             Span(
                 name=name,

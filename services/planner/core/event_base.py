@@ -1,7 +1,7 @@
-"""The state of one scaling event, what is asked about it, and what is said of it.
+"""The state of one scaling event, its open questions, and its record.
 
-Its steps are in `event_machine` (the table and the way of an event that goes well) and `mending`
-(what is done when it does not).
+Its steps are in `event_machine` (the table, and the course of an event that goes well) and
+`mending` (what is done when it does not).
 """
 
 import enum
@@ -27,11 +27,12 @@ from shared.messages.scaling import EventRecord, EventState, PullFailed
 
 STALL_S = 5.0
 STALL_BYTES_PER_S = 20_000_000
-"""No block for STALL_S and the time of one block at this rate: plan again from what is held."""
+"""If no block arrives for STALL_S and the time of one block at this rate, the event is planned
+again."""
 ASK_S = 5.0
-"""An answer of the registry, or to a ping, counts as lost after this long."""
+"""Seconds after which an answer of the registry, or to a ping, counts as lost."""
 THINK_S = 120.0
-"""Likewise one of a thread."""
+"""Seconds after which an answer of a thread counts as lost."""
 IN_MEMORY = (Tier.GPU, Tier.HOST)
 NEVER = float("inf")
 
@@ -58,7 +59,7 @@ STEPS: dict[Phase, frozenset[Phase]] = {
     _P.REPAIRING: frozenset({_P.SENDING, _P.LOADING, _P.OVER}),
     _P.OVER: frozenset(),
 }
-"""See `event_machine` for what the phases are."""
+"""`event_machine` says what the phases are."""
 
 
 # --- what the event tells its model ---
@@ -73,14 +74,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The node is no target any more, which is its own fault."""
+    """The node is no longer a target, by its own fault."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The event failed before the node, a target, was complete: what it holds may be freed."""
+    """The event failed before this target was complete: what it holds may be freed."""
 
     node: NodeId
 
@@ -96,11 +97,11 @@ class Case:
     failures: tuple[PullFailed, ...] = ()
     gone: frozenset[NodeId] = frozenset()
     slow: frozenset[NodeId] = frozenset()
-    """Nodes that are to be relieved if that is possible; nothing else is wrong."""
+    """Nodes to be relieved if that is possible. Nothing else is wrong with them."""
     silent: set[NodeId] = field(default_factory=set)
-    """Those that were pinged in vain."""
+    """Nodes that did not answer a ping."""
     receiving: tuple[NodeId, ...] = ()
-    """Targets of the next revision."""
+    """The targets of the next revision."""
     since_ns: int = 0
     """When its plan was asked for."""
 
@@ -109,13 +110,13 @@ class EventBase:
     def __init__(
         self, desk: Desk, model: ModelRecord, record: EventRecord, standing: Standing
     ) -> None:
-        """`standing` is the model's; the event only looks at it."""
+        """`standing` belongs to the model; the event only reads it."""
         self.record = record
         self.phase = Phase.RESERVING
         self.effects: list[Effect] = []
-        """What the model is to take in; it empties the list."""
+        """Effects for the model to take in. The model empties the list."""
         self.no_room = False
-        """It failed because no target was to be had."""
+        """Whether it failed because no target could be had."""
         self._desk = desk
         self._model = model
         self._standing = standing
@@ -123,12 +124,12 @@ class EventBase:
         self._orders = Orders(desk, model)
         self._trust = Trust()
         self._waits: dict[int, NodeId | None] = {}
-        """Questions of this phase that are open -> the node that each is about, if any."""
+        """The open questions of this phase, with the node that each is about, if any."""
         self._roles: Roles | None = None
         self._counted: set[tuple[NodeId, int]] = set()
         """Arrivals whose bytes have been counted."""
         self._incomplete: dict[NodeId, None] = {}
-        """Targets that lack blocks, by what the cluster says."""
+        """Targets that lack blocks, as the cluster says."""
         self._promoting: set[NodeId] = set()
         self._out: set[NodeId] = set()
         """Nodes that the event goes on without: gone, silent, or unable."""
@@ -144,11 +145,11 @@ class EventBase:
         return self.phase is Phase.OVER
 
     def loads(self, node: NodeId) -> bool:
-        """Whether the event, not over yet, has the node for a target."""
+        """Whether the event is not over and the node is a target of it."""
         return not self.over and node in self.record.targets
 
     def sends(self, node: NodeId) -> bool:
-        """Whether the event, not over yet, has blocks to come from the node."""
+        """Whether the event is not over and blocks are still to come from the node."""
         if self.over or self._roles is None:
             return False
         if self.record.state is EventState.DECIDED:
@@ -169,7 +170,7 @@ class EventBase:
         return tuple(node for node in self._incomplete if node not in self._promoting)
 
     def _senders(self) -> set[NodeId]:
-        """Of what is still to come."""
+        """The senders of what is still to come."""
         held, every = self._of_targets(), self._every
         return {t.src for t in self.record.transfers if t.block not in held.get(t.dst, every)}
 
@@ -228,7 +229,7 @@ class EventBase:
             self._desk.keep(self.record)
 
     def _set(self, record: EventRecord) -> None:
-        """A change that observers and the store are told of."""
+        """Makes a change that observers and the store are told of."""
         self.record = record
         self._desk.announce(record)
 
@@ -283,7 +284,7 @@ class EventBase:
     def _span_of_plan(
         self, *, plan: Plan | None = None, reserved_ns: int | None = None, error: str = ""
     ) -> None:
-        """From the decision to a plan, or to what prevented it."""
+        """Records the span from the decision to a plan, or to what prevented it."""
         record, now_ns = self.record, self._desk.now.wall_ns
         parts = [("reserve", record.decided_ns, reserved_ns or now_ns)]
         if reserved_ns is not None:

@@ -35,7 +35,7 @@ class EventMachine(Mending):
     _reserved: Reserved | None = None
     _sources: Sources | None = None
     _infos: tuple[NodeInfo, ...] = ()
-    """Of the targets."""
+    """Infos of the targets."""
     _reserved_ns: int | None = None
     _form_at = NEVER
 
@@ -69,7 +69,7 @@ class EventMachine(Mending):
         self._do(commands.FindSources(ticket=self._ask(ASK_S), message=query, cause=event))
 
     def on_answer(self, answer: Answer) -> None:
-        """The first answer to a question of this event."""
+        """Takes in the first answer to a question of this event."""
         if self.phase is Phase.SENDING:
             self._orders.on_answer(answer)
             self._sent()
@@ -166,7 +166,8 @@ class EventMachine(Mending):
         self._sent()
 
     def _sent(self) -> None:
-        """Goes on once every target has answered; without those that did not take their part."""
+        """Goes on once every target has answered, without the targets that did not take their
+        part."""
         if not self._orders.done:
             return
         refused = self._orders.refused
@@ -188,14 +189,14 @@ class EventMachine(Mending):
         self._go_on()
 
     def _go_on(self) -> None:
-        """In `loading`: whether it is done, or something is to be mended."""
+        """In `loading`: finishes if all is there, or mends if something went wrong."""
         if not self._incomplete:
             self._finish(EventState.COMPLETE)
         elif self._troubles:
             self._mend()
 
     def wake(self) -> None:
-        """Some time has passed."""
+        """Does what is due after some time has passed."""
         at = self._desk.at
         if self.phase is Phase.FORMING and at >= self._form_at:
             self._send(self.record.targets)
@@ -208,14 +209,14 @@ class EventMachine(Mending):
             self._look_for_slow_nodes()
 
     def on_block(self, message: BlockArrived) -> None:
-        """A target says that it has a block, which its report may have told already."""
+        """A target says that it has a block. Its report may have said so already."""
         if message.node in self.record.targets:
             nbytes = message.nbytes if message.source != message.node else 0
             self._count(message.node, message.block, nbytes)
             self._note(message.first_byte_ns, "first_byte_s")
 
     def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int) -> None:
-        """What a node holds has changed: these blocks are new."""
+        """What a node holds has changed: the blocks `gained` are new."""
         if not self.loads(node):
             return
         before = len(self._incomplete)
@@ -231,7 +232,7 @@ class EventMachine(Mending):
             self._go_on()
 
     def _count(self, node: NodeId, block: int, nbytes: int) -> None:
-        """The bytes that a block brought to a target, once."""
+        """Counts the bytes that a block brought to a target, once."""
         if (node, block) not in self._counted:
             self._counted.add((node, block))
             moved = self.record.bytes_moved + nbytes

@@ -38,7 +38,7 @@ def advance(record: EventRecord, state: EventState, at_ns: int, *, error: str = 
 
 
 def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
-    """Sets a field of `actual`, seconds after the decision; of several reports the earliest one
+    """Sets a field of `actual`, in seconds after the decision. Of several reports the earliest
     counts, since they come in any order."""
     seconds = (at_ns - record.decided_ns) / 1e9
     known = getattr(record.actual, timing)
@@ -50,7 +50,8 @@ def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
 def replan(
     record: EventRecord, targets: tuple[NodeId, ...], transfers: tuple[Transfer, ...]
 ) -> EventRecord:
-    """The next revision: who is still part of it, by what schedule, and whoever sends now."""
+    """The record's next revision, with the remaining targets, the new schedule, and the nodes that
+    now send."""
     senders = (t.src for t in transfers if t.src not in targets)
     return msgspec.structs.replace(
         record,

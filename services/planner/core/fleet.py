@@ -1,8 +1,8 @@
-"""What serves a model: its members, the instances over them, and the sets that gateways are told.
+"""What serves a model: its members, the instances over them, and the sets that gateways are sent.
 
-Members hold what the cluster says they hold. Paths over members that still load are planned
-outside (PlanPaths), as that can take long; until a plan is there, instances are revised by the last
-one. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy one.
+Members hold what the cluster says they hold. Paths over members that still load are planned outside
+(PlanPaths), because that can take long. Until a plan is there, instances are revised by the last
+plan. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy time.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ from shared.messages.pool import ModelRecord, NodeInfo
 
 REPUBLISH_S = 1.0
 PACE_S = 0.02
-"""Least time between two sets of one model."""
+"""The least seconds between two sets of one model."""
 PACE_PER_MEMBER_S = 1e-4
-"""What each member adds to it: large sets take long to make, to send and to read."""
+"""What each member adds to PACE_S: large sets take long to make, to send and to read."""
 SETTLE_S = 0.25
-"""A load report that comes sooner after a change was published may not know of it yet."""
+"""A load report that comes sooner than this after a change was published may not include it yet."""
 HOP_COST = 0.02
-"""What a path pays for one more stage, as a share of a pass through the model."""
+"""The cost of one more stage of a path, as a share of a pass through the model."""
 PLAN_TIMEOUT_S = 120.0
 NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The scaling event that changes are due to."""
+    """The scaling event that caused the changes."""
 
     event: EventId | None = None
     trace: str = ""
@@ -41,7 +41,7 @@ class Cause:
 class Fleet:
     def __init__(self, desk: Desk, record: ModelRecord) -> None:
         self.members: Mapping[NodeId, Member] = {}
-        """Replaced, never changed: a plan may be looking at them in its thread."""
+        """Replaced, never changed, because a plan may be reading it in its thread."""
         self.instances: tuple[Instance, ...] = ()
         self.cause = Cause()
         self._desk = desk
@@ -51,18 +51,19 @@ class Fleet:
         self._rules = Rules(record.n_blocks, settings.max_stages, HOP_COST, settings.serving)
         self._planned: Mapping[Stages, float] = {}
         self._planning = 0
-        """Number of the open question for paths; 0: there is none."""
+        """The number of the open question for paths; 0: none."""
         self._outdated = False
-        """The members are no longer those of the plan that is being made."""
+        """Whether the members have changed since the plan that is being made was asked for."""
         self._retired: dict[InstanceId, float] = {}
-        """Since when instances take no new requests."""
+        """Since when each retired instance takes no new requests."""
         self._revision = desk.next_revision()
         self._published_at = float("-inf")
         self._revised_at = float("-inf")
         self._revise_at = NEVER
         self._closed = False
         self._basis: tuple[object, ...] = ()
-        """What the instances were made from; only those that retire change by themselves."""
+        """What the instances were made from. Only retired instances change without a change of
+        this."""
 
     # --- the members ---
 
@@ -125,7 +126,7 @@ class Fleet:
     # --- paths ---
 
     def _plan(self) -> None:
-        """Asks for paths, until those are there that go by the members as they are."""
+        """Asks for paths, again and again until there is a plan for the current members."""
         if self._planning or not self._outdated or not self.loading or self._closed:
             return
         self._outdated = False
@@ -153,21 +154,21 @@ class Fleet:
             self._plan()
 
     def on_not_planned(self, number: int) -> None:
-        """Tried again when the members change, or with the next set that is due anyhow."""
+        """A plan failed. It is asked for again when the members change, or with the next set that
+        is due."""
         if number == self._planning:
             self._planning, self._outdated = 0, True
 
     # --- the instances ---
 
     def busy(self, instance: InstanceId) -> bool:
-        """Whether requests run on the instance, for all that is known."""
+        """Whether requests run on the instance, as far as is known."""
         retired_at = self._retired.get(instance, NEVER)
         settled = self._desk.cluster.reported_since(retired_at + SETTLE_S)
         return not settled or self._requests_on(instance) > 0
 
     def uses(self, node: NodeId) -> bool:
-        """Whether requests run over the node, on its replica or on a path, for all that is
-        known."""
+        """Whether requests run over the node, on its replica or on a path, as far as is known."""
         return any(self.busy(instance.id) for instance in self._over(node))
 
     def requests_over(self, node: NodeId) -> int:
@@ -184,7 +185,7 @@ class Fleet:
         return NEVER if self._closed else min(self._revise_at, self._published_at + REPUBLISH_S)
 
     def touch(self) -> None:
-        """What the instances are made from has changed."""
+        """Notes that the basis of the instances has changed."""
         pace = PACE_S + PACE_PER_MEMBER_S * len(self.members)
         self._revise_by(max(self._desk.at, self._revised_at + pace))
 
@@ -192,7 +193,7 @@ class Fleet:
         self._revise_at = min(self._revise_at, at)
 
     def settle(self) -> list[Instance]:
-        """Does what is due: revises the instances, tells gateways. Returns paths that are new."""
+        """Does what is due: revises the instances and tells gateways. Returns the new paths."""
         at = self._desk.at
         if self._closed or at < self.next_wake:
             return []
@@ -210,7 +211,7 @@ class Fleet:
         return []
 
     def _revise(self) -> None:
-        """Lets go of instances that are no longer used; makes those that the plan wants."""
+        """Drops instances that are no longer used, and makes those that the plan wants."""
         at = self._desk.at
         self._revised_at, self._revise_at = at, NEVER
         basis = self.members, self._planned
@@ -231,7 +232,7 @@ class Fleet:
             for instance in self.instances
             if instance.state is not InstanceState.SERVING
         }
-        if self._retired:  # those whose last requests have ended go
+        if self._retired:  # instances whose last requests have ended go
             self._revise_by(at + self._desk.settings.tick_s)
 
     # --- the gateways ---
@@ -257,7 +258,7 @@ class Fleet:
         self._desk.publish(self.set())
 
     def close(self) -> None:
-        """Nothing serves the model from now on."""
+        """Publishes that nothing serves the model from now on."""
         self.instances = ()
         self._revision = self._desk.next_revision()
         self._publish()

@@ -37,12 +37,12 @@ class Member:
     """Of that event."""
     draining: bool = False
     source: bool = False
-    """It was complete before the loading that goes on, or the last one, began."""
+    """Whether it was complete before the current loading, or the last one, began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What plans of a model are made by."""
+    """The rules by which a model's paths are planned."""
 
     blocks: int
     max_stages: int
@@ -51,7 +51,7 @@ class Rules:
 
 
 def joined(members: Mapping[NodeId, Member], member: Member, blocks: int) -> dict[NodeId, Member]:
-    """The members with one more. Complete ones become sources when a loading begins."""
+    """The members with one more. Complete members become sources when a loading begins."""
     if not loading(members, blocks):
         members = {node: replace(known, source=True) for node, known in members.items()}
     complete = len(member.held) == blocks
@@ -66,10 +66,10 @@ def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:
 def plan(
     previous: Iterable[Instance], members: Mapping[NodeId, Member], rules: Rules
 ) -> dict[Stages, float]:
-    """Stages that should take new requests -> their capacity, in units of a complete node.
+    """The stages that should take new requests, with their capacity in units of a complete node.
 
-    While nothing loads these are the complete members, each with a capacity of 1. Otherwise the
-    capacities share out what every node can do between the instances that it is a stage of.
+    While nothing loads, these are the complete members, each with a capacity of 1. Otherwise the
+    capacities divide what every node can do among the instances that it is a stage of.
     """
     nodes = [m for m in members.values() if not m.draining]
     if not loading(members, rules.blocks):
@@ -107,10 +107,8 @@ def revise(
     new_id: Callable[[str], str],
     event: EventId | None,
 ) -> tuple[Instance, ...]:
-    """The next set. `planned` may be of a while ago; `busy`: whether requests still run on an
-    instance, for all that is known; `new_id` makes the ids of paths, which are said to be of
-    `event`.
-    """
+    """The next set. `planned` may be some time old. `busy`: whether requests still run on an
+    instance, as far as is known. `new_id` makes the ids of paths, which are ascribed to `event`."""
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
     paths = {
         stages: capacity
@@ -142,8 +140,8 @@ def node_slots(
 
 
 def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
-    """What paths leave of their nodes: all that a node has for itself when the plan is of before
-    it was complete."""
+    """What paths leave of their nodes. A node that was completed after the plan was made has all of
+    itself."""
     spare: dict[NodeId, float] = {}
     for stages, capacity in paths.items():
         for stage in stages:
@@ -199,7 +197,8 @@ def _path(
 
 
 def _retired(instance: Instance, *, moving: bool) -> Instance:
-    """What has begun to move goes on moving, whatever loads next."""
+    """The instance when it takes no more requests. What has begun to move goes on moving, whatever
+    loads next."""
     moving = moving or instance.state is InstanceState.MOVING
     state = InstanceState.MOVING if moving else InstanceState.DRAINING
     return msgspec.structs.replace(instance, state=state)

@@ -1,7 +1,7 @@
 """What a scaling event does when something goes wrong while it loads.
 
-Failures that are known are answered together: those in doubt are pinged (`judging`), whoever cannot
-go on is dropped, and the rest is planned again from what every participant holds (`repairing`).
+Known failures are answered together: nodes in doubt are pinged (`judging`), nodes that cannot go on
+are dropped, and the rest is planned again from what every participant holds (`repairing`).
 """
 
 from abc import abstractmethod
@@ -60,7 +60,7 @@ class Mending(EventBase):
         self._judge(case, {f.source for f in failures})
 
     def _stalled(self) -> None:
-        """No block has arrived for long."""
+        """Looks into the event because no block has arrived for long."""
         self._news_at = self._desk.at
         if self._desk.cluster.blind(self._desk.at):
             return  # cut off from the bus: silence says nothing
@@ -74,7 +74,7 @@ class Mending(EventBase):
         self._judge(case, self._participants())
 
     def _look_for_slow_nodes(self) -> None:
-        """A node that is found slow is relieved of what others can send."""
+        """Relieves slow nodes of what others can send."""
         held, transfers = self._of_targets(), self.record.transfers
         slow = self._trust.slow(
             transfers, held, self._links().expected(self._model.block_bytes), self._desk.at
@@ -114,7 +114,7 @@ class Mending(EventBase):
     # --- the next revision ---
 
     def _replan(self, case: Case) -> None:
-        """From what every participant holds now."""
+        """Plans the next revision from what every participant holds now."""
         self._case, case.receiving = case, self._receiving()
         if not self.record.targets:
             self.fail(PlanError(f"no target is left: {case.why}"))
@@ -141,7 +141,8 @@ class Mending(EventBase):
         self._do(repair)
 
     def _to_send(self) -> dict[NodeId, frozenset[int]]:
-        """Blocks by node that may send them: of targets also what they bring up themselves."""
+        """For each node that may send, the blocks it can send. Targets may also send what they load
+        themselves."""
         held = {
             node: self._every if node in self._promoting else blocks
             for node, blocks in self._of_targets().items()
@@ -169,12 +170,12 @@ class Mending(EventBase):
 
     def _on_not_repaired(self, error: LambdaScaleError) -> None:
         if self._case.slow:
-            self._load()  # all of what is left must come from those that send it now
+            self._load()  # everything left must come from those that send it now
         else:
             self.fail(PlanError(f"{self._case.why}, and {error}"))
 
     def _sends_of(self, nodes: Collection[NodeId]) -> int:
-        """Transfers from these nodes that are still to come."""
+        """How many transfers from these nodes are still to come."""
         held, every = self._of_targets(), self._every
         return sum(
             t.src in nodes and t.block not in held.get(t.dst, every) for t in self.record.transfers

@@ -1,8 +1,8 @@
 """One model: decides how many replicas there should be, runs scaling events, drains and releases.
 
-It has at most one event that is not over. Whatever is told to it may make a decision due at once,
-such as a load report with requests that wait; a condition that must hold for a while is looked at
-again when that while is over (`next_wake`).
+At most one of its events is not over. Any stimulus may make a decision due at once, such as a load
+report with waiting requests. A condition that must hold for a while is looked at again when that
+while is over (`next_wake`).
 """
 
 from collections.abc import Collection
@@ -31,11 +31,11 @@ from shared.messages.scaling import (
 )
 
 RETRY_S = 1.0
-"""After an event that failed, before the next one; doubles with each one that follows."""
+"""Seconds between a failed event and the next one. It doubles with each further failure."""
 RETRY_MAX_S = 30.0
 DRAIN_LIMIT_S = 60.0
 RELEASE_S = 12.0
-"""An answer to a release counts as lost after this long."""
+"""Seconds after which an answer to a release counts as lost."""
 NEVER = float("inf")
 
 
@@ -43,26 +43,26 @@ class ModelMachine:
     def __init__(self, desk: Desk, record: ModelRecord) -> None:
         self.record = record
         self.event: EventMachine | None = None
-        """The last one, over or not."""
+        """The last event, over or not."""
         self.fleet = Fleet(desk, record)
         self.standing = Standing(desk.story)
         self._desk = desk
         self._scaler = Scaler()
         self._failed = 0
-        """Events in a row."""
+        """How many events have failed in a row."""
         self._retry_at = float("-inf")
         self._decided_at = float("-inf")
         self._decide_at = float("-inf")
-        """When the number of replicas is next decided upon."""
+        """When the number of replicas is next decided."""
         self._ended = False
-        """The event's end has been taken in."""
+        """Whether the end of the event has been taken in."""
         self._removed = False
         for node in desk.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_holdings(node, ())
 
     @property
     def fixed(self) -> int | None:
-        """The operator's number of replicas."""
+        """The operator's number of replicas; None: there is none."""
         return self._desk.archive.fixed.get(self.record.model_id)
 
     @property
@@ -86,7 +86,7 @@ class ModelMachine:
     # --- what happens to it ---
 
     def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int = 0) -> None:
-        """What a node holds of the model may have changed; `gained` is new, since `at_ns` (0:
+        """What a node holds of the model may have changed. `gained` is new since `at_ns` (0:
         now)."""
         held = self._held(node)
         self._note_released(node)
@@ -114,7 +114,7 @@ class ModelMachine:
             self.on_holdings(message.node, (message.block,), message.finished_ns)
 
     def on_load(self) -> None:
-        """Its load has changed: what waits is answered at once."""
+        """Its load has changed: waiting requests are answered at once."""
         demand = self._desk.cluster.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()
@@ -127,7 +127,7 @@ class ModelMachine:
         self.decide_soon()
 
     def on_more_room(self) -> None:
-        """Memory was freed, or another event ended."""
+        """Memory was freed, or another event has ended."""
         if self.event is not None and self.event.no_room:
             self.on_joined()
 
@@ -139,7 +139,7 @@ class ModelMachine:
         self.decide_soon()
 
     def on_suspect(self, node: NodeId) -> None:
-        """A node that does not answer: nothing may use it for a while, whatever its lease says."""
+        """A node does not answer: nothing may use it for a while, whatever its lease says."""
         info = self._desk.cluster.nodes.get(node)
         if info is not None:
             reason = "it does not answer"
@@ -155,7 +155,7 @@ class ModelMachine:
             self.event.on_token(message)
 
     def on_answer(self, answer: Answer) -> None:
-        """The first answer to a question of this model."""
+        """Takes in the first answer to a question of this model."""
         ticket = answer.ticket
         if ticket.event is not None:
             if self.event is not None and self.event.record.id == ticket.event:
@@ -168,7 +168,7 @@ class ModelMachine:
             self._on_release_answered(answer)
 
     def set_fixed(self, count: int | None) -> EventId | None:
-        """The operator's number of replicas; returns the event that this begins, if any."""
+        """Sets the operator's number of replicas. Returns the event that this begins, if any."""
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
             raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
@@ -181,7 +181,7 @@ class ModelMachine:
         return self.event.record.id if self.event is not None and self.event is not before else None
 
     def remove(self) -> None:
-        """The model is no more: nothing serves it from now on. Nodes forget it by themselves."""
+        """The model was removed: nothing serves it from now on. Nodes forget it by themselves."""
         if self.event is not None:
             self.event.cancel("the model was removed")
             self.event.effects.clear()
@@ -198,8 +198,7 @@ class ModelMachine:
         self._decide_at = min(self._decide_at, at)
 
     def settle(self) -> None:
-        """Does all that is due; to be called after everything that happens to it, and at
-        `next_wake`."""
+        """Does everything that is due. To be called after every stimulus, and at `next_wake`."""
         if self._removed:
             return
         at = self._desk.at
@@ -353,7 +352,7 @@ class ModelMachine:
     # --- less ---
 
     def _shrink(self, decision: Decision) -> None:
-        """Drains the emptiest replica; among equals the one that came last."""
+        """Drains the emptiest replica; among equals the one that joined last."""
 
         def load(member: Member) -> int:
             return self.fleet.requests_over(member.node)
@@ -378,7 +377,7 @@ class ModelMachine:
         self.fleet.leave(node)
 
     def _free(self, node: NodeId) -> None:
-        """A node serves nothing any more: what it holds of the model may go."""
+        """Releases a node that serves nothing any more."""
         self._leave(node)
         if node in self._desk.cluster.nodes:
             self._release(node)
@@ -398,8 +397,8 @@ class ModelMachine:
         return holding.tier is Tier.HOST and whole and self._keep(node) is Tier.HOST
 
     def _keep(self, node: NodeId) -> Tier | None:
-        """The pool's invariant: the last copy in memory stays, in the host's. Not where every node
-        loads from its own disk or cache."""
+        """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
+        on the host; it does not apply if every node loads from its own disk or cache."""
         if self._desk.settings.strategy == LOCAL:
             return None
         holders = self._desk.cluster.holders(self.record.model_id, IN_MEMORY)
@@ -410,7 +409,7 @@ class ModelMachine:
         return Tier.HOST
 
     def _release(self, node: NodeId) -> None:
-        """Frees what the node holds; it is asked until it has done it, or is gone."""
+        """Frees what the node holds. The node is asked until it has done it, or is gone."""
         keep = self._keep(node)
         kept = f", a copy is kept in {keep.value} memory" if keep else ""
         self._tell(f"is released{kept}", node)
@@ -461,7 +460,8 @@ class ModelMachine:
         self._note_released(node)
 
     def _note_released(self, node: NodeId) -> None:
-        """Only the node's own report says that the memory is free: until then it is leaving."""
+        """Notes that the node's memory is free. Only its own report says so; until then it is
+        leaving."""
         known = self.standing.of(node)
         hosts = self._desk.cluster.hosts(node, self.record.model_id)
         if known is not None and known.state is State.ANSWERED and not hosts:

@@ -12,10 +12,10 @@ from shared.messages.pool import ModelRecord
 from shared.messages.scaling import ApplyPlan, EventRecord, Pull
 
 APPLY_S = 8.0
-"""An answer counts as lost after this long."""
+"""Seconds after which an answer counts as lost."""
 MANIFEST_WAIT_S = 2.0
-"""A node that joined, or a model that was published, a moment ago: the one may not know the other
-yet."""
+"""Seconds to wait for a node that joined, or a model that was published, a moment ago: the node may
+not know the model yet."""
 NEVER = float("inf")
 
 
@@ -29,14 +29,14 @@ class Orders:
         self._model = model
         self._every = frozenset(range(model.n_blocks))
         self._open: dict[int, NodeId] = {}
-        """Questions that are open -> who was asked."""
+        """The open questions, with the node that was asked."""
         self._again: dict[NodeId, float] = {}
         """When targets that do not know the model yet are asked again."""
         self._give_up_at = NEVER
 
     @property
     def done(self) -> bool:
-        """Every target took its part, or did not."""
+        """Whether every target has taken its part or refused it."""
         return not self._open and not self._again
 
     @property
@@ -46,7 +46,7 @@ class Orders:
     def send(
         self, record: EventRecord, targets: Iterable[NodeId], promoting: AbstractSet[NodeId]
     ) -> None:
-        """The record's revision. `promoting`: targets that bring up what they lack from their own
+        """Sends the record's revision. `promoting`: targets that load what they lack from their own
         lower tiers."""
         self.refused, self._open, self._again = {}, {}, {}
         self._give_up_at = self._desk.at + MANIFEST_WAIT_S
@@ -59,7 +59,7 @@ class Orders:
             self.refused[node] = PlanError(f"node {node} is gone")
             return
         held = self._desk.cluster.executable(node, self._model.model_id)
-        # A sender that went a moment ago is left out; the revision that follows replaces it.
+        # A sender that went a moment ago is left out. The revision that follows replaces it.
         pulls = tuple(
             Pull(t.step, t.block, t.src)
             for t in record.transfers
@@ -95,7 +95,7 @@ class Orders:
             self.refused[node] = answer.error
 
     def on_gone(self, node: NodeId) -> None:
-        """Whatever it was asked, it will not answer."""
+        """The node will not answer any question."""
         asked = {number: each for number, each in self._open.items() if each == node}
         if asked or self._again.pop(node, None) is not None:
             self.refused[node] = PlanError(f"node {node} is gone")

@@ -1,24 +1,23 @@
-"""How many replicas a model needs, from its load; pure, to be asked whenever that changes, and at
-`Decision.wake_at`.
+"""How many replicas a model needs for its load; pure. To be called whenever the load changes, and
+at `Decision.wake_at`.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
-sequences, by KV tokens, and by the prefill that requests wait for, whichever is most. More is
-asked for only when work waits, and what is already on its way counts, so a burst is answered once.
-A little work must wait for a while, so that a blip moves no weights; a queue worth several
-instances is answered at once.
-While the load grows, what it will have grown to by the time that more replicas are there is asked
-for at once. Less is asked for after an idle time, one replica at a time: scaling back up is cheap
-here (BlitzScale, section 5.4).
+sequences, by KV tokens, or by the prefill that requests wait for, whichever is most. More replicas
+are asked for only when work waits, and replicas on their way count, so a burst is answered once. A
+little work must wait for a while, so that a blip moves no weights; a queue worth several instances
+is answered at once. While the load grows, the expected load at the time when more replicas are
+there is answered at once, too. After an idle time fewer are asked for, one replica at a time:
+scaling back up is cheap here (BlitzScale, section 5.4).
 """
 
 import math
 from dataclasses import dataclass
 
 STRONG = 2.0
-"""Instance-fulls of queue that are no blip: they are answered at once."""
+"""A queue of this many instance-fulls is no blip, and is answered at once."""
 GROWTH = 2.0
-"""Most that load may be expected to grow, in multiples of what there is: a short look at a burst
-says little about its length."""
+"""The most by which load is expected to grow, in multiples of the present load: a short look at a
+burst says little about its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Demand:
     running_requests: int
     running_tokens: int
     prompt_tokens: int = 0
-    """Still to prefill, of requests that wait for their first token, wherever they are."""
+    """Tokens to prefill of requests that wait for their first token, wherever they are."""
 
     @property
     def idle(self) -> bool:
@@ -41,48 +40,48 @@ class Demand:
 class Policy:
     min_instances: int
     max_instances: int
-    """Nodes that there are, or the model's own limit."""
+    """The number of nodes, or the model's own limit."""
     slots: int
-    """Sequences that one replica runs at once."""
+    """How many sequences one replica runs at once."""
     kv_tokens: int
-    """KV positions that one replica holds; 0: not known, and they do not count."""
+    """KV positions that one replica holds. 0: not known, and KV does not count."""
     queue_per_instance: float
     prefill_wait_s: float
-    """Prefill that may wait for one replica."""
+    """Seconds of prefill that may wait for one replica."""
     scale_up_hold_s: float
     horizon_s: float
-    """How far ahead growing load is looked at: about what loading takes."""
+    """How far ahead growing load is predicted: about as long as loading takes."""
     idle_s: float
     prefill_s_per_token: float = 0.0
-    """As nodes measured it; 0: not known, and prefill does not count."""
+    """As nodes measured it. 0: not known, and prefill does not count."""
     fixed: int | None = None
-    """The operator's word; overrules the load."""
+    """The operator's number of replicas, which overrules the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """Since when the model has had too little, and too much."""
+    """Since when the model has had too few replicas, and too many."""
 
     short_since: float | None = None
     short_from: float = 0.0
-    """Instance-fulls then."""
+    """The instance-fulls at that time."""
     surplus_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     replicas: int
-    """How many there should be."""
+    """How many replicas there should be."""
     cause: str
-    """In words and numbers; empty when nothing changes."""
+    """The reason in words and numbers. Empty if nothing changes."""
     detected_at: float
     """When the condition began."""
     wake_at: float | None = None
-    """When the same demand would be answered otherwise, because a time has run out."""
+    """When the same demand would be answered differently, because a time has run out."""
 
 
 def fulls(demand: Demand, policy: Policy) -> float:
-    """Replicas that the work in the system would fill."""
+    """How many replicas the work in the system would fill."""
     tokens = demand.queued_tokens + demand.running_tokens
     return max(
         (demand.queued_requests + demand.running_requests) / policy.slots,
@@ -92,7 +91,7 @@ def fulls(demand: Demand, policy: Policy) -> float:
 
 
 def wanted(load: float, policy: Policy) -> int:
-    """Replicas for so many instance-fulls, within the policy's bounds."""
+    """The replicas for `load` instance-fulls, within the policy's bounds."""
     if policy.fixed is not None:
         return min(policy.fixed, policy.max_instances)
     return min(max(policy.min_instances, math.ceil(load)), policy.max_instances)
@@ -108,9 +107,8 @@ def decide(
     leaving: int,
     now: float,
 ) -> tuple[Scaler, Decision]:
-    """`have` replicas serve, `coming` are being loaded, `leaving` drain or are being released (and
-    count as nothing). Times in seconds of any one clock.
-    """
+    """`have` replicas serve, `coming` are being loaded, and `leaving` drain or are being released
+    (and do not count). Times are in seconds of any one clock."""
     load = fulls(demand, policy)
     want = wanted(load, policy)
     total = have + coming
@@ -137,14 +135,14 @@ def decide(
 
 
 def _hold_s(demand: Demand, policy: Policy) -> float:
-    """How long more must be wanted before it is asked for: the less, the more work waits."""
+    """How long more must be wanted before it is asked for: the more work waits, the shorter."""
     evidence = demand.queued_requests / policy.slots / STRONG
     return policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
 
 
 def _growth(scaler: Scaler, load: float, policy: Policy, now: float) -> float:
-    """Instance-fulls that come on top within the horizon, if load grows as it has since it was
-    first too much."""
+    """Instance-fulls that are added within the horizon, if load grows as it has since it was first
+    too much."""
     since = scaler.short_since
     if since is None or now <= since or load <= scaler.short_from:
         return 0.0
@@ -163,7 +161,7 @@ def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:
 
 
 def _prefill_s(demand: Demand, policy: Policy) -> float:
-    """Time that one replica would take for all the prefill that is waited for."""
+    """Seconds that one replica would take for all the prefill that is waited for."""
     return demand.prompt_tokens * policy.prefill_s_per_token
 
 

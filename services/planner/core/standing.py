@@ -1,9 +1,10 @@
-"""How nodes stand with one model: which of them drain, are released, or are to be left alone.
+"""How nodes stand with one model: which of them drain, are released, or should be left alone.
 
     draining --> releasing --> answered --> (nothing: its memory is free)
-A node that drains serves what it has, and may be needed again (then it is nothing of these). One
-that is being released was asked to free the model's memory, and is asked again until it has; the
-answer alone does not free it: the node's own report must say so too. Any of them may be gone.
+
+A draining node serves the requests that it has, and may be needed again (then it has no state
+here). A releasing node was asked to free the model's memory, and is asked again until it has. The
+answer alone does not free it: the node's own report must say so, too. A node in any state may go.
 """
 
 import enum
@@ -16,10 +17,10 @@ from shared.messages.pool import Tier
 from shared.story import Story
 
 AVOID_S = 10.0
-"""How long a node that failed an event, or did not answer, is not used."""
+"""Seconds for which a node that failed an event, or did not answer, is not used."""
 RELEASE_RETRY_S = 0.5
 RELEASE_WAIT_S = 1.0
-"""How long a new event waits for memory that is being released; then it does without."""
+"""Seconds that a new event waits for memory that is being released. Then it does without."""
 
 
 class State(enum.Enum):
@@ -45,10 +46,10 @@ class Leaving:
     """When it was first asked."""
     keep: Tier | None = None
     trace: str = ""
-    """Of the event that loaded a node which drained."""
+    """The trace of the event that loaded a node which drained."""
     drained: bool = False
     number: int = 0
-    """Of the open question; 0: there is none."""
+    """The number of the open question; 0: none."""
     retry_at: float = float("inf")
 
 
@@ -57,7 +58,7 @@ class Standing:
         self._story = story
         self._leaving: dict[NodeId, Leaving] = {}
         self._avoid: dict[NodeId, float] = {}
-        """Until when."""
+        """The time until which each node is avoided."""
 
     # --- what is so ---
 
@@ -65,7 +66,7 @@ class Standing:
         return self._leaving.get(node)
 
     def leaving(self, node: NodeId) -> bool:
-        """It is being released: what it holds is about to go."""
+        """Whether the node is being released, so that what it holds is about to go."""
         known = self._leaving.get(node)
         return known is not None and known.state is not State.DRAINING
 
@@ -84,7 +85,7 @@ class Standing:
         return frozenset(node for node, until in self._avoid.items() if now < until)
 
     def fit(self, node: NodeId, now: float) -> bool:
-        """Whether it may give what it holds."""
+        """Whether the node may send what it holds."""
         return node not in self._leaving and not now < self._avoid.get(node, float("-inf"))
 
     def waits(self, now: float) -> bool:
@@ -97,11 +98,11 @@ class Standing:
 
     @property
     def count(self) -> int:
-        """Of those that are on their way out."""
+        """The number of nodes that are on their way out."""
         return len(self._leaving)
 
     def due(self, now: float) -> list[NodeId]:
-        """Nodes that are to be asked again to release the model."""
+        """Nodes that have to be asked again to release the model."""
         return [node for node, each in self._leaving.items() if each.retry_at <= now]
 
     def next_wake(self, now: float) -> float:
@@ -121,13 +122,13 @@ class Standing:
         self._leaving[node] = Leaving(State.DRAINING, now, trace=trace, drained=True)
 
     def stay(self, node: NodeId) -> None:
-        """It is needed after all, or gone: nothing is to be done about it any more."""
+        """Forgets a node's state, because it is needed after all, or gone."""
         if node in self._leaving:
             self._step(node, None)
             del self._leaving[node]
 
     def release(self, node: NodeId, keep: Tier | None, now: Moment, trace: str) -> None:
-        """The node is to free the model's memory; a tier to keep it in, if any."""
+        """The node has to free the model's memory. `keep`: the tier to keep it in, if any."""
         self._step(node, State.RELEASING)
         known = self._leaving.setdefault(node, Leaving(State.RELEASING, now, trace=trace))
         known.state, known.keep, known.released_at = State.RELEASING, keep, now.at
@@ -150,7 +151,7 @@ class Standing:
         self._avoid[node] = now + AVOID_S
 
     def forget(self, node: NodeId) -> None:
-        """It is gone: who comes under its name is another."""
+        """The node is gone. Whoever comes under its name is another node."""
         self.stay(node)
         self._avoid.pop(node, None)
 
@@ -162,7 +163,7 @@ class Standing:
             raise self._story.illegal(node, " -> ".join(names))
 
     def validate(self, members: Iterable[NodeId], draining: Iterable[NodeId]) -> None:
-        """`members` of the model, and those of them that take no new requests."""
+        """`members`: the model's members. `draining`: members that take no new requests."""
         assert set(self.in_state(State.DRAINING)) == set(draining)
         assert not set(self.released) & set(members)
         for each in self._leaving.values():

@@ -1,8 +1,8 @@
-"""What the planner's core is told: all that can change its state.
+"""The stimuli of the planner's core: everything that can change its state.
 
-What nodes, gateways and the registry broadcast comes in as the message that it is. Everything that
-the shell did for the core (a request, a computation in a thread) comes back as an answer with the
-ticket of its command.
+Broadcasts of nodes, gateways and the registry come in as messages. Everything that the shell does
+for the core (a request, a computation in a thread) comes back as an answer with the ticket of its
+command.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ from shared.messages.scaling import (
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """The time that the core asked to be woken at has come."""
+    """The time has come at which the core asked to be woken."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """An operator's request; the command Answer with its number is the reply."""
+    """An operator's request. The command `Answer` with its number is the reply."""
 
     number: int
     message: SetInstances
@@ -47,7 +47,7 @@ class Replied(msgspec.Struct, frozen=True):
 class Pinged(msgspec.Struct, frozen=True):
     ticket: Ticket
     there: bool
-    """Something answered, if only with an error."""
+    """Whether something answered, if only with an error."""
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class PathsPlanned(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Whatever was asked for did not come about."""
+    """What was asked for failed."""
 
     ticket: Ticket
     error: LambdaScaleError
@@ -86,7 +86,7 @@ Heard = (
     | FirstPartialToken
     | PeerSuspect
 )
-"""Broadcasts."""
+"""The messages that are broadcast."""
 Stimulus = Heard | Answer | Asked | Wake
 
 

@@ -1,8 +1,8 @@
-"""Arena space that nobody uses: partial copies that an event left behind, models that are gone.
+"""Arena space that nobody uses: partial copies that an event left behind, and models that are gone.
 
-Whatever lies in an arena belongs to a member, to a node that is being released, or to a running
-event. What belongs to none of them is a stray. Nodes finish a plan without their planner, so that
-a copy which still grows is left alone; one that has stood still for long enough is given back.
+Everything in an arena belongs to a member, to a node that is being released, or to a running event.
+What belongs to none of them is a stray. Nodes finish a plan without their planner, so a copy that
+still grows is left alone. A copy that has stood still for long enough is given back.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ class Strays:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._seen: dict[Copy, tuple[frozenset[int], float]] = {}
-        """What each stray held when it last changed, and when."""
+        """What each stray held when it last changed, and when that was."""
 
     def look(self, strays: Mapping[Copy, frozenset[int]], now: float) -> list[Copy]:
-        """`strays`: all there are now, with their blocks. Returns those to be given back."""
+        """The strays to give back. `strays`: all current strays, with their blocks."""
         due: list[Copy] = []
         seen: dict[Copy, tuple[frozenset[int], float]] = {}
         for copy, held in strays.items():

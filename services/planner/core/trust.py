@@ -1,4 +1,4 @@
-"""Who can be relied on in one event, by what was seen of them in it."""
+"""Which nodes an event can rely on, judged by what was seen of them in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,19 +9,19 @@ from shared.messages.scaling import PullFailed, Transfer
 
 LOOK_S = 0.5
 MAX_FAILURES = 4
-"""Failed pulls, from senders that are well, after which it is the target that is not."""
+"""After this many failed pulls from senders that are well, the target itself is at fault."""
 
 
 class Trust:
     def __init__(self) -> None:
         self.distrusted: set[NodeId] = set()
-        """Senders that failed to deliver, or were slow: they give only what no other has."""
+        """Senders that failed to deliver, or were slow. They give only what no other node has."""
         self._failures: dict[NodeId, int] = {}
         self._pace = Pace()
         self._looked_at = float("-inf")
 
     def begin(self, now: float) -> None:
-        """A revision goes out."""
+        """A revision is sent out."""
         self._pace.begin(now)
 
     def land(self, node: NodeId, block: int, now: float) -> None:
@@ -39,7 +39,7 @@ class Trust:
         expected_s: Callable[[Transfer], float],
         now: float,
     ) -> dict[NodeId, Late]:
-        """Nodes that are found to be slow now, once each."""
+        """Nodes that are now found to be slow, once each."""
         self._looked_at = now
         slow = self._pace.look(transfers, held, now, expected_s)
         self.distrusted.update(slow)
