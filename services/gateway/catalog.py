@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.template import ChatTemplate
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
+from shared.chat_template import CHAT_TEMPLATE, ChatTemplate, template_source
 from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
@@ -21,7 +21,6 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         bos=special.get("bos_token"),
         add_bos=tokenizer_config.get("add_bos_token") is True,
     )
-    source = _template_source(files, tokenizer_config)
+    source = template_source(files, tokenizer_config)
     eos = _ids(_json(files, GENERATION_CONFIG).get("eos_token_id")) or _ids(
         config.get("eos_token_id")
     )
@@ -161,18 +160,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template: the separate file goes first; among several named templates, `default`
-    counts."""
-    if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode(errors="replace")
-    found = tokenizer_config.get("chat_template")
-    if isinstance(found, list):
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
 
 
 def _ids(value: Any) -> set[int]:

@@ -16,10 +16,12 @@ from services.node.checkpoints.architecture import AnyConfig, read_config
 from services.node.checkpoints.config import HEAD, Shapes
 from services.node.checkpoints.packing import ITEMSIZE, UnitTensor
 from services.node.checkpoints.safetensors_header import StoredTensor, read_header
+from shared.chat_template import CHAT_TEMPLATE, ChatTemplate, template_source
 from shared.errors import (
     BadInput,
     CorruptCheckpoint,
     MissingTensor,
+    ModelError,
     NotFound,
     UnsafeCheckpoint,
     UnsupportedModel,
@@ -27,11 +29,11 @@ from shared.errors import (
 from shared.vision import IN_CONFIG, PREPROCESSOR, is_classifier
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
-    "chat_template.jinja",
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
     "generation_config.json",
     "special_tokens_map.json",
 )
@@ -225,10 +227,21 @@ def _text_files(path: Path) -> dict[str, bytes]:
         raise UnsupportedModel(
             f"{path}: there is no {TOKENIZER}; save the model's fast tokenizer beside its weights"
         )
-    for name in files:
-        if name.endswith(".json"):
-            _read_json(path / name)
+    read = {name: _read_json(path / name) for name in files if name.endswith(".json")}
+    _check_template(path, files, read.get(TOKENIZER_CONFIG, {}))
     return files
+
+
+def _check_template(
+    path: Path, files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]
+) -> None:
+    """A gateway could serve no request for a model whose template cannot be read."""
+    source = template_source(files, tokenizer_config)
+    try:
+        if source:
+            ChatTemplate(source, {})
+    except ModelError as error:
+        raise CorruptCheckpoint(f"{path}: {error}; mend or remove it") from error
 
 
 def _read_file(path: Path) -> bytes:

@@ -18,10 +18,10 @@ from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.model import Model
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
-from services.gateway.template import ChatTemplate
 from services.gateway.text import DecodeStream, TextCodec
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.chat_template import ChatTemplate
 from shared.config import GatewayConfig
 from shared.errors import CapacityExceeded
 from shared.ids import InstanceId, ModelId, ModelName, NodeId, RequestId

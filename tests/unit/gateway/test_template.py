@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.gateway.catalog import read_lingo
-from services.gateway.template import ChatTemplate
+from shared.chat_template import ChatTemplate
 from shared.errors import BadInput, ModelError
 from tests.unit.gateway.support import CHAT_TEMPLATE, TOKENIZER, VOCAB, text_files
 

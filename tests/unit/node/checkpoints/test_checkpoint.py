@@ -232,6 +232,16 @@ def test_no_fast_tokenizer(own: Path) -> None:
     refusal(own, UnsupportedModel, "tokenizer.json")
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ %}", "{{" + "(" * 5000, "{% for a in b %}" * 25 + "{% endfor %}" * 25],
+    ids=["malformed", "deep", "nested"],
+)
+def test_a_chat_template_that_cannot_be_read(own: Path, template: str) -> None:
+    (own / "chat_template.jinja").write_text(template)
+    refusal(own, CorruptCheckpoint, "chat template cannot be read")
+
+
 def test_damaged_tokenizer(own: Path) -> None:
     (own / "tokenizer.json").write_text('{"model": ')
     refusal(own, CorruptCheckpoint, "tokenizer.json")

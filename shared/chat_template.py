@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import BadInput, ModelError
 
+CHAT_TEMPLATE = "chat_template.jinja"
+
 
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}` marks what a model wrote, for training. The text
@@ -79,3 +81,15 @@ class ChatTemplate:
             return self._template.render(variables)
         except Exception as error:  # a template is foreign code and may raise anything
             raise BadInput(f"the model's chat template refuses the messages: {error}") from error
+
+
+def template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template: the separate file goes first; among several named templates, `default`
+    counts."""
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode(errors="replace")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
