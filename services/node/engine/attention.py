@@ -35,8 +35,7 @@ so KV is never repeated. On a CPU attention runs in fp32, also for bf16 models, 
 products of this size are several times slower there.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ from torch.nn import functional
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, whole_pages
-from services.node.engine.kv import Run, Sequence
+from services.node.engine.kv import KvSequence, Run
 from services.node.engine.rope import rotations
 
 ROWS = 4
@@ -52,7 +51,7 @@ VALUE_TILE = 128
 QUERY_TILE = 128
 """Longer prefills are attended in parts. This bounds the memory of scores and skips masked keys."""
 
-Span = tuple[Sequence, int, int]
+Span = tuple[KvSequence, int, int]
 """(sequence, first position, count) of one row of a step that has layers to run."""
 
 
@@ -146,9 +145,11 @@ class Attention:
 
 
 class AttentionStep:
-    """Implements services.node.engine.ops.Step with torch's operators, on any device."""
+    """Implements services.node.engine.ops.Attends with torch's operators, on any device."""
 
-    def __init__(self, attention: Attention, frequencies: torch.Tensor, spans: Rows[Span]) -> None:
+    def __init__(
+        self, attention: Attention, frequencies: torch.Tensor, spans: Sequence[Span]
+    ) -> None:
         self._attention = attention
         a = attention
         n, qkv_size = sum(count for _, _, count in spans), a.q_size + 2 * a.kv_size
@@ -220,13 +221,13 @@ class AttentionStep:
             else:
                 tile.out.baddbmm_(weights[:, :, first:stop], values)
 
-    def _plan(self, sequence: Sequence, first: int, count: int, row: int, window: int) -> None:
+    def _plan(self, sequence: KvSequence, first: int, count: int, row: int, window: int) -> None:
         for done in range(0, count, QUERY_TILE):
             n = min(QUERY_TILE, count - done)
             tile = self._tile(sequence, first + done, n, row + done, window)
             self._tiles[window].append(tile)
 
-    def _tile(self, sequence: Sequence, first: int, count: int, row: int, window: int) -> _Tile:
+    def _tile(self, sequence: KvSequence, first: int, count: int, row: int, window: int) -> _Tile:
         a = self._attention
         rows, span = a.group * count, slice(row, row + count)
         by_head = (count, a.n_kv_heads, a.group, a.head_dim)

@@ -3,7 +3,7 @@
 services.node.checkpoints.families describes how each family of models differs from Llama.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 
@@ -11,11 +11,11 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
-from services.node.engine.experts import add_experts, gpu_experts
+from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form
-from services.node.engine.ops import Ops, Step, TorchOps, gpu_ops
+from services.node.engine.ops import Attends, Ops, TorchOps, gpu_ops
 from services.node.engine.rope import inverse_frequencies
 from services.node.engine.weights import (
     DecoderTensors,
@@ -33,6 +33,13 @@ def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
     """The dtype of the KV cache of a model in `dtype`. Without kernels of our own (`kernels`) it is
     float32, because torch multiplies bf16 matrices as small as attention's slowly on a CPU."""
     return dtype if kernels else torch.float32
+
+
+def gpu_experts() -> AddExperts:
+    """The GPU's version of `add_experts`."""
+    from services.node.engine import triton_experts  # Triton is not installed everywhere
+
+    return triton_experts.add_experts
 
 
 class Decoder:
@@ -64,25 +71,21 @@ class Decoder:
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
-    def embed(self, unit: EmbeddingUnit, rows: Rows[Row]) -> torch.Tensor:
-        """Returns [positions of the rows, hidden_size]. BadInput for tokens outside the
-        vocabulary."""
-        n, vocab_size = sum(row.count for row in rows), self.config.vocab_size
-        tokens = [token for row in rows for token in row.tokens]
-        if len(tokens) != n or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise BadInput(
-                f"{len(tokens)} tokens for {n} positions, from {min(tokens, default=None)} to "
-                f"{max(tokens, default=None)}; ids go from 0 to {vocab_size - 1}"
-            )
+    def embed(self, unit: EmbeddingUnit, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns [positions of the rows, hidden_size]. BadInput unless each position has a token.
+        The sweep has checked that the vocabulary has them."""
+        n, tokens = sum(row.count for row in rows), [token for row in rows for token in row.tokens]
+        if len(tokens) != n:
+            raise BadInput(f"{len(tokens)} tokens for {n} positions")
         return unit.table[to_device(torch.tensor(tokens), self.device)]
 
-    def step(self, spans: Rows[Span]) -> "LayerStep | KernelStep":
+    def step(self, spans: Sequence[Span]) -> "LayerStep | KernelStep":
         """A step over these rows. Only one step may be in use at a time."""
         if self._compiled is not None:
             return KernelStep(self, self._compiled, self._workspace, spans)
         return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
 
-    def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+    def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,
         hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
@@ -93,13 +96,13 @@ class Decoder:
 class LayerStep:
     """Runs layers over the packed rows of one step."""
 
-    def __init__(self, model: Decoder, attention: Step) -> None:
+    def __init__(self, model: Decoder, attention: Attends) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
         self._experts, self._add_experts = model.config.experts, model.add_experts
         self._attention = attention
 
     def run(
-        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         """Runs a block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers, slots,
         2, kv heads, head_dim]."""

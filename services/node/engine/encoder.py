@@ -11,7 +11,7 @@ thread), but torch's bf16 products would then give other bits (linear.py). On a 
 together.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,7 @@ class Encoder:
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.encoder_unit(self.config, unit) for unit in units)
 
-    def embed(self, unit: PatchUnit, rows: Rows[Row]) -> torch.Tensor:
+    def embed(self, unit: PatchUnit, rows: Sequence[Row]) -> torch.Tensor:
         """Returns [positions of the rows, hidden_size]. RowsRefused names rows without an image of
         the model's size."""
         nbytes = self.config.image.nbytes
@@ -130,10 +130,10 @@ class Encoder:
             hidden += unit.positions
         return embedded.flatten(0, 1)
 
-    def step(self, spans: Rows[Span]) -> "EncoderStep":
+    def step(self, spans: Sequence[Span]) -> "EncoderStep":
         return EncoderStep(self, len(spans))
 
-    def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+    def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), labels] in float32, computed from the given rows of hidden [n,
         hidden_size]."""
         picked = hidden[to_device(torch.tensor(rows), self.device)]
@@ -164,7 +164,7 @@ class EncoderStep:
         self._together = 1 if encoder.device.type == "cpu" else images
 
     def run(
-        self, block: int, layers: Rows[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
+        self, block: int, layers: Sequence[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         """Runs a block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
         whole = self._encoder.whole

@@ -14,13 +14,6 @@ from services.node.engine.weights import ExpertMlp
 AddExperts = Callable[[torch.Tensor, torch.Tensor, ExpertMlp, ExpertsConfig], None]
 
 
-def gpu_experts() -> AddExperts:
-    """The GPU's version of `add_experts`."""
-    from services.node.engine import triton_experts  # Triton is not installed everywhere
-
-    return triton_experts.add_experts
-
-
 def add_experts(
     hidden: torch.Tensor,
     normed: torch.Tensor,

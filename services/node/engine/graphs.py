@@ -7,8 +7,7 @@ larger size and pads the rest. A graph holds the layers of one block, because ro
 sweep between blocks.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -62,7 +61,7 @@ class DecodeGraphs:
         self.warm = False
         """Whether every kernel has run before, so that `prepare` can record it."""
 
-    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> "GraphedStep | None":
+    def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> "GraphedStep | None":
         """A step for these rows; None if this is no decode step, or one that is too large."""
         if len(spans) > BATCHES[-1] or any(count != 1 for _, _, count in spans):
             return None
@@ -70,7 +69,7 @@ class DecodeGraphs:
         step.fill(spans, hidden)
         return step
 
-    def prepare(self, block: int, layers: Rows[LayerUnit], kv: torch.Tensor) -> None:
+    def prepare(self, block: int, layers: Sequence[LayerUnit], kv: torch.Tensor) -> None:
         """Records the block for every batch size; see `GraphedStep.run`."""
         for batch in BATCHES:
             self._of(batch).record(block, layers, kv)
@@ -98,13 +97,13 @@ class GraphedStep:
         self._capture = capture
         self._replays: dict[int, Replay] = {}
 
-    def fill(self, spans: Rows[Span], hidden: torch.Tensor) -> None:
+    def fill(self, spans: Sequence[Span], hidden: torch.Tensor) -> None:
         self._attention.fill(spans)
         self._hidden[: len(hidden)].copy_(hidden)
         self._hidden[len(hidden) :].zero_()
 
     def run(
-        self, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         """Runs a block's layers over the rows that the step was filled with, and updates their
         `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""
@@ -116,7 +115,7 @@ class GraphedStep:
             self.record(block, layers, kv)
         hidden.copy_(self._hidden[: len(hidden)])
 
-    def record(self, block: int, layers: Rows[LayerUnit], kv: torch.Tensor) -> None:
+    def record(self, block: int, layers: Sequence[LayerUnit], kv: torch.Tensor) -> None:
         work = partial(self._layers.run, block, layers, self._hidden, kv)
         self._replays[block] = self._capture(work)
 

@@ -6,24 +6,22 @@ waking threads.
 """
 
 import ctypes
-from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine import kernels
-from services.node.engine.attention import Span
+from services.node.engine.attention import Attention, Span
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import Packed
 from services.node.engine.ops import TorchOps
 from services.node.engine.rope import rotations
 from services.node.engine.weights import ExpertMlp, LayerUnit
-
-if TYPE_CHECKING:
-    from services.node.engine.decoder import Decoder
 
 BLOCK = 16
 """The most rows of a sequence that one thread attends at a time."""
@@ -66,12 +64,25 @@ class KernelOps(TorchOps):
         return out
 
 
+class Steppable(Protocol):
+    """What a step has to know of its decoder."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    attention: Attention
+    frequencies: Tensor
+
+
 class KernelStep:
     """Implements services.node.engine.sweep.Step. All matrices of the layers are Packed. Each page
     of a layer's cache is one piece of memory, whose inner order is attention.c's own."""
 
     def __init__(
-        self, decoder: "Decoder", compiled: kernels.Kernels, workspace: Workspace, spans: Rows[Span]
+        self,
+        decoder: Steppable,
+        compiled: kernels.Kernels,
+        workspace: Workspace,
+        spans: Sequence[Span],
     ) -> None:
         config, a = decoder.config, decoder.attention
         self._compiled, self._experts = compiled, config.experts
@@ -123,7 +134,7 @@ class KernelStep:
             wait=compiled.barrier if self._threads > 1 else None,
         )  # fmt: skip
 
-    def run(self, block: int, layers: Rows[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
+    def run(self, block: int, layers: Sequence[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
         first_kv, step = kv.data_ptr(), kv.stride(0) * kv.itemsize
         given = (kernels.Layer * len(layers))(
             *(_layer(layer, first_kv + number * step) for number, layer in enumerate(layers))

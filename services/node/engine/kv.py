@@ -49,7 +49,7 @@ Prefix = tuple[ModelId, bytes]
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class KvSequence:
     """One stage's share of a sequence. A stage without layers needs no pages."""
 
     key: SequenceKey
@@ -140,7 +140,7 @@ class KvCache:
         self._device = device
         self._tensors: dict[ModelId, torch.Tensor] = {}
         self._views: dict[ModelId, dict[range, torch.Tensor]] = {}
-        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._sequences: dict[SequenceKey, KvSequence] = {}
         self.resize(capacity)
         self._prefix_of: dict[int, Prefix] = {}
         self._page_of: dict[Prefix, int] = {}
@@ -203,7 +203,7 @@ class KvCache:
             views[layers] = self._tensors[model_id][layers.start : layers.stop]
         return views[layers]
 
-    def find(self, key: SequenceKey) -> Sequence | None:
+    def find(self, key: SequenceKey) -> KvSequence | None:
         return self._sequences.get(key)
 
     def start(
@@ -213,14 +213,14 @@ class KvCache:
         layers: range,
         key: SequenceKey,
         limit: int,
-    ) -> Sequence:
+    ) -> KvSequence:
         """A new sequence, which has no pages yet."""
         if model_id not in self._tensors:
             raise NotFound(f"model {model_id} has no KV cache: open it first")
-        sequence = self._sequences[key] = Sequence(key, model_id, blocks, layers, limit)
+        sequence = self._sequences[key] = KvSequence(key, model_id, blocks, layers, limit)
         return sequence
 
-    def adopt(self, sequence: Sequence, tokens: tuple[int, ...]) -> int:
+    def adopt(self, sequence: KvSequence, tokens: tuple[int, ...]) -> int:
         """Gives a sequence that has just started the cached pages of `tokens`, without the page of
         the last token (which must be run, to draw what follows). Returns the number of
         positions."""
@@ -245,7 +245,7 @@ class KvCache:
                 f"node.kv_bytes"
             )
 
-    def extend(self, sequence: Sequence, count: int, proposed: int = 0) -> None:
+    def extend(self, sequence: KvSequence, count: int, proposed: int = 0) -> None:
         """Makes room for `count` more positions, to be written before the next attention. The last
         `proposed` of them may be taken back. CapacityExceeded changes nothing.
 
@@ -262,13 +262,13 @@ class KvCache:
                 layers[:, last : last + PAGE].zero_()
         sequence.length, sequence.proposed = end, proposed
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: KvSequence, length: int) -> None:
         """Takes back the proposed positions from `length` on. The sequence keeps their pages, since
         it will need them again."""
         assert sequence.length - sequence.proposed <= length <= sequence.length
         sequence.length, sequence.proposed = length, 0
 
-    def keep(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+    def keep(self, sequence: KvSequence, tokens: Iterable[int]) -> None:
         """Records that the next positions are written, with these tokens, in all layers of the
         model. Pages that they fill can be shared from now on. If several sequences computed the
         same page, the copy of one of them is shared."""

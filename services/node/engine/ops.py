@@ -11,7 +11,7 @@ from torch.nn import functional
 from services.node.engine.attention import Attention, AttentionStep, Span
 
 
-class Step(Protocol):
+class Attends(Protocol):
     def run(self, qkv: Tensor, qk_norm: Tensor | None, kv: Tensor, window: int) -> Tensor:
         """Attends, and adds keys and values to the cache. qkv: [rows, (heads + 2 kv heads) x
         head_dim] of a layer. qk_norm: see LayerUnit. kv: the layer's [slots, 2, kv heads,
@@ -26,7 +26,9 @@ class Ops(Protocol):
         """Returns silu(gate) x up, [rows, width], of [rows, 2 x width]. (Packed weights do this by
         themselves: linear.py.)"""
 
-    def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
+    def attention(
+        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]
+    ) -> Attends:
         """One step's attention: planned once, run in every layer of the stage."""
 
 
@@ -48,5 +50,7 @@ class TorchOps:
         torch.div(gate, grown, out=grown)
         return torch.mul(grown, up, out=torch.empty_like(up))
 
-    def attention(self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]) -> Step:
+    def attention(
+        self, attention: Attention, frequencies: Tensor, spans: Iterable[Span]
+    ) -> Attends:
         return AttentionStep(attention, frequencies, tuple(spans))

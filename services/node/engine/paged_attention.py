@@ -59,7 +59,7 @@ class StepShape:
 
 
 class PagedStep:
-    """Implements services.node.engine.ops.Step on a GPU.
+    """Implements services.node.engine.ops.Attends on a GPU.
 
     A step is made for given spans; or it is kept for a CUDA graph, and filled anew for other spans
     of the same shape.
@@ -131,7 +131,7 @@ class PagedStep:
     def run(
         self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, kv: torch.Tensor, window: int
     ) -> torch.Tensor:
-        """Attends as ops.Step says, but overwrites `qkv`. The result lies in the step's own
+        """Attends as ops.Attends says, but overwrites `qkv`. The result lies in the step's own
         memory."""
         a, shape = self._attention, self._shape
         heads = a.n_heads + 2 * a.n_kv_heads

@@ -4,8 +4,7 @@ A row's result does not depend on its place or on the other rows (attention.py s
 not matter which rows share a sweep.
 """
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +23,7 @@ from services.node.engine.base import (
     Weights,
 )
 from services.node.engine.copies import to_device, to_host
-from services.node.engine.kv import KvCache, Sequence
+from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from services.node.engine.sampling import Drawn, sample, score
@@ -63,14 +62,14 @@ class Network(Protocol):
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
         """The units of a block; see BlockTensors."""
 
-    def embed(self, unit: Any, rows: Rows[Row]) -> torch.Tensor:
+    def embed(self, unit: Any, rows: Sequence[Row]) -> torch.Tensor:
         """Returns [positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit
         the model."""
 
-    def step(self, spans: Rows[Span]) -> Step:
+    def step(self, spans: Sequence[Span]) -> Step:
         """A step that runs layers over these rows, packed one after the other."""
 
-    def head(self, unit: Any, hidden: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+    def head(self, unit: Any, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
         hidden."""
 
@@ -109,7 +108,7 @@ class Model:
     def _last(self) -> int:
         return self.network.config.n_units - 1
 
-    def step(self, spans: Rows[Span], hidden: torch.Tensor) -> Step:
+    def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> Step:
         """A step for these rows. `hidden`: [rows, hidden_size]."""
         graphed = self.graphs.step(spans, hidden) if self.graphs else None
         return graphed or self.network.step(spans)
@@ -123,7 +122,7 @@ class _Rider:
     start: int
     stop: int
     rows: list[Row]
-    sequences: list[Sequence]
+    sequences: list[KvSequence]
     ends: bool
     """Whether the part ends with the head."""
     hidden: torch.Tensor
@@ -305,13 +304,13 @@ class TorchSweep:
 
     # --- joining ------------------------------------------------------------
 
-    def _admit(self, part: StagePart, model: Model) -> list[Sequence]:
+    def _admit(self, part: StagePart, model: Model) -> list[KvSequence]:
         """Starts the sequences that begin here, and takes pages for every row."""
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
             self._kv.require(sum(self._pages_wanted(key, end) for key, end in ends.items()))
-        sequences: list[Sequence] = []
+        sequences: list[KvSequence] = []
         for row in part.rows:
             sequence = self._kv.find(row.sequence) or self._kv.start(
                 self._model_id, (part.start, part.stop), layers, row.sequence, row.limit
@@ -388,7 +387,7 @@ def _check_ids(row: Row, model: Model) -> None:
         raise RowsRefused((row.sequence,), why)
 
 
-def _are_ids(tokens: Rows[int], vocab_size: int) -> bool:
+def _are_ids(tokens: Sequence[int], vocab_size: int) -> bool:
     return min(tokens, default=0) >= 0 and max(tokens, default=-1) < vocab_size
 
 
@@ -401,7 +400,7 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
 
 
 def _scored(
-    model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
 ) -> list[tuple[Drawn, ...]]:
     """The log probabilities of each row's known tokens."""
     scored = []
@@ -420,7 +419,7 @@ def _scored(
 
 
 def _drawn(
-    model: Model, unit: Any, hidden: torch.Tensor, rows: Rows[Row]
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
 ) -> tuple[tuple[Drawn, ...], ...]:
     """What is drawn after each row; empty for a row without a draw."""
     draws, positions, processors, proposed = [], [], [], []

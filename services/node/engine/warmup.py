@@ -18,7 +18,7 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Draw, Row, SequenceKey
 from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import Encoder
-from services.node.engine.kv import Sequence
+from services.node.engine.kv import KvSequence
 from services.node.engine.sampling import sample
 from services.node.engine.sweep import Network
 from services.node.engine.weights import HeadUnit, LayerUnit
@@ -106,7 +106,7 @@ def _run_encoder(encoder: Encoder, patches: Any, layer: Any, head: Any, images: 
 
 
 def _span(positions: int, pages: range) -> Span:
-    sequence = Sequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, list(pages))
+    sequence = KvSequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, list(pages))
     return sequence, 0, positions
 
 

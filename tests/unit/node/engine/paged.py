@@ -6,7 +6,7 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import SequenceKey
-from services.node.engine.kv import Sequence
+from services.node.engine.kv import KvSequence
 from shared.ids import ModelId
 
 CAPACITY = 64 * PAGE
@@ -41,6 +41,6 @@ def spans_of(lengths: list[tuple[int, int]], rng: random.Random) -> list[Span]:
         pages = [free.pop() for _ in range(pages_of(first + count))]
         key = SequenceKey(str(len(spans)))
         spans.append(
-            (Sequence(key, ModelId(""), (0, 1), range(1), LONGEST, pages=pages), first, count)
+            (KvSequence(key, ModelId(""), (0, 1), range(1), LONGEST, pages=pages), first, count)
         )
     return spans

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from services.local.demo_model import make_checkpoint
 from services.node.checkpoints.store import Store
-from services.node.engine.base import Draw, Row
+from services.node.engine.base import Draw, Row, RowsRefused
 from services.node.engine.engine import TorchEngine
 from shared.errors import (
     BadInput,
@@ -98,8 +98,8 @@ BAD_ROWS: list[tuple[Row, type[Exception]]] = [
     (row("s", 0, [1]), Conflict),
     (row("s", 2, []), BadInput),
     (row("s", 2, [1] * 9, limit=10), BadInput),
-    (row("s", 2, [96]), BadInput),
-    (row("s", 2, [-1]), BadInput),
+    (row("s", 2, [96]), RowsRefused),
+    (row("s", 2, [-1]), RowsRefused),
     (replace(row("s", 2, [1]), count=2), BadInput),
 ]
 

@@ -18,7 +18,7 @@ from services.node.engine import kernels
 from services.node.engine.attention import Span
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kernel_step import KernelStep
-from services.node.engine.kv import Sequence
+from services.node.engine.kv import KvSequence
 from services.node.engine.linear import Form
 from shared.ids import ModelId
 from tests.unit.node.engine.models import Model, make_model
@@ -70,8 +70,8 @@ def model_of(heads: int, kv_heads: int, dim: int, dtype: str = "float32", **chan
     )
 
 
-def sequence(pages: list[int], key: str = "s") -> Sequence:
-    return Sequence(SequenceKey(key), ModelId("m"), (0, 1), range(1), LONGEST, pages=pages)
+def sequence(pages: list[int], key: str = "s") -> KvSequence:
+    return KvSequence(SequenceKey(key), ModelId("m"), (0, 1), range(1), LONGEST, pages=pages)
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:

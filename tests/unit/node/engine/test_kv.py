@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from services.node.core.kv import PAGE, whole_pages
-from services.node.engine.kv import EVICTED_TOGETHER, KvCache, Run, Sequence
+from services.node.engine.kv import EVICTED_TOGETHER, KvCache, KvSequence, Run
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
@@ -34,11 +34,11 @@ def open_model(kv: KvCache, model_id: ModelId) -> None:
     kv.open_model(model_id, len(LAYERS), n_kv_heads=1, head_dim=2, dtype=torch.float32)
 
 
-def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MODEL) -> Sequence:
+def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MODEL) -> KvSequence:
     return kv.start(model_id, STAGE, layers, key, WHOLE_MEMORY)
 
 
-def write(kv: KvCache, sequence: Sequence, values: list[float], proposed: int = 0) -> None:
+def write(kv: KvCache, sequence: KvSequence, values: list[float], proposed: int = 0) -> None:
     """Puts a value at each of the next positions, as a step would."""
     first = sequence.length
     kv.extend(sequence, len(values), proposed)
@@ -46,14 +46,14 @@ def write(kv: KvCache, sequence: Sequence, values: list[float], proposed: int = 
     kv.tensor(sequence.model_id)[:, slots] = torch.tensor(values).view(1, -1, 1, 1, 1)
 
 
-def read(kv: KvCache, sequence: Sequence) -> torch.Tensor:
+def read(kv: KvCache, sequence: KvSequence) -> torch.Tensor:
     """[layers, whole pages, ...] as attention reads it."""
     runs = sequence.runs(whole_pages(sequence.length))
     tensor = kv.tensor(sequence.model_id)
     return torch.cat([tensor[:, r.slot : r.slot + r.stop - r.first] for r in runs], dim=1)
 
 
-def ran(kv: KvCache, key: str, tokens: list[int]) -> Sequence:
+def ran(kv: KvCache, key: str, tokens: list[int]) -> KvSequence:
     """A sequence whose KV for these tokens is there, and was kept."""
     sequence = start(kv, key)
     found = kv.adopt(sequence, tuple(tokens))
@@ -144,7 +144,7 @@ def test_a_sequence_takes_the_pages_of_an_ended_one_in_few_pieces() -> None:
 
 
 def test_runs_are_of_neighbours() -> None:
-    sequence = Sequence("a", MODEL, STAGE, LAYERS, 100, pages=[4, 5, 1, 2, 3])
+    sequence = KvSequence("a", MODEL, STAGE, LAYERS, 100, pages=[4, 5, 1, 2, 3])
     assert sequence.runs(80) == [Run(64, 0, 32), Run(16, 32, 80)]
     assert sequence.runs(48) == [Run(64, 0, 32), Run(16, 32, 48)]
     assert sequence.slots(30, 4) == [94, 95, 16, 17]
@@ -333,7 +333,9 @@ class Machine(RuleBasedStateMachine):
         self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
         open_model(self.kv, OTHER)
 
-    def run(self, sequence: Sequence, new: list[int], proposed: int = 0, refused: int = 0) -> None:
+    def run(
+        self, sequence: KvSequence, new: list[int], proposed: int = 0, refused: int = 0
+    ) -> None:
         """A step: all or nothing, never a page that another reads, nor one that may be shared. The
         last `refused` of the positions are taken back."""
         tokens = self.tokens[sequence.key]
@@ -360,7 +362,7 @@ class Machine(RuleBasedStateMachine):
         live = [self.kv.find(key) for key in self.tokens]
         return Counter(page for sequence in live if sequence for page in sequence.pages)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: KvSequence) -> None:
         """What is read is what was written."""
         tokens = self.tokens[sequence.key]
         assert sequence.length == len(tokens)

@@ -1,6 +1,6 @@
 """Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
     run_layers: Any = kind.run
 
     def watched(
-        self: Step, block: int, layers: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self: Step, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         ran.extend(layers)
         run_layers(self, block, layers, hidden, kv)

@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,12 +35,16 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     run = LayerStep.run
 
     def spy(
-        step: LayerStep, block: int, units: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        step: LayerStep,
+        block: int,
+        units: Sequence[LayerUnit],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
     ) -> None:
         run(step, block, units, hidden, kv)
         layers.append(len(hidden))
 
-    def drawn(logits: torch.Tensor, draws: Rows[Draw]) -> list[Drawn]:
+    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         heads.append(len(logits))
         return sample(logits, draws)
 
@@ -64,7 +68,11 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
     run, warmed = LayerStep.run, list[type]()
 
     def spy(
-        step: LayerStep, block: int, units: Rows[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        step: LayerStep,
+        block: int,
+        units: Sequence[LayerUnit],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
     ) -> None:
         run(step, block, units, hidden, kv)
         warmed.extend(type(unit.mlp) for unit in units)
@@ -85,12 +93,12 @@ def test_images_go_through_all_of_a_classifier(monkeypatch: pytest.MonkeyPatch) 
     run = EncoderStep.run
 
     def spy(
-        step: EncoderStep, block: int, units: Rows[Any], hidden: torch.Tensor, kv: torch.Tensor
+        step: EncoderStep, block: int, units: Sequence[Any], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
         run(step, block, units, hidden, kv)
         layers.append(len(hidden))
 
-    def drawn(logits: torch.Tensor, draws: Rows[Draw]) -> list[Drawn]:
+    def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         classes.append(logits.shape)
         return sample(logits, draws)
 
