@@ -21,6 +21,7 @@ import uvloop
 
 from services.node.checkpoints.packing import Digest
 from services.node.memory.arena import Arena
+from services.node.transport.base import NoListener
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 
@@ -67,8 +68,7 @@ def transport(arena: Arena, way: str, rate: int) -> TcpTransport:
         0,
         link_bytes_per_s=rate,
         ways=[shm] if way.startswith("shm") else [],
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
 
 

@@ -160,6 +160,15 @@ class DigestMismatch(TransportError):
     code = "digest"
 
 
+def as_typed(error: Exception) -> LambdaScaleError:
+    """The error itself, or, if it is a bug's, one that says so: for a supervised boundary."""
+    if isinstance(error, LambdaScaleError):
+        return error
+    if isinstance(error, MemoryError):
+        return CapacityExceeded(f"out of memory: {error}")
+    return LambdaScaleError(f"bug: {error!r}")
+
+
 def _all_errors() -> dict[str, type[LambdaScaleError]]:
     found: dict[str, type[LambdaScaleError]] = {}
     pending: list[type[LambdaScaleError]] = [LambdaScaleError]

@@ -10,14 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.gateway.service import GatewayService
-from services.node.execution.steps import EmitTo, Ran, SendTo
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import PlaneListener
+from services.node.parts import WorkerListener
 from services.node.service import NodeService
-from services.node.transport.base import OnMessage, OnPeerLost
-from services.node.transport.reads import OnSent
-from services.node.transport.tcp import OnConnected
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import Bus
@@ -155,9 +152,7 @@ class NodeParts:
     def device(self, memory: Memory) -> None:
         """Returns None: the modelled worker has its own device."""
 
-    def worker(
-        self, device: DeviceArena | None, *, send: SendTo, emit: EmitTo, ran: Ran
-    ) -> ModelledWorker:
+    def worker(self, device: DeviceArena | None, listener: WorkerListener) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
@@ -166,31 +161,15 @@ class NodeParts:
             host=self._host,
             slots=config.slots,
             step_tokens=config.step_tokens,
-            send=send,
-            emit=emit,
-            ran=ran,
+            send=listener.send,
+            emit=listener.emit,
+            ran=listener.ran,
         )
 
     def data_plane(
-        self,
-        memory: Memory,
-        device: DeviceArena | None,
-        *,
-        on_message: OnMessage,
-        on_peer_lost: OnPeerLost,
-        on_connected: OnConnected,
-        on_sent: OnSent,
-        on_arrived: Callable[[Arrival], None],
-        on_failed: Callable[[Failure], None],
+        self, memory: Memory, device: DeviceArena | None, listener: PlaneListener
     ) -> ModelledDataPlane:
-        return ModelledDataPlane(
-            self._cluster.ends,
-            self.name,
-            on_message=on_message,
-            on_peer_lost=on_peer_lost,
-            on_arrived=on_arrived,
-            on_failed=on_failed,
-        )
+        return ModelledDataPlane(self._cluster.ends, self.name, listener)
 
 
 class Cluster:

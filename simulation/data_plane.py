@@ -5,15 +5,16 @@ virtual time by itself.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
+from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Arrival, Failure, Mover
+from services.node.moving.mover import Mover, PlaneListener
 from services.node.moving.outboxes import Outboxes
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.base import Buffer
 from shared.errors import Conflict
-from shared.ids import EventId, ModelId, NodeId
+from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 from simulation.transport import ONE_CHUNK, Ends, ModelledTransport
@@ -28,22 +29,19 @@ class ModelledDataPlane:
         self,
         ends: Ends,
         node: str,
-        *,
-        on_message: OnMessage,
-        on_peer_lost: OnPeerLost,
-        on_arrived: Callable[[Arrival], None],
-        on_failed: Callable[[Failure], None],
+        listener: PlaneListener,
     ) -> None:
-        """`node`: its name in the network. The callbacks must not block."""
-        self._transport = ModelledTransport(
-            ends, node, on_message=on_message, on_peer_lost=on_peer_lost
-        )
+        """`node`: its name in the network."""
+        self._transport = ModelledTransport(ends, node, listener=listener)
         self._mover = Mover(
-            self._transport, on_arrived=on_arrived, on_failed=on_failed, read_bytes=ONE_CHUNK
+            self._transport,
+            on_arrived=listener.on_arrived,
+            on_failed=listener.on_failed,
+            read_bytes=ONE_CHUNK,
         )
         self._ended = asyncio.Event()
         self._open = False
-        self._outboxes = Outboxes(self._transport, self._spawn, on_peer_lost)
+        self._outboxes = Outboxes(self._transport, self._spawn, listener)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.address = self._transport.address
 
@@ -81,13 +79,12 @@ class ModelledDataPlane:
     async def apply(
         self,
         model: ModelId,
-        event: EventId,
-        revision: int,
+        plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
     ) -> None:
         self._check_open()
-        self._mover.apply(model, event, revision, pulls, addresses)
+        self._mover.apply(model, plan, pulls, addresses)
 
     async def drop(self, model: ModelId) -> None:
         await self._do(self._mover.drop(model))

@@ -225,6 +225,7 @@ class Rest:
 
     def _of_node(self, node: NodeId) -> list[str]:
         wrong, service = [], self.nodes[node]
+        service.validate()
         for view in (v for v in self.pool.nodes if v.info.node == node):
             wrong += self._of_view(view, service)
         said = self.said.get(node)

@@ -4,8 +4,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from services.node.checkpoints.packing import digest
+from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import Arrival, Failure, Mover
+from services.node.moving.mover import Arrival, Mover, PullFailure
+from services.node.transport.base import NoListener
 from services.planner.core.multicast.fabric import Fabric, Task
 from services.planner.core.multicast.schedule import Schedule
 from shared.clock import now
@@ -37,7 +39,7 @@ class _Multicast:
         self._manifest = _manifest(task)
         self._began = 0.0
         self._arrived: dict[tuple[int, int], float] = {}
-        self._news: asyncio.Queue[Failure | None] = asyncio.Queue()
+        self._news: asyncio.Queue[PullFailure | None] = asyncio.Queue()
         """None for an arrival, or the failure."""
 
     async def run(self) -> dict[tuple[int, int], float]:
@@ -46,7 +48,9 @@ class _Multicast:
             movers = [await self._node(stack, ends, node) for node in range(self._task.nodes)]
             self._began = now()
             for node in self._schedule.destinations:
-                movers[node].apply(MODEL, EVENT, 1, self._pulls(node), _addresses(self._task))
+                movers[node].apply(
+                    MODEL, PlanId(EVENT, 1), self._pulls(node), _addresses(self._task)
+                )
             for _ in self._schedule.moves:
                 failure = await self._news.get()
                 if failure is not None:
@@ -55,7 +59,9 @@ class _Multicast:
 
     async def _node(self, stack: AsyncExitStack, ends: Ends, node: int) -> Mover:
         transport = ModelledTransport(
-            ends, str(node), on_message=lambda *_: None, on_peer_lost=lambda *_: None
+            ends,
+            str(node),
+            listener=NoListener(),
         )
         await stack.enter_async_context(transport)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
 from services.node.transport.regions import Regions
 from shared.clock import now, wall_ns
 from shared.errors import (
@@ -115,16 +115,13 @@ class _Read:
 
 
 class ModelledTransport:
-    def __init__(
-        self, ends: Ends, node: str, *, on_message: OnMessage, on_peer_lost: OnPeerLost
-    ) -> None:
+    def __init__(self, ends: Ends, node: str, *, listener: Listener) -> None:
         """`node`: its name in the network."""
         self.node = node
         self.links: dict[ModelledTransport, Link] = {}
         self._ends = ends
         self._network = ends.network
-        self._on_message = on_message
-        self._on_peer_lost = on_peer_lost
+        self._hears = listener
         self._regions = Regions()
         self._reads: dict[_Read, None] = {}
         """Reads that this end makes."""
@@ -165,7 +162,7 @@ class ModelledTransport:
         for read in [read for read in self._reads if read.source is peer]:
             within = silent and read.transfer is not None
             read.fail(TransportTimeout(why) if within else PeerLost(why))
-        self._on_peer_lost(peer.address, PeerLost(why))
+        self._hears.on_peer_lost(peer.address, PeerLost(why))
 
     def _unlink(self, peer: "ModelledTransport") -> None:
         link = self.links.pop(peer, None)
@@ -235,7 +232,7 @@ class ModelledTransport:
         def arrived(error: TransportError | None) -> None:
             link.messages.pop(message, None)
             if error is None and peer._open:
-                peer._on_message(self.address, body, rest)
+                peer._hears.on_message(self.address, body, rest)
 
         nbytes = len(body) + len(rest)
         message = self._network.begin(self.node, peer.node, nbytes, MESSAGES, arrived)

@@ -8,13 +8,15 @@ import asyncio
 from collections.abc import Callable
 from weakref import ReferenceType, ref
 
-from services.node.execution.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
+from services.node.core.load import WorkerLoad
+from services.node.execution.steps import EmitTo, Ran, SendTo, Steps
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, TransportError
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
+from shared.story import Transition
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel
 from simulation.models import Model
@@ -55,6 +57,7 @@ class ModelledWorker:
             send=send,
             emit=emit,
             ran=ran,
+            clock=now,
         )
         self._log = telemetry.logger("worker", node=node)
         self._open: dict[ModelId, Manifest] = {}
@@ -115,6 +118,9 @@ class ModelledWorker:
     async def submit(self, submit: Submit) -> None:
         """The same as Worker.submit, with its errors."""
         self._do(lambda steps: steps.submit(submit))
+
+    async def story(self, subject: str) -> tuple[Transition, ...]:
+        return self._steps.story.of(subject)
 
     def cancel(self, cancel: Cancel) -> None:
         self._tell(lambda steps: steps.cancel(cancel))

@@ -20,8 +20,9 @@ from services.node.engine.sweep import TorchSweep
 from services.node.execution.worker import Worker
 from services.node.memory.arena import Arena
 from services.node.moving.data_plane import DataPlane
-from services.node.transport.base import Buffer
-from shared.errors import LambdaScaleError
+from services.node.moving.mover import Arrival, PullFailure
+from services.node.transport.base import Buffer, NoListener
+from shared.errors import LambdaScaleError, TransportError
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import Cancel, Submit, Tokens
 
@@ -160,6 +161,25 @@ def _main(spec: Spec, pipe: Connection) -> None:
     uvloop.run(_Process(spec, pipe).run())
 
 
+class _Ears(NoListener):
+    """The worker hears its peers; nothing else is listened to."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        self._worker.on_message(sender, header, payload)
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        self._worker.on_peer_lost(address, error)
+
+    def on_arrived(self, arrival: Arrival) -> None:
+        pass
+
+    def on_failed(self, failure: PullFailure) -> None:
+        pass
+
+
 class _Process:
     def __init__(self, spec: Spec, pipe: Connection) -> None:
         self._spec, self._pipe = spec, pipe
@@ -182,12 +202,7 @@ class _Process:
             HOST,
             0,
             0,
-            on_message=worker.on_message,
-            on_peer_lost=worker.on_peer_lost,
-            on_connected=lambda *_: None,
-            on_sent=lambda *_: None,
-            on_arrived=lambda _: None,
-            on_failed=lambda _: None,
+            listener=_Ears(worker),
         )
         async with data:
             worker.start()

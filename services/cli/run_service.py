@@ -48,7 +48,8 @@ def _registry(bus: Bus, config: Config) -> Service:
 
 
 def _node(bus: Bus, config: Config) -> Service:
-    from services.node.service import NodeService  # imports torch: a second
+    from services.node.real_parts import RealParts  # imports torch: a second
+    from services.node.service import NodeService
 
     if elsewhere := buses_elsewhere(config):
         telemetry.logger("node", name=config.node.id).warning(
@@ -57,7 +58,7 @@ def _node(bus: Bus, config: Config) -> Service:
             host=config.node.host,
             bus=elsewhere,
         )
-    return NodeService(bus, config.node)
+    return NodeService(bus, config.node, RealParts(config.node))
 
 
 def buses_elsewhere(config: Config) -> list[str]:

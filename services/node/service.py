@@ -2,10 +2,7 @@
 
 import asyncio
 import dataclasses
-import threading
-import zlib
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from typing import ClassVar, TypeVarTuple
 
 from services.node.core.profile import Profiler
@@ -16,13 +13,15 @@ from services.node.lease import Lease, next_generation
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.parts import Parts, RealParts
-from services.node.transport.base import Buffer
+from services.node.moving.mover import Arrival, PullFailure
+from services.node.parts import Parts
+from services.node.peers import Peers
+from services.node.threads import Threads
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.clock import now
 from shared.config import NodeConfig
-from shared.errors import BusError, LambdaScaleError, PeerLost, StaleEpoch, TransportError
+from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
@@ -43,11 +42,11 @@ from shared.messages.scaling import (
     ApplyPlan,
     ImportModel,
     ModelImported,
-    PeerSuspect,
     ReleaseModel,
 )
 from shared.messages.serving import Cancel, Submit, Tokens
 from shared.service import Service
+from shared.story import Transition
 
 STATUS_EVERY_S = 1.0
 STATUS_GAP_S = 0.05
@@ -60,29 +59,17 @@ Args = TypeVarTuple("Args")
 class NodeService(Service):
     role: ClassVar[str] = "node"
 
-    def __init__(self, bus: Bus, config: NodeConfig, parts: Parts | None = None) -> None:
-        """`parts`: other than this machine's own."""
+    def __init__(self, bus: Bus, config: NodeConfig, parts: Parts) -> None:
         check_name("node.id", config.id)
         super().__init__(config.id)
         self._bus = bus
         self._config = config
-        self._parts = parts or RealParts(config)
+        self._parts = parts
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
-        self._calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        """Of other threads, for the control loop to make."""
-        self._calling = threading.Lock()
         self._status_due = asyncio.Event()
         self._status_seq = 0
         self._profiler = Profiler()
         self.node = NodeId(config.id)
-        self._peers: dict[str, NodeInfo] = {}
-        """By data-plane address."""
-        self._addresses: dict[NodeId, set[str]] = {}
-        """Of peers, that of an earlier process included."""
-        self._connected: set[str] = set()
-        """Peers that connections were made to ahead of need."""
-        self._ways: dict[str, str] = {}
-        """Address of a peer -> what carries the bytes of reads from it."""
 
     @property
     def info(self) -> NodeInfo:
@@ -90,7 +77,6 @@ class NodeService(Service):
 
     async def open(self) -> None:
         config = self._config
-        self._loop = asyncio.get_running_loop()
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         started = now()
@@ -120,21 +106,16 @@ class NodeService(Service):
         await self._connect_to_bus()
 
     async def _start_threads(self, memory: Memory, device: DeviceArena | None) -> None:
-        self._worker = self._parts.worker(
-            device,
-            send=self._send,
-            emit=lambda gateway, tokens: self._call(self._tokens.put_nowait, (gateway, tokens)),
-            ran=lambda *sweep: self._call(self._profiler.ran, *sweep),
-        )
-        self._data = self._parts.data_plane(
-            memory,
-            device,
-            on_message=self._worker.on_message,
-            on_peer_lost=self._on_peer_lost,
-            on_connected=lambda address, way: self._call(self._ways.__setitem__, address, way),
-            on_sent=lambda *sent: self._call(self._profiler.sent, *sent),
-            on_arrived=lambda arrival: self._call(self._hosting.land, arrival),
-            on_failed=lambda failure: self._call(self._hosting.land, failure),
+        threads = Threads(self, self.contain)
+        self._worker = threads.worker = self._parts.worker(device, threads)
+        self._data = threads.data = self._parts.data_plane(memory, device, threads)
+        self._peers = Peers(
+            lambda: self._lease.info,
+            self._bus,
+            self._data,
+            self._worker,
+            mesh=self._config.mesh_peers,
+            attempt=self._try,
         )
         await self.resources.enter_async_context(self._data)
         self.spawn(self._data.wait(), name="data plane")
@@ -149,26 +130,30 @@ class NodeService(Service):
         await self._worker.stop()
         await self._tokens.join()
 
-    # --- between the threads ---
+    # --- what the other threads say: see `Threads` ---
 
-    def _send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
-        self._data.send(address, header, payload)
+    def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None:
+        self._tokens.put_nowait((gateway, tokens))
 
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        """From another thread: has the control loop call `function`, which raises nothing; in
-        the order of the calls. The loop is woken once for all that come before it looks."""
-        with self._calling:
-            first = not self._calls
-            self._calls.append((function, args))
-        if first:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._make_calls)
+    def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
+        self._profiler.ran(model, share, tokens, seconds)
 
-    def _make_calls(self) -> None:
-        with self._calling:
-            calls, self._calls = self._calls, []
-        for function, args in calls:
-            function(*args)
+    def block_landed(self, landed: Arrival | PullFailure) -> None:
+        self._hosting.land(landed)
+
+    def bytes_sent(self, began: float, ended: float, nbytes: int) -> None:
+        self._profiler.sent(began, ended, nbytes)
+
+    def peer_dialled(self, address: str) -> None:
+        self._peers.dialled(address)
+
+    def peer_connected(self, address: str, way: str) -> None:
+        self._peers.connected(address, way)
+
+    def peer_lost(self, address: str, error: TransportError) -> None:
+        self._peers.lost(address, error)
+
+    # --- its place in the cluster ---
 
     def _describe(self, generation: Generation) -> NodeInfo:
         config = self._config
@@ -214,10 +199,11 @@ class NodeService(Service):
         """Does it beside everything else. What the action cannot do is logged, no more."""
 
         async def work() -> None:
-            try:
-                await action(*args)
-            except LambdaScaleError as error:
-                self.log.warning(f"{what} failed", code=error.code, error=str(error))
+            with self.contain(what):
+                try:
+                    await action(*args)
+                except LambdaScaleError as error:
+                    self.log.warning(f"{what} failed", code=error.code, error=str(error))
 
         self.spawn(work(), name=what)
 
@@ -238,8 +224,7 @@ class NodeService(Service):
                 await asyncio.sleep(RETRY_S)
         for record in models.records:
             self._try("learning a model", self._library.learn, record)
-        for info in sorted(peers.nodes, key=self._distance):
-            self._meet(info)
+        self._peers.meet(*peers.nodes)
 
     async def _on_added(self, message: ModelAdded) -> None:
         self._try("learning a model", self._library.learn, message.record)
@@ -249,50 +234,19 @@ class NodeService(Service):
         self._try("forgetting a model", self._remove, message.model_id, stored)
 
     async def _on_joined(self, message: NodeJoined) -> None:
-        self._meet(message.info)
+        self._peers.meet(message.info)
 
     async def _remove(self, model: ModelId, stored: bool) -> None:
         await self._hosting.release(model, keep=None)
         if stored:
             await self._library.delete(model)
 
-    def _meet(self, info: NodeInfo) -> None:
-        """Makes the connections to a peer before a plan needs them, to `mesh_peers` of them."""
-        if info.node == self.node:
-            return
-        self._know(info)
-        if len(self._connected) < self._config.mesh_peers:
-            self._connected.add(info.address)
-            self._try(f"connecting to {info.node}", self._data.connect, info.address)
-
-    def _know(self, info: NodeInfo) -> None:
-        self._peers[info.address] = info
-        self._addresses.setdefault(info.node, set()).add(info.address)
-
-    def _distance(self, other: NodeInfo) -> tuple[bool, bool, int]:
-        """Own host, own rack, and then at random, so that no node is near to all; the same from
-        either end."""
-        apart = zlib.crc32(self.node.encode()) ^ zlib.crc32(other.node.encode())
-        return other.host != self.info.host, other.rack != self.info.rack, apart
-
     async def _on_gone(self, gone: NodeGone) -> None:
-        """A peer is no more: what the engine keeps for its paths is freed."""
         if gone.node == self.node:
             if gone.generation == self.info.generation and not self._lease.over:
                 self.spawn(self._start_over(gone.generation), name="new generation")
             return
-        error = PeerLost(f"node {gone.node} is gone: {gone.reason}")
-        addresses = self._addresses.pop(gone.node, set())
-        for address in sorted(addresses):
-            peer = self._peers.get(address)
-            if peer is None or peer.node != gone.node:
-                continue  # another node has it now
-            if peer.generation > gone.generation:
-                self._know(peer)
-            else:
-                del self._peers[address]
-                self._connected.discard(address)
-                self._worker.on_peer_lost(address, error)
+        self._peers.gone(gone)
 
     async def _start_over(self, ended: Generation) -> None:
         await self._lease.start_over(ended)
@@ -300,20 +254,6 @@ class NodeService(Service):
 
     async def _on_report(self, message: ReportStatus) -> None:
         self._status_due.set()
-
-    def _on_peer_lost(self, address: str, error: TransportError) -> None:
-        """On the data loop."""
-        self._worker.on_peer_lost(address, error)
-        self._call(self._suspect, address, error)
-
-    def _suspect(self, address: str, error: TransportError) -> None:
-        self._ways.pop(address, None)
-        peer = self._peers.get(address)
-        if peer is not None:
-            suspect = PeerSuspect(
-                reporter=self.node, node=peer.node, reason=f"{error.code}: {error}"
-            )
-            self._try("reporting a peer", self._bus.publish, subjects.PLANNER_SUSPECT, suspect)
 
     # --- requests of others ---
 
@@ -329,14 +269,13 @@ class NodeService(Service):
     async def _apply(self, message: ApplyPlan) -> Ok:
         self._check_generation(message.generation)
         for peer in message.peers:
-            if peer.node != self.node:
-                self._know(peer)
+            self._peers.know(peer)
         await self._hosting.apply(message)
         return Ok()
 
     async def _release(self, message: ReleaseModel) -> Ok:
         self._check_generation(message.generation)
-        await self._hosting.release(message.model_id, message.keep)
+        await self._hosting.obey(message)
         return Ok()
 
     async def _submit(self, message: Submit) -> Ok:
@@ -356,16 +295,27 @@ class NodeService(Service):
     # --- reports ---
 
     async def _publish(self, subject: str, message: Message) -> None:
-        try:
-            await self._bus.publish(subject, message)
-        except BusError as error:
-            self.log.warning("not published", subject=subject, error=str(error))
+        with self.contain("publishing", subject=subject):
+            try:
+                await self._bus.publish(subject, message)
+            except BusError as error:
+                self.log.warning("not published", subject=subject, error=str(error))
 
     async def _publish_tokens(self) -> None:
         while True:
             gateway, tokens = await self._tokens.get()
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
+
+    async def story(self, subject: str) -> tuple[Transition, ...]:
+        """What happened here lately to a model, an event, a request or a sequence, and why; oldest
+        first."""
+        told = (*self._hosting.story.of(subject), *await self._worker.story(subject))
+        return tuple(sorted(told, key=lambda transition: transition.at))
+
+    def validate(self) -> None:
+        """For tests: raises if what it keeps cannot be."""
+        self._hosting.validate()
 
     def in_memory(self) -> list[Holding]:
         """What it holds on the device and in host memory."""
@@ -384,21 +334,15 @@ class NodeService(Service):
             arena_free=self._hosting.arena_free,
             holdings=self.holdings(),
             profile=self._profiler.profile(),
-            peers=self._peers_by_way(),
+            peers=self._peers.by_way(),
             **dataclasses.asdict(self._worker.load()),
         )
-
-    def _peers_by_way(self) -> dict[str, tuple[NodeId, ...]]:
-        ways: dict[str, set[NodeId]] = {}
-        for address, way in self._ways.items():
-            if address in self._peers:
-                ways.setdefault(way, set()).add(self._peers[address].node)
-        return {way: tuple(sorted(ways[way])) for way in sorted(ways)}
 
     async def _publish_status(self) -> None:
         while not self._lease.over:
             self._status_due.clear()
-            await self._publish(subjects.POOL_STATUS, self._status())
+            with self.contain("the status"):
+                await self._publish(subjects.POOL_STATUS, self._status())
             await asyncio.sleep(STATUS_GAP_S)
             try:
                 async with asyncio.timeout(STATUS_EVERY_S - STATUS_GAP_S):

@@ -18,6 +18,7 @@ from services.node.transport.tcp import TcpTransport
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
 from simulation.network import Network
 from simulation.transport import Ends, ModelledTransport
+from tests.support.listeners import Hears
 from tests.support.tls import certificates
 
 MIB = 1 << 20
@@ -90,6 +91,7 @@ class Cluster:
             end.lost.append((address, error))
             end.wake()
 
+        listener = Hears(on_message, on_peer_lost)
         if self.kind == "rdma":
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena = Arena(ARENA)
@@ -103,8 +105,7 @@ class Cluster:
                 "127.0.0.1",
                 int(at.rpartition(":")[2]) if at else 0,
                 link_bytes_per_s=rate,
-                on_message=on_message,
-                on_peer_lost=on_peer_lost,
+                listener=listener,
                 ways=[ways[self.kind]] if self.kind in ways else [],
                 tls=certificates() if self.kind == "tls" else None,
                 silence_s=SILENCE_S,
@@ -114,17 +115,14 @@ class Cluster:
             node = at.removeprefix("sim://") if at else str(self.count)
             if node not in self.links:
                 self.links.add(node, out=rate or FAST, into=rate or FAST)
-            transport = ModelledTransport(
-                self.ends, node, on_message=on_message, on_peer_lost=on_peer_lost
-            )
+            transport = ModelledTransport(self.ends, node, listener=listener)
         else:
             self.count += 1
             transport = MemoryTransport(
                 self.network,
                 at or f"memory://{self.count}",
                 link_bytes_per_s=rate,
-                on_message=on_message,
-                on_peer_lost=on_peer_lost,
+                listener=listener,
             )
         end = End(transport, arena, "tcp" if self.kind == "tls" else self.kind)
         stack = AsyncExitStack()

@@ -14,6 +14,7 @@ import torch
 
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
+from services.node.transport.base import NoListener
 from services.node.transport.cuda_ipc import CudaIpcDirect
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
@@ -42,8 +43,7 @@ async def node(arena: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]
             CudaIpcDirect(arena.memory, device.landing, exported, machine=HERE),
             ShmDirect([arena.memory], machine=HERE),
         ],
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     ) as transport:
         yield transport
 

@@ -8,6 +8,7 @@ import asyncio
 import random
 import sys
 
+from services.node.core.residency import PlanId
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
 from tests.unit.node.moving.test_mover import EVENT, MODEL, Node
@@ -25,7 +26,7 @@ def end(name: str, rate: int = 0, host: str = "127.0.0.1") -> Node:
 def pull_from(node: Node, address: str, *, revision: int = 1) -> None:
     source = NodeId("source")
     pulls = [Pull(1, block, source) for block in EVERY]
-    node.mover.apply(MODEL, EVENT, revision, pulls, {source: address})
+    node.mover.apply(MODEL, PlanId(EVENT, revision), pulls, {source: address})
 
 
 async def relay(host: str, rate: int, source: str) -> None:

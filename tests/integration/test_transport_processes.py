@@ -11,15 +11,17 @@ import pytest
 
 from services.node.transport.tcp import TcpTransport
 from shared.errors import PeerLost, TransportError, TransportTimeout
+from tests.support.listeners import Hears
 
 SOURCE = """
 import asyncio
+from services.node.transport.base import NoListener
 from services.node.transport.tcp import TcpTransport
 
 async def main() -> None:
     transport = TcpTransport(
         "127.0.0.1", 0, link_bytes_per_s=4_000_000,
-        on_message=lambda *_: None, on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
     async with transport:
         data = memoryview(bytearray(b"x") * (8 << 20))
@@ -53,8 +55,7 @@ async def test_a_source_that_dies_in_the_middle(number: signal.Signals) -> None:
         "127.0.0.1",
         0,
         link_bytes_per_s=0,
-        on_message=lambda *_: None,
-        on_peer_lost=lambda address, error: lost.put_nowait((address, error)),
+        listener=Hears(lost=lambda address, error: lost.put_nowait((address, error))),
     )
     async with source() as (process, address), transport, asyncio.timeout(20):
         await transport.connect(address)

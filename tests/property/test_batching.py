@@ -245,6 +245,7 @@ class Network:
         """Begins a sweep; whether there was anything for it."""
         node = self.nodes[name]
         parts = node.batcher.take()
+        node.batcher.validate()
         if parts:
             node.sweep = Sweep(parts[0].model_id)
             self.join(name, node.sweep, parts)
@@ -295,6 +296,7 @@ class Network:
 
     def do(self, name: str, commands: list[Command]) -> None:
         node = self.nodes[name]
+        node.batcher.validate()
         for command in commands:
             if isinstance(command, Release):
                 for key in command.sequences:

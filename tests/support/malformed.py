@@ -17,10 +17,11 @@ calls (its store, its engine, the bus):
 """
 
 import asyncio
+import dataclasses
 import types
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -28,7 +29,8 @@ from hypothesis import strategies as st
 
 from shared.errors import LambdaScaleError, from_code
 
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S")
+T = TypeVar("T", bound=msgspec.Struct)
 
 STRANGE_TEXTS = ("", ".", "*", ">", "../..", "\0", "no such id", "é" * 300)
 STRANGE_NUMBERS = (0, -1, -(2**63), 2**31, 2**63, 2**64 - 1)
@@ -41,17 +43,32 @@ Likely = dict[str, Sequence[object]]
 def well_framed(
     kind: type[S], *, nan: bool = True, **likely: Sequence[object]
 ) -> st.SearchStrategy[S]:
-    """Messages (or other structs) of this kind, any that the decoder lets through.
+    """Messages (or other structs, or dataclasses) of this kind, any that the decoder lets through.
 
     `nan` False leaves NaN out, for tests that compare. `likely`: see the module.
     """
     hints = get_type_hints(kind)
-    fields = {
-        name: _field(name, hints[name], nan, likely)
-        for name in kind.__struct_fields__
-        if name != "v"
-    }
+    fields = {name: _field(name, hints[name], nan, likely) for name in _fields(kind)}
     return st.builds(kind, **fields)
+
+
+def altered(message: T) -> st.SearchStrategy[T]:
+    """The message with one of its fields, or two, replaced by whatever the decoder lets through:
+    so it often passes all checks but the one that it is to meet."""
+    hints = get_type_hints(type(message))
+
+    def replaced(names: list[str]) -> st.SearchStrategy[T]:
+        fields = st.fixed_dictionaries({name: _values(hints[name], True, {}) for name in names})
+        return fields.map(lambda values: msgspec.structs.replace(message, **values))
+
+    names = st.lists(st.sampled_from(_fields(type(message))), min_size=1, max_size=2, unique=True)
+    return names.flatmap(replaced)
+
+
+def _fields(kind: type) -> list[str]:
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return [name for name in cast(type[msgspec.Struct], kind).__struct_fields__ if name != "v"]
 
 
 def _field(name: str, hint: Any, nan: bool, likely: Likely) -> st.SearchStrategy[Any]:
@@ -72,7 +89,7 @@ def _values(hint: Any, nan: bool, likely: Likely) -> st.SearchStrategy[Any]:
         return st.tuples(*inner)
     if origin is dict:
         return st.dictionaries(*inner, max_size=3)
-    if issubclass(hint, msgspec.Struct):
+    if issubclass(hint, msgspec.Struct) or dataclasses.is_dataclass(hint):
         return well_framed(hint, nan=nan, **likely)
     if issubclass(hint, Enum):
         return st.sampled_from(hint)

@@ -4,7 +4,9 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
@@ -19,6 +21,7 @@ from services.node.transport.wire import (
     parse_prefix,
 )
 from shared.errors import TransportError
+from tests.support.listeners import Hears
 
 SILENCE_S = 1.0
 """Of nodes in tests: no shorter, since a busy machine is silent too."""
@@ -33,6 +36,20 @@ Answer = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
 """To the direct ways that a dialler offers."""
 
 
+class _Telling(TcpTransport):
+    """Tells also what it only logs."""
+
+    def __init__(
+        self, ended: "asyncio.Queue[tuple[str, TransportError]]", *args: Any, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._ended = ended
+
+    def _accepted_ended(self, connection: Connection, error: TransportError) -> None:
+        super()._accepted_ended(connection, error)
+        self._ended.put_nowait((connection.address, error))
+
+
 class Node:
     """A real transport and what it told."""
 
@@ -41,14 +58,22 @@ class Node:
     ) -> None:
         self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
-        self.transport = TcpTransport(
+        self.dialled: asyncio.Queue[str] = asyncio.Queue()
+        """Who says that it has connected."""
+        self.ended: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
+        """Connections of others, by where these say that they listen, and why they ended."""
+        self.transport = _Telling(
+            self.ended,
             "127.0.0.1",
             0,
             link_bytes_per_s=rate,
-            on_message=lambda sender, header, payload: self.received.put_nowait(
-                (sender, bytes(header), bytes(payload))
+            listener=Hears(
+                lambda sender, header, payload: self.received.put_nowait(
+                    (sender, bytes(header), bytes(payload))
+                ),
+                lambda address, error: self.lost.put_nowait((address, error)),
+                self.dialled.put_nowait,
             ),
-            on_peer_lost=lambda address, error: self.lost.put_nowait((address, error)),
             ways=ways,
             silence_s=silence_s,
             max_payload=1 << 20,
@@ -99,12 +124,13 @@ async def dial(
     purpose: Purpose,
     *,
     instance: int = 7,
+    address: str = STRANGER,
     ways: Mapping[str, bytes] = NO_WAYS,
     receive_buffer: int = 0,
 ) -> Streams:
     """A connection to the node, past its handshake."""
     reader, writer = await open_to(node, receive_buffer=receive_buffer)
-    writer.write(hello(purpose, instance, ways=ways))
+    writer.write(hello(purpose, instance, address, ways))
     prefix, body = await next_frame(reader)
     assert prefix.kind is Kind.HELLO
     assert parse_hello(body).address == node.address

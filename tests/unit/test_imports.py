@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,98 @@ def test_what_the_commands_stand_on_imports_no_command(path: Path) -> None:
     """Arrows go services.cli -> benchmarks -> services.local."""
     below = {"services.cli", "benchmarks"} if "services" in path.parts else {"services.cli"}
     assert not [name for name in imported(path) if name.startswith(tuple(below))]
+
+
+# --- cycles, and who may import whom -------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_of(path): path
+    for folder in ("services", "shared", "simulation")
+    for path in ROOT.glob(f"{folder}/**/*.py")
+}
+
+
+@cache
+def dependencies(module: str) -> frozenset[str]:
+    """The modules that it imports, wherever in it: what is imported late, or for types only, is a
+    dependency too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {part if part in MODULES else node.module or "" for part in parts}
+    return frozenset((names & MODULES.keys()) - {module})
+
+
+def room_of(module: str) -> str:
+    """The folder below a service's (or below `shared` or `simulation`) that a module lies in, with
+    all folders in it; a module that lies in none is a room by itself."""
+    parts = module.split(".")
+    depth = 3 if parts[0] == "services" else 2
+    return ".".join(parts[:depth])
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The names along a cycle; empty if there is none."""
+    done: set[str] = set()
+
+    def search(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := search(other, [*trail, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := search(name, []))), [])
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not cycle_in({module: set(dependencies(module)) for module in MODULES})
+
+
+def test_no_room_imports_itself_by_way_of_others() -> None:
+    rooms: dict[str, set[str]] = {}
+    for module in MODULES:
+        needs = rooms.setdefault(room_of(module), set())
+        needs |= {room_of(other) for other in dependencies(module)} - {room_of(module)}
+    assert not cycle_in(rooms)
+
+
+NODE_ROOMS: dict[str, set[str]] = {
+    "core": set(),
+    "memory": set(),
+    "checkpoints": {"memory"},
+    "transport": {"memory"},
+    "moving": {"checkpoints", "core", "memory", "transport"},
+    "engine": {"checkpoints", "core", "memory"},
+    "execution": {"core", "engine", "memory", "transport"},
+    "parts": {"checkpoints", "core", "memory", "moving", "transport"},
+    "lease": set(),
+    "peers": {"parts"},
+    "threads": {"moving", "parts", "transport"},
+    "hosting": {"checkpoints", "core", "memory", "moving", "parts"},
+    "real_parts": {"checkpoints", "engine", "execution", "memory", "moving", "parts", "transport"},
+    "service": {"core", "hosting", "lease", "memory", "moving", "parts", "peers", "threads"},
+}
+"""Each room of a node, and those that it may import: docs/design.md draws them."""
+
+
+def test_a_nodes_rooms_import_those_below_them() -> None:
+    for module in MODULES:
+        if not module.startswith("services.node."):
+            continue
+        room = module.split(".")[2]
+        needs = {other.split(".")[2] for other in dependencies(module) if ".node." in other}
+        assert needs - {room} <= NODE_ROOMS[room], module

@@ -72,7 +72,7 @@ class Batcher:
     def cancel(self, cancel: Cancel) -> list[Command]:
         return self._leader.cancel(cancel.request, cancel.attempt)
 
-    def received(self, message: StageMessage, hidden: Hidden = None) -> list[Command]:
+    def received(self, message: StageMessage, hidden: Hidden | None = None) -> list[Command]:
         match message:
             case Forward():
                 return self._follower.forward(message, hidden, self._tick())
@@ -145,7 +145,7 @@ class Batcher:
         self,
         part: Part,
         sampled: Sequence[tuple[int, ...]],
-        hidden: Hidden,
+        hidden: Hidden | None,
         logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] | None = None,
     ) -> list[Command]:
         """Takes the part's result: the tokens drawn after each row, and `hidden` if it did not end
@@ -214,6 +214,11 @@ class Batcher:
     def tokens_accepted(self) -> int:
         return self._leader.accepted
 
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        self._leader.validate()
+        self._follower.validate()
+
     def flights(self, path: Path) -> int:
         """Number of micro-batches of a led path that are out."""
         lane = self._leader.lanes.get(path)
@@ -251,7 +256,7 @@ class Batcher:
                 spare -= part.positions - plain
             yield part
 
-    def _passed_on(self, part: Part, hidden: Hidden) -> list[Command]:
+    def _passed_on(self, part: Part, hidden: Hidden | None) -> list[Command]:
         if not any(self._alive(part, key) for key in part.keys):
             return []
         rows = tuple(

@@ -54,7 +54,7 @@ class Follower:
         """Rows whose grammars are being made. After that they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
 
-    def forward(self, message: Forward, hidden: Hidden, tick: int) -> list[Command]:
+    def forward(self, message: Forward, hidden: Hidden | None, tick: int) -> list[Command]:
         """Takes in a micro-batch to run. ProtocolViolation if it is not for this node."""
         if message.path.stages[message.stage].node != self._node:
             raise ProtocolViolation(
@@ -179,6 +179,22 @@ class Follower:
         for path, keys in by_path.items():
             commands += self.failed(path, keys, why)
         return commands
+
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        queued = [row for _, part in self.queue for row in part.rows]
+        waiting = [*queued, *(part.rows[0] for part in self.preparing.values())]
+        keys = [row.sequence for row in waiting]
+        assert len(set(keys)) == len(keys), "a sequence waits in two places"
+        assert set(keys) <= set(self.sequences), "a row waits whose sequence is over"
+        assert all(part.keys == (key,) for key, part in self.preparing.items())
+        assert all(part.rows for _, part in self.queue), "an empty part waits"
+        for row in waiting:
+            followed = self.sequences[row.sequence]
+            assert row.position + row.count == followed.position, "rows do not follow each other"
+        for key, followed in self.sequences.items():
+            assert key not in self._over, "a sequence is over and goes on"
+            assert 0 <= followed.certain <= followed.position <= followed.limit
 
     def end(self, keys: Collection[SequenceKey]) -> list[Command]:
         """Forgets sequences, takes their rows out of the queue, and frees their KV."""

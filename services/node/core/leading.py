@@ -261,6 +261,22 @@ class Leader:
         local: list[Command] = [Release(tuple(released))] if released else []
         return local + frees(elsewhere) + told
 
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        keys = [sequence.key for sequence in self._all()]
+        assert len(set(keys)) == len(keys), "a sequence is in two places"
+        requests = [sequence.submit.request for sequence in self._all()]
+        assert len(set(requests)) == len(requests), "a request has two attempts"
+        for key, sequence in (*self.preparing.items(), *self.running.items()):
+            assert key == sequence.key
+        for sequence in (*self.preparing.values(), *self.waiting):
+            assert not sequence.started, "a sequence that waits has KV"
+        laned = {key: path for path, lane in self.lanes.items() for key in lane.sequences}
+        assert laned == {s.key: s.path for s in self.running.values()}, "running is being in a lane"
+        assert sum(len(lane.sequences) for lane in self.lanes.values()) == len(laned)
+        for sequence in self.running.values():
+            _validate_running(sequence)
+
     def _remove(self, sequence: Sequence) -> None:
         if self.preparing.pop(sequence.key, None) is not None:
             return
@@ -276,6 +292,17 @@ class Leader:
         yield from self.running.values()
         yield from self.preparing.values()
         yield from self.waiting
+
+
+def _validate_running(sequence: Sequence) -> None:
+    assert sequence.admitted > 0
+    assert (sequence.flight is None) == (sequence.row is None)
+    assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
+    assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
+    if row := sequence.row:
+        assert row.position == sequence.position
+        assert row.position + row.count - row.proposed <= len(sequence.tokens)
+        assert row.position + row.count <= sequence.limit
 
 
 def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...]) -> Command:

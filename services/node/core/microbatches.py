@@ -10,7 +10,7 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
@@ -19,8 +19,12 @@ from shared.ids import GatewayId, ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Token
 
-Hidden = Any
-"""Hidden states of a batch, [sum(count), hidden_size], in the form that the shell gives them."""
+
+class Hidden(Protocol):
+    """Hidden states of a batch, [sum(count), hidden_size]. The scheduler only passes them on."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 class Path(msgspec.Struct, frozen=True):
@@ -111,12 +115,12 @@ class Part:
     stage: int
     batch: int
     rows: tuple[Row, ...]
-    hidden: Hidden = None
+    hidden: Hidden | None = None
     offsets: tuple[int, ...] = ()
     """Where each row's positions begin in `hidden`."""
 
     @classmethod
-    def of(cls, forward: Forward, hidden: Hidden) -> "Part":
+    def of(cls, forward: Forward, hidden: Hidden | None) -> "Part":
         ends = accumulate((row.count for row in forward.rows), initial=0)
         offsets = tuple(ends)[:-1]
         return cls(forward.path, forward.stage, forward.batch, forward.rows, hidden, offsets)
@@ -165,7 +169,7 @@ class Send:
 
     address: str
     message: StageMessage
-    hidden: Hidden = None
+    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,28 @@
 """What a node holds of one model, and which plan it follows; pure.
 
-        (no space) -> standby -> active -> standby | (no space)
+A model's span in the arena is taken whole, before its first block. From then on:
 
-The space in the arena is taken whole before the first block. In `active` the engine has the model
-open, and runs each block once it is attached. In `standby` the engine does not have the model open,
-but the bytes stay. Peers are served in both modes.
+    step        from      to        legal if
+    follow      any       as it is  the plan is not older than the one that is followed
+    activate    standby   active
+    hold        active    as it is  the model has the block, and it is not held yet
+    run         active    as it is  the block is held, and not run yet
+    stand by    active    standby
+
+Active: the engine has the model open, and runs each block once it is attached. Standby: the engine
+does not, and the bytes stay. Peers are served what is held in either. An older plan is StaleEpoch:
+it comes late, which happens. Any other step that is not here is a bug: IllegalTransition, with the
+model's story.
 """
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from shared.errors import StaleEpoch
 from shared.ids import EventId, ModelId
 from shared.messages.pool import Holding, Tier
+from shared.story import Story
 
 
 class Mode(enum.Enum):
@@ -20,49 +30,110 @@ class Mode(enum.Enum):
     STANDBY = "standby"
 
 
+class ResidencyStep(enum.Enum):
+    FOLLOW = "follow"
+    ACTIVATE = "activate"
+    HOLD = "hold"
+    RUN = "run"
+    STAND_BY = "stand by"
+
+
+STEPS: dict[ResidencyStep, tuple[frozenset[Mode], Mode | None]] = {
+    ResidencyStep.FOLLOW: (frozenset(Mode), None),
+    ResidencyStep.ACTIVATE: (frozenset({Mode.STANDBY}), Mode.ACTIVE),
+    ResidencyStep.HOLD: (frozenset({Mode.ACTIVE}), None),
+    ResidencyStep.RUN: (frozenset({Mode.ACTIVE}), None),
+    ResidencyStep.STAND_BY: (frozenset({Mode.ACTIVE}), Mode.STANDBY),
+}
+"""Each step's modes before it, and the mode after it; None: as it was."""
+
+
+class PlanId(NamedTuple):
+    """Which plan something was done for."""
+
+    event: EventId
+    revision: int
+
+
 @dataclass(frozen=True, slots=True)
 class Residency:
     model_id: ModelId
     n_blocks: int
+    story: Story = field(default_factory=Story, compare=False, repr=False)
     mode: Mode = Mode.STANDBY
     held: frozenset[int] = frozenset()
     """Verified blocks in the arena."""
     runnable: frozenset[int] = frozenset()
     """Blocks that the engine can run."""
-    event: EventId | None = None
-    revision: int = -1
+    plan: PlanId | None = None
+    """The last that was followed; None: since it stands by, none."""
 
     @property
     def complete(self) -> bool:
         return len(self.held) == self.n_blocks
 
-    def follow(self, event: EventId, revision: int) -> "Residency":
+    def follow(self, plan: PlanId) -> "Residency":
         """Takes up a plan. StaleEpoch if it is older than the plan being followed."""
-        if event == self.event and revision < self.revision:
+        if self.plan and plan.event == self.plan.event and plan.revision < self.plan.revision:
             raise StaleEpoch(
-                f"revision {revision} of event {event} came after revision {self.revision}"
+                f"revision {plan.revision} of event {plan.event} came after revision "
+                f"{self.plan.revision}"
             )
-        return replace(self, event=event, revision=revision)
+        return self._take(ResidencyStep.FOLLOW, plan=plan)
 
     def activate(self) -> "Residency":
-        return replace(self, mode=Mode.ACTIVE)
+        return self._take(ResidencyStep.ACTIVATE)
 
     def hold(self, block: int) -> "Residency":
-        return replace(self, held=self.held | {block})
+        """A block has landed."""
+        legal = 0 <= block < self.n_blocks and block not in self.held
+        return self._take(ResidencyStep.HOLD, legal, held=self.held | {block})
 
     def run(self, block: int) -> "Residency":
         """Records that a held block was attached."""
-        return replace(self, runnable=self.runnable | {block})
+        legal = block in self.held and block not in self.runnable
+        return self._take(ResidencyStep.RUN, legal, runnable=self.runnable | {block})
 
     def stand_by(self) -> "Residency":
-        return replace(self, mode=Mode.STANDBY, runnable=frozenset(), event=None, revision=-1)
+        return self._take(ResidencyStep.STAND_BY, runnable=frozenset(), plan=None)
+
+    def _take(self, step: ResidencyStep, legal: bool = True, **changes: Any) -> "Residency":
+        before, after = STEPS[step]
+        if self.mode not in before or not legal:
+            held = f"{self.mode.value}, {sorted(self.held)} held, {sorted(self.runnable)} run"
+            raise self.story.illegal(self.model_id, f"{step.value} while {held}")
+        return replace(self, mode=after or self.mode, **changes)
+
+    def validate(self) -> None:
+        """IllegalTransition if no steps lead here."""
+        sound = self.runnable <= self.held <= set(range(self.n_blocks))
+        if self.mode is Mode.STANDBY:
+            sound = sound and not self.runnable
+        if not sound:
+            raise self.story.illegal(self.model_id, f"to be {self}")
 
     def holdings(self) -> list[Holding]:
-        """Every held block once. An active model has its GPU tier even without a block in it,
-        because the space is taken."""
+        """Every held block once. An active model has its GPU tier also with no block in it yet:
+        the space is taken."""
         found: list[Holding] = []
         if self.mode is Mode.ACTIVE:
             found.append(Holding(self.model_id, Tier.GPU, tuple(sorted(self.runnable))))
         if idle := self.held - self.runnable:
             found.append(Holding(self.model_id, Tier.HOST, tuple(sorted(idle))))
         return found
+
+
+class Planners:
+    """Whose plans a node takes up: those of the newest planner that it has heard.
+
+    A planner that was replaced and comes back to life still sends its plans; its epoch is lower.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def obey(self, epoch: int) -> None:
+        """StaleEpoch if a newer planner has spoken. 0: it does not say which one it is."""
+        if 0 < epoch < self.epoch:
+            raise StaleEpoch(f"planner epoch {epoch} came after epoch {self.epoch}")
+        self.epoch = max(self.epoch, epoch)

@@ -10,6 +10,10 @@ SequenceKey = str
 preempted n times. So messages that were under way before are told apart."""
 
 
+def request_of(key: SequenceKey) -> str:
+    return key.partition("#")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a request's rules need to know: its tokens up to a draw, and the rules themselves."""

@@ -30,7 +30,7 @@ def check(message: StageMessage) -> None:
         case Free() | Failed():
             _check_keys(message.sequences)
         case _:
-            raise ProtocolViolation(f"unexpected {type(message).__name__} from a peer")
+            raise _malformed(f"an unexpected {type(message).__name__}")
 
 
 def wrong_sampling(sampling: Sampling) -> str:
@@ -65,67 +65,80 @@ def wrong_rules(rules: LogitRules) -> str:
 
 
 def _check_forward(message: Forward) -> None:
-    _require(message.batch >= 0, f"number {message.batch}")
+    if message.batch < 0:
+        raise _malformed(f"number {message.batch}")
     _check_path(message.path, message.stage)
-    _require(bool(message.rows), "no rows")
+    if not message.rows:
+        raise _malformed("no rows")
     _check_keys([row.sequence for row in message.rows])
     for row in message.rows:
         _check_row(row)
 
 
 def _check_path(path: Path, stage: int) -> None:
-    """Checks a path of several stages. `stage` is the one addressed, and cannot be the first."""
-    _require(0 < stage < len(path.stages), f"stage {stage} of {len(path.stages)}")
-    _require(path.stages[0].start == 0, "a path that does not begin at block 0")
-    _require(all(s.start < s.stop < END for s in path.stages), "a stage without blocks")
-    follows = all(before.stop == after.start for before, after in pairwise(path.stages))
-    _require(follows, "stages that do not follow on each other")
-    addresses = {each.address for each in path.stages}
-    _require(len(addresses) == len(path.stages), "a path that comes to a node twice")
+    """Of several stages, of which that one, not the first, is meant."""
+    stages = path.stages
+    if not 0 < stage < len(stages):
+        raise _malformed(f"stage {stage} of {len(stages)}")
+    if stages[0].start != 0:
+        raise _malformed("a path that does not begin at block 0")
+    if not all(each.start < each.stop < END for each in stages):
+        raise _malformed("a stage without blocks")
+    if any(before.stop != after.start for before, after in pairwise(stages)):
+        raise _malformed("stages that do not follow on each other")
+    if len({each.address for each in stages}) < len(stages):
+        raise _malformed("a path that comes to a node twice")
 
 
 def _check_row(row: Row) -> None:
-    fits = row.position >= 0 and row.count > 0 and row.position + row.count <= row.limit < END
-    _require(fits, f"positions {row.position} + {row.count} of {row.limit}")
-    _require(not row.tokens and not row.image, "a prompt for a later stage")
-    _require(row.proposed < row.count, f"{row.proposed} of {row.count} positions proposed")
+    if row.position < 0 or row.count < 1 or not row.position + row.count <= row.limit < END:
+        raise _malformed(f"positions {row.position} + {row.count} of {row.limit}")
+    if row.tokens or row.image:
+        raise _malformed("a prompt for a later stage")
     if row.draw:
+        if row.proposed >= row.count:
+            raise _malformed(f"{row.proposed} of {row.count} positions proposed")
         _check_draw(row.draw, row.position + row.count - row.proposed)
     if row.score:
         _check_score(row.score, row.count)
 
 
 def _check_draw(draw: Draw, known: int) -> None:
-    """`known`: the number of tokens before the draw. At least one of them is the prompt's."""
-    _require(0 <= draw.index < known, f"token {draw.index} of a request after {known} tokens")
-    _check_ids(draw.proposed)
-    wrong = wrong_sampling(draw.sampling)
-    _require(not wrong, wrong)
+    """`known`: tokens before it. At least one of them is the prompt's."""
+    if not 0 <= draw.index < known:
+        raise _malformed(f"token {draw.index} of a request after {known} tokens")
+    if draw.proposed:
+        _check_ids(draw.proposed)
+    if wrong := wrong_sampling(draw.sampling):
+        raise _malformed(wrong)
     if draw.context:
         _check_context(draw.context, draw.index, known)
 
 
 def _check_context(context: Context, index: int, known: int) -> None:
-    fits = context.prompt_tokens + index == len(context.tokens) == known
-    _require(fits, f"rules with {len(context.tokens)} tokens for a draw after {known}")
+    if not context.prompt_tokens + index == len(context.tokens) == known:
+        raise _malformed(f"rules with {len(context.tokens)} tokens for a draw after {known}")
     _check_ids(context.tokens)
     _check_ids(context.stop_ids)
-    wrong = wrong_rules(context.rules)
-    _require(not wrong, wrong)
+    if wrong := wrong_rules(context.rules):
+        raise _malformed(wrong)
 
 
 def _check_score(score: Score, count: int) -> None:
-    fits = score.first >= 0 and 0 < len(score.tokens) <= count - score.first
-    _require(fits, f"{len(score.tokens)} scores from position {score.first} of {count} on")
-    _require(0 <= score.top < END, f"scores of {score.top} tokens each")
+    if score.first < 0 or not 0 < len(score.tokens) <= count - score.first:
+        raise _malformed(f"{len(score.tokens)} scores from position {score.first} of {count} on")
+    if not 0 <= score.top < END:
+        raise _malformed(f"scores of {score.top} tokens each")
     _check_ids(score.tokens)
 
 
 def _check_sampled(message: Sampled) -> None:
-    _require(message.batch >= 0, f"number {message.batch}")
+    if message.batch < 0:
+        raise _malformed(f"number {message.batch}")
     keys = [key for key, _ in message.tokens]
     _check_keys(keys)
-    _require(message.logprobs.keys() <= set(keys), "log probabilities without a row")
+    if not message.logprobs.keys() <= set(keys):
+        raise _malformed("log probabilities without a row")
     for _, drawn in message.tokens:
         _check_ids(drawn)
     for found in message.logprobs.values():
@@ -135,19 +148,21 @@ def _check_sampled(message: Sampled) -> None:
 def _check_logprobs(found: Iterable[Logprobs]) -> None:
     for each in found:
         _check_ids([token for token, _ in each.top])
-        numbers = (each.drawn, *(logprob for _, logprob in each.top))
-        _require(not any(map(isnan, numbers)), "log probabilities that are no numbers")
+        if any(map(isnan, (each.drawn, *(logprob for _, logprob in each.top)))):
+            raise _malformed("log probabilities that are no numbers")
 
 
 def _check_keys(keys: Collection[str]) -> None:
-    _require(all(keys), "a sequence without a name")
-    _require(len(set(keys)) == len(keys), "a sequence twice")
+    if not all(keys):
+        raise _malformed("a sequence without a name")
+    if len(set(keys)) < len(keys):
+        raise _malformed("a sequence twice")
 
 
 def _check_ids(tokens: Collection[int]) -> None:
-    _require(min(tokens, default=0) >= 0 and max(tokens, default=0) < END, "what is no token id")
+    if min(tokens, default=0) < 0 or max(tokens, default=0) >= END:
+        raise _malformed("what is no token id")
 
 
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ProtocolViolation(f"malformed stage message: {what}")
+def _malformed(what: str) -> ProtocolViolation:
+    return ProtocolViolation(f"malformed stage message: {what}")

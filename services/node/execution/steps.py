@@ -9,6 +9,7 @@ runs and waits, whose gateways resume it elsewhere. Each is logged and counted (
 step that fails with nothing left to end raises, which ends the node.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,17 +18,20 @@ from functools import partial
 import torch
 
 from services.node.core.batching import Batcher
+from services.node.core.load import WorkerLoad
 from services.node.core.microbatches import (
     Command,
     Emit,
     Failure,
     Forward,
+    Hidden,
     Part,
     Prepare,
     Release,
     Send,
 )
-from services.node.core.rows import SequenceKey
+from services.node.core.rows import SequenceKey, request_of
+from services.node.core.sequences import sequence_key
 from services.node.engine.base import (
     Engine,
     PartResult,
@@ -52,6 +56,7 @@ from shared.errors import (
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import AttemptFailed, Cancel, Scores, Submit, Token, Tokens
+from shared.story import Story
 from shared.vision import is_classifier
 
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
@@ -64,29 +69,8 @@ Aside = Callable[[Callable[[], Callable[[], None]]], None]
 """Has something called on another thread, and then what that returns on this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    running: int = 0
-    """Sequences that this node leads or is a stage of."""
-    waiting: int = 0
-    kv_used: int = 0
-    kv_capacity: int = 0
-    tokens_out: int = 0
-    """Tokens drawn here since the start."""
-    prompt_tokens: int = 0
-    """Tokens that sequences led here have begun with since then."""
-    cached_tokens: int = 0
-    """Those of them whose KV was found in the prefix cache."""
-    preemptions: int = 0
-    """Times since then that a sequence gave its KV back, so that others had room."""
-    tokens_proposed: int = 0
-    """By speculation, for sequences led here, since the start; and those of them that were drawn.
-    """
-    tokens_accepted: int = 0
-    violations: int = 0
-    """Messages of peers that were malformed or out of place."""
-    faults: int = 0
-    """Bugs that were contained: see the log."""
+STEP, GRAMMAR, BUG = "step", "grammar", "bug"
+"""Causes of commands that no message caused."""
 
 
 @dataclass(slots=True)
@@ -138,6 +122,7 @@ class Steps:
         emit: EmitTo,
         ran: Ran,
         aside: Aside = lambda work: work()(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`aside`: at once, if there is no other thread."""
         self._node = node
@@ -149,6 +134,8 @@ class Steps:
         self._emit = emit
         self._ran = ran
         self._aside = aside
+        self._clock = clock
+        self.story = Story()
         self._models: dict[ModelId, Manifest] = {}
         self._out: dict[GatewayId, _Outbox] = {}
         self._run: _Run | None = None
@@ -174,7 +161,7 @@ class Steps:
 
     def close_model(self, model_id: ModelId) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
-        self._do(self._batcher.model_closed(model_id, why))
+        self._do(self._batcher.model_closed(model_id, why), model_id)
         self._models.pop(model_id, None)
         with self._blamed():
             self._engine.close_model(model_id)
@@ -188,7 +175,11 @@ class Steps:
             )
         check_prompt(submit, manifest)
         held = self._engine.held(submit.model_id)
-        self._do(self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held))
+        commands = self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held)
+        self._tell(
+            submit.cause or submit.request, "comes", sequence_key(submit.request, submit.attempt)
+        )
+        self._do(commands, submit.cause or submit.request)
 
     # --- events, which raise nothing ----------------------------------------
 
@@ -200,7 +191,7 @@ class Steps:
 
     def cancel(self, cancel: Cancel) -> None:
         with self._contained(f"the cancellation of request {cancel.request}"):
-            self._do(self._batcher.cancel(cancel))
+            self._do(self._batcher.cancel(cancel), f"cancel of {cancel.request}")
 
     def received(self, sender: str, header: memoryview, payload: memoryview) -> None:
         """`sender`: where the peer says that it listens."""
@@ -210,7 +201,9 @@ class Steps:
             named = message.keys
             if isinstance(message, Forward) and hidden is not None:
                 self._check_width(message, hidden)
-            self._do(self._batcher.received(message, hidden))
+            self._do(
+                self._batcher.received(message, hidden), f"{type(message).__name__} from {sender}"
+            )
         except ProtocolViolation as error:
             self._violations += 1
             self._log.warning("bad stage message", sender=sender, error=str(error))
@@ -221,11 +214,12 @@ class Steps:
     def peer_lost(self, address: str, error: TransportError) -> None:
         why = Failure(PeerLost.code, f"node {self._node} lost {address}: {error}")
         with self._contained(f"the loss of {address}"):
-            self._do(self._batcher.peer_lost(address, why))
+            self._do(self._batcher.peer_lost(address, why), f"loss of {address}")
 
     def close(self) -> None:
         """Ends everything: gateways resume their requests elsewhere, peers free what they keep."""
-        self._do(self._batcher.close(Failure(PeerLost.code, f"node {self._node} stopped")))
+        why = Failure(PeerLost.code, f"node {self._node} stopped")
+        self._do(self._batcher.close(why), "stop")
         self.flush()
 
     # --- steps --------------------------------------------------------------
@@ -275,11 +269,12 @@ class Steps:
             if part.rows:
                 run.work += part.positions * (part.stop - part.start)
                 for key, error in result.failed.items():
-                    self._do(self._batcher.refused(part, [key], _failure(error)))
-                self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
+                    self._do(self._batcher.refused(part, [key], _failure(error)), STEP)
+                commands = self._batcher.ran(part, result.sampled, result.hidden, result.logprobs)
+                self._do(commands, STEP)
         if not run.parts:
             self._run = None
-            self._tell(run, now)
+            self._tell_sweep(run, now)
 
     def flush(self) -> None:
         """Everything for one gateway goes out in one message."""
@@ -326,9 +321,9 @@ class Steps:
                 commands = self._batcher.refused(part, error.sequences, _failure(error.why))
             except LambdaScaleError as error:
                 commands = self._batcher.failed(part, _failure(error))
-            self._do(commands)
+            self._do(commands, STEP)
 
-    def _tell(self, run: _Run, now: float) -> None:
+    def _tell_sweep(self, run: _Run, now: float) -> None:
         manifest = self._models.get(run.model_id)
         if manifest is not None and run.work:
             share = run.blocks / manifest.n_blocks
@@ -344,7 +339,7 @@ class Steps:
             run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
         except LambdaScaleError as error:
             for part in run.parts.values():
-                self._do(self._batcher.failed(part, _failure(error)))
+                self._do(self._batcher.failed(part, _failure(error)), STEP)
             run.parts = {}
 
     # --- what goes wrong ----------------------------------------------------
@@ -376,7 +371,7 @@ class Steps:
         """A bug met these sequences, led or followed: they end."""
         self._faults += 1
         with self._contained("giving sequences up"):
-            self._do(self._batcher.give_up(keys, self._bug(error)))
+            self._do(self._batcher.give_up(keys, self._bug(error)), BUG)
 
     def _end_all(self, error: Exception) -> None:
         """A step failed, and who is to blame is not known."""
@@ -385,45 +380,59 @@ class Steps:
         self._faults += 1
         self._log.exception("a step failed")
         self._run = None
-        self._do(self._batcher.close(self._bug(error)))
+        self._do(self._batcher.close(self._bug(error)), BUG)
 
     def _bug(self, error: Exception) -> Failure:
         return _failure(LambdaScaleError(f"node {self._node} failed: {error!r}"))
 
     # --- commands -----------------------------------------------------------
 
-    def _do(self, commands: Iterable[Command]) -> None:
-        """Each by itself: after one that fails, the others must not go undone."""
+    def _do(self, commands: Iterable[Command], cause: str) -> None:
+        """Each by itself: after one that fails, the others must not go undone. `cause`: the event
+        that the commands follow from."""
         for command in commands:
             try:
-                self._obey(command)
+                self._obey(command, cause)
             except Exception as error:  # a command's boundary
-                self._log.exception("a command failed", command=type(command).__name__)
+                name = type(command).__name__
+                self._log.exception("a command failed", command=name, cause=cause)
                 self._give_up(_sequences_of(command), error)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command, cause: str) -> None:
         match command:
             case Release():
+                self._tell(cause, "gives its KV back", *command.sequences)
                 for key in command.sequences:
                     if making := self._making.pop(key, None):
                         making.wanted = False
                 self._engine.free(command.sequences)
             case Prepare():
+                self._tell(cause, "waits for its grammar", command.sequence)
                 self._prepare(command)
             case Emit():
-                self._emit_later(command)
+                self._emit_later(command, cause)
             case Send():
-                self._send(command.address, *activations.encode(command.message, command.hidden))
+                self._send(
+                    command.address, *activations.encode(command.message, _tensor(command.hidden))
+                )
 
-    def _emit_later(self, command: Emit) -> None:
+    def _tell(self, cause: str, text: str, *sequences: SequenceKey) -> None:
+        requests = {request_of(key) for key in sequences}
+        self.story.tell(self._clock(), cause, text, *sequences, *sorted(requests))
+
+    def _emit_later(self, command: Emit, cause: str) -> None:
         box = self._out.setdefault(command.gateway, _Outbox())
         match command.what:
-            case Token():
-                box.tokens.append(command.what)
+            case Token() as token:
+                box.tokens.append(token)
+                if token.finish:
+                    self._tell(cause, token.finish, sequence_key(token.request, token.attempt))
             case Scores():
                 box.scores.append(command.what)
-            case AttemptFailed():
-                box.failed.append(command.what)
+            case AttemptFailed() as failed:
+                box.failed.append(failed)
+                key = sequence_key(failed.request, failed.attempt)
+                self._tell(cause, f"fails: {failed.code}", key)
 
     # --- grammars -----------------------------------------------------------
 
@@ -455,14 +464,14 @@ class Steps:
     def _refuse(self, command: Prepare, making: _Making, error: LambdaScaleError) -> None:
         if making.wanted:
             with self._contained("a refused grammar"):
-                self._do(self._batcher.prepared(command.sequence, _failure(error)))
+                self._do(self._batcher.prepared(command.sequence, _failure(error)), GRAMMAR)
 
     def _made(self, command: Prepare, making: _Making, rules: Rules) -> None:
         if not making.wanted:
             return
         try:
             self._engine.use_rules(command.model_id, command.sequence, rules)
-            self._do(self._batcher.prepared(command.sequence))
+            self._do(self._batcher.prepared(command.sequence), GRAMMAR)
         except Exception as error:  # a request's boundary
             self._log.exception("a grammar failed")
             self._give_up([command.sequence], error)
@@ -512,9 +521,15 @@ def _failure(error: LambdaScaleError) -> Failure:
     return Failure(error.code, str(error))
 
 
+def _tensor(hidden: Hidden | None) -> torch.Tensor | None:
+    """What the scheduler passes on came from here, or from the engine."""
+    assert hidden is None or isinstance(hidden, torch.Tensor)
+    return hidden
+
+
 def _stage_part(part: Part) -> StagePart:
     """With the hidden states of its rows, less those of rows that were taken out."""
-    hidden: torch.Tensor | None = part.hidden
+    hidden = _tensor(part.hidden)
     if hidden is not None and part.positions < hidden.shape[0]:
         pairs = zip(part.rows, part.offsets, strict=True)
         hidden = torch.cat([hidden[start : start + row.count] for row, start in pairs])

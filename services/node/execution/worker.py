@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
+from services.node.core.load import WorkerLoad
 from services.node.engine.base import Engine, Weights
-from services.node.execution.steps import EmitTo, Ran, SendTo, Steps, WorkerLoad
+from services.node.execution.steps import EmitTo, Ran, SendTo, Steps
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
@@ -22,6 +23,7 @@ from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
+from shared.story import Transition
 
 __all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
 
@@ -148,6 +150,12 @@ class Worker:
     async def submit(self, submit: Submit) -> None:
         """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it is not."""
         await self._ask(lambda steps: steps.submit(submit))
+
+    async def story(self, subject: str) -> tuple[Transition, ...]:
+        """What the scheduler did lately with a sequence, or a request's, and why."""
+        told: list[Transition] = []
+        await self._ask(lambda steps: told.extend(steps.story.of(subject)))
+        return tuple(told)
 
     def cancel(self, cancel: Cancel) -> None:
         self._post(lambda steps: steps.cancel(cancel))

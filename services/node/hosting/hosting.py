@@ -5,20 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
-from services.node.core.residency import Mode, Residency
+from services.node.core.residency import Mode, PlanId, Planners, Residency
 from services.node.hosting.library import Library
 from services.node.hosting.promotion import Promotion, Spawn
 from services.node.hosting.reports import HELD, Reports
 from services.node.memory.arena import Arena, ModelSpace, Span
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
-from shared.clock import wall_ns
-from shared.errors import BadInput, LambdaScaleError
+from shared.clock import now, wall_ns
+from shared.errors import BadInput, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
-from shared.messages.scaling import ApplyPlan
+from shared.messages.scaling import ApplyPlan, ReleaseModel
+from shared.story import Story
 from shared.vision import is_classifier
 
 ENGINE = "engine"
@@ -38,8 +39,8 @@ class Hosted:
     span: Span
     space: ModelSpace
     residency: Residency
-    plan: ApplyPlan
-    """The last that was taken up."""
+    trace: str = ""
+    """Of the plan that is followed."""
     promotion: Promotion | None = None
     bringing: asyncio.Task[None] | None = None
     """Of the tokenizer, for the engine."""
@@ -73,9 +74,11 @@ class Hosting:
         self._reports = reports
         self._changed = changed
         self._spawn = spawn
+        self._planners = Planners()
+        self.story = Story()
         self._hosted: dict[ModelId, Hosted] = {}
         self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
-        self._landed: asyncio.Queue[tuple[Hosted, Arrival | Failure]] = asyncio.Queue()
+        self._landed: asyncio.Queue[tuple[Hosted, Arrival | PullFailure]] = asyncio.Queue()
 
     def holdings(self) -> list[Holding]:
         return [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
@@ -96,9 +99,11 @@ class Hosting:
 
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
+        self._planners.obey(plan.epoch)
         attributes: dict[str, telemetry.Attribute] = {"node": plan.node, "pulls": len(plan.pulls)}
         with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes):
             async with self._turn(plan.model_id):
+                self._planners.obey(plan.epoch)  # another may have spoken while it waited
                 await self._take_up(plan)
 
     async def _take_up(self, plan: ApplyPlan) -> None:
@@ -108,8 +113,8 @@ class Hosting:
             return
         manifest = await self._library.manifest(plan.model_id)
         span = self._arena.allocate(ModelSpace.size(manifest))
-        residency = Residency(plan.model_id, manifest.n_blocks)
-        hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency, plan)
+        residency = Residency(plan.model_id, manifest.n_blocks, self.story)
+        hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency)
         self._hosted[plan.model_id] = hosted
         try:
             await self._data.host(plan.model_id, manifest, hosted.space)
@@ -122,24 +127,26 @@ class Hosting:
 
     async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> None:
         _check_blocks(plan, hosted.manifest)
-        hosted.residency.follow(plan.event, plan.revision)  # before anything is changed
+        followed = PlanId(plan.event, plan.revision)
+        hosted.residency.follow(followed)  # before anything is changed
         await self._stop_promotion(hosted)
         async with hosted.lock:
-            hosted.residency = hosted.residency.follow(plan.event, plan.revision)
-            hosted.plan = plan
+            hosted.residency = hosted.residency.follow(followed)
+            hosted.trace = plan.trace
+            self._tell(hosted, plan.event, f"follows revision {plan.revision}")
             addresses = {peer.node: peer.address for peer in plan.peers}
             held = hosted.residency.held
             pulls = [pull for pull in plan.pulls if pull.block not in held]
             # First: the bytes are on their way while the engine opens the model.
-            await self._data.apply(plan.model_id, plan.event, plan.revision, pulls, addresses)
+            await self._data.apply(plan.model_id, followed, pulls, addresses)
             await self._activate(hosted)
         self._changed()
         missing = [block for block in plan.promote if block not in held]
         if missing:
-            self._promote(plan, hosted, missing)
+            self._promote(followed, hosted, missing)
         asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
         for block in sorted(asked & held):
-            await self._report_held(plan, hosted, block)
+            await self._report_held(followed, hosted, block)
 
     async def _activate(self, hosted: Hosted) -> None:
         """Opens the model for the engine, with every block that is held."""
@@ -151,6 +158,7 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
+            self._tell(hosted, _event_of(hosted), "active")
             if not is_classifier(hosted.manifest.config):
                 work = self._bring_tokenizer(hosted.model)
                 hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
@@ -163,28 +171,29 @@ class Hosting:
         while True:
             try:
                 data = await self._library.file(model, TOKENIZER)
-            except LambdaScaleError as error:
-                self._log.warning("no tokenizer yet", model=model, error=str(error))
+                if data is not None:
+                    self._worker.use_tokenizer(model, data)
+                break
+            except Exception as error:  # its boundary: only grammars wait for it
+                self._log.warning("no tokenizer yet", model=model, error=repr(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, TOKENIZER_RETRY_MAX_S)
-            else:
-                break
         if data is None:
             self._log.warning("no structured output: the model has no tokenizer", model=model)
-        else:
-            self._worker.use_tokenizer(model, data)
 
     async def _attach(self, hosted: Hosted, block: int) -> None:
-        hosted.residency = hosted.residency.hold(block)
+        """A held block."""
         await self._worker.attach(hosted.model, block, hosted.space.block(block))
         hosted.residency = hosted.residency.run(block)
+        self._tell(hosted, _event_of(hosted), f"runs block {block}")
         self._changed()
 
     # --- blocks from this node's disk ---
 
-    def _promote(self, plan: ApplyPlan, hosted: Hosted, blocks: Sequence[int]) -> None:
+    def _promote(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
         hosted.promotion = Promotion(
             self._node,
+            hosted.model,
             plan,
             blocks,
             hosted.space,
@@ -201,7 +210,7 @@ class Hosting:
 
     # --- blocks that land ---
 
-    def land(self, item: Arrival | Failure) -> None:
+    def land(self, item: Arrival | PullFailure) -> None:
         """A block came, or cannot come. Called on the control loop, in the order of the events.
 
         Pulls and promotion of a model that is dropped all end before it is: none is taken for one
@@ -215,10 +224,16 @@ class Hosting:
         """Attaches blocks as they land, and reports them."""
         while True:
             hosted, item = await self._landed.get()
-            if isinstance(item, Arrival):
-                await self._on_arrived(hosted, item)
-            elif self._hosted.get(item.model_id) is hosted:
-                await self._reports.failed(item, hosted.plan.trace)
+            try:
+                await self._on_landed(hosted, item)
+            except Exception:  # a block's boundary
+                self._log.exception("a landing failed", model=item.model_id, block=item.block)
+
+    async def _on_landed(self, hosted: Hosted, item: Arrival | PullFailure) -> None:
+        if isinstance(item, Arrival):
+            await self._on_arrived(hosted, item)
+        elif self._hosted.get(item.model_id) is hosted:
+            await self._reports.failed(item, hosted.trace)
 
     async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
         """Reported under the plan that is followed now, though it came for an older one."""
@@ -229,23 +244,27 @@ class Hosting:
                 return  # the engine did not open the model: it is about to be freed
             if item.block in hosted.residency.held:
                 return  # asked for again before it had landed: both landed
-            plan = hosted.plan
+            plan = hosted.residency.plan
+            assert plan is not None  # it follows one while it is active
+            hosted.residency = hosted.residency.hold(item.block)
             try:
                 await self._attach(hosted, item.block)
-            except LambdaScaleError as error:
-                await self._report_failure(plan, item.block, error)
+            except Exception as error:  # the block's boundary: the planner is told, others go on
+                self._log.exception(
+                    "a block was not attached", model=hosted.model, block=item.block
+                )
+                failure = PullFailure(plan, hosted.model, item.block, self._node, as_typed(error))
+                await self._reports.failed(failure, hosted.trace)
                 return
-        item = replace(item, event=plan.event, revision=plan.revision)
-        await self._reports.arrived(item, plan.trace)
+        await self._reports.arrived(replace(item, plan=plan), hosted.trace)
 
     # --- reports ---
 
-    async def _report_held(self, plan: ApplyPlan, hosted: Hosted, block: int) -> None:
+    async def _report_held(self, plan: PlanId, hosted: Hosted, block: int) -> None:
         at = wall_ns()
         arrival = Arrival(
-            event=plan.event,
-            revision=plan.revision,
-            model_id=plan.model_id,
+            plan=plan,
+            model_id=hosted.model,
             block=block,
             source=self._node,
             transport=HELD,
@@ -254,14 +273,14 @@ class Hosting:
             first_byte_ns=at,
             finished_ns=at,
         )
-        await self._reports.arrived(arrival, plan.trace)
-
-    async def _report_failure(self, plan: ApplyPlan, block: int, error: LambdaScaleError) -> None:
-        """This node's own, of its engine."""
-        failure = Failure(plan.event, plan.revision, plan.model_id, block, self._node, error)
-        await self._reports.failed(failure, plan.trace)
+        await self._reports.arrived(arrival, hosted.trace)
 
     # --- giving back ---
+
+    async def obey(self, release: ReleaseModel) -> None:
+        """StaleEpoch: a newer planner has spoken, and nothing was changed."""
+        self._planners.obey(release.epoch)
+        await self.release(release.model_id, release.keep)
 
     async def release(self, model: ModelId, keep: Tier | None) -> None:
         """Frees the device's memory; the model's running sequences end (their gateway knows)."""
@@ -285,16 +304,35 @@ class Hosting:
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)
             hosted.residency = hosted.residency.stand_by()
+            self._tell(hosted, "release", "stands by")
 
     async def _free(self, hosted: Hosted) -> None:
         await self._close_engine(hosted)
         await self._data.drop(hosted.model)
         del self._hosted[hosted.model]
         self._arena.free(hosted.span)
+        self._tell(hosted, "release", "gives its space back")
+
+    # --- what there is to know of it ---
+
+    def _tell(self, hosted: Hosted, cause: str, text: str) -> None:
+        self.story.tell(now(), cause, text, hosted.model)
+
+    def validate(self) -> None:
+        """For tests. IllegalTransition, AssertionError: what is kept here cannot be."""
+        for model, hosted in self._hosted.items():
+            hosted.residency.validate()
+            assert hosted.model == model
+            active = hosted.residency.mode is Mode.ACTIVE
+            assert active or hosted.residency.plan is None or hosted.lock.locked()
 
     async def close(self) -> None:
         for hosted in list(self._hosted.values()):
             await self._stop_promotion(hosted)
+
+
+def _event_of(hosted: Hosted) -> str:
+    return hosted.residency.plan.event if hosted.residency.plan else ""
 
 
 def _check_blocks(plan: ApplyPlan, manifest: Manifest) -> None:

@@ -6,15 +6,15 @@ from contextlib import aclosing
 from typing import Any
 
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
+from services.node.core.residency import PlanId
 from services.node.hosting.library import Library
 from services.node.hosting.reports import DISK
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, PullFailure
 from services.node.parts import AnyDataPlane
 from shared.clock import wall_ns
-from shared.errors import LambdaScaleError
-from shared.ids import NodeId
-from shared.messages.scaling import ApplyPlan
+from shared.errors import LambdaScaleError, as_typed
+from shared.ids import ModelId, NodeId
 
 READER = "reader of the disk"
 """User of a span."""
@@ -27,17 +27,19 @@ class Promotion:
     def __init__(
         self,
         node: NodeId,
-        plan: ApplyPlan,
+        model: ModelId,
+        plan: PlanId,
         blocks: Sequence[int],
         space: ModelSpace,
         library: Library,
         data: AnyDataPlane,
         *,
-        land: Callable[[Arrival | Failure], None],
+        land: Callable[[Arrival | PullFailure], None],
         spawn: Spawn,
     ) -> None:
         """Begins it. `land` is told of each block once."""
         self._node = node
+        self._model = model
         self._plan = plan
         self._space = space
         self._library = library
@@ -49,7 +51,7 @@ class Promotion:
         """When a block's first chunk was asked of the disk."""
         self._asked_ns = wall_ns()
         self._stopping = False
-        self._task = spawn(self._run(), f"promote {plan.model_id}")
+        self._task = spawn(self._run(), f"promote {model}")
 
     async def stop(self) -> None:
         """Ends it; once it returns, nothing of it touches the space. What was verified stays."""
@@ -60,16 +62,16 @@ class Promotion:
         self._space.span.hold(READER)
         try:
             await self._read(await self._take_over())
-        except LambdaScaleError as error:  # the data plane's: no block can go on
+        except Exception as error:  # the data plane's, or a bug: no block can go on
             for block in list(self._missing):
-                self._fail(block, error)
+                self._fail(block, as_typed(error))
         finally:
             self._space.span.release(READER)
 
     async def _take_over(self) -> list[Wanted]:
         wanted: list[Wanted] = []
         for block in list(self._missing):
-            verified = await self._data.take_over(self._plan.model_id, block)
+            verified = await self._data.take_over(self._model, block)
             self._missing[block] = self._space.manifest.n_chunks(block)
             self._count(block, len(verified))
             if block in self._missing:
@@ -77,7 +79,7 @@ class Promotion:
         return wanted
 
     async def _read(self, wanted: Sequence[Wanted]) -> None:
-        async with aclosing(self._library.read(self._plan.model_id, wanted)) as outcomes:
+        async with aclosing(self._library.read(self._model, wanted)) as outcomes:
             async for outcome in outcomes:
                 if self._stopping:
                     return
@@ -89,7 +91,7 @@ class Promotion:
             return
         began = self._first_ns.get(outcome.block, outcome.began_ns)
         self._first_ns[outcome.block] = min(began, outcome.began_ns)
-        await self._data.mark_held(self._plan.model_id, outcome.block, outcome.chunks)
+        await self._data.mark_held(self._model, outcome.block, outcome.chunks)
         self._count(outcome.block, len(outcome.chunks))
 
     def _count(self, block: int, chunks: int) -> None:
@@ -103,15 +105,13 @@ class Promotion:
 
     def _fail(self, block: int, error: LambdaScaleError) -> None:
         del self._missing[block]
-        plan = self._plan
-        self._land(Failure(plan.event, plan.revision, plan.model_id, block, self._node, error))
+        self._land(PullFailure(self._plan, self._model, block, self._node, error))
 
     def _arrival(self, block: int) -> Arrival:
         ended = wall_ns()
         return Arrival(
-            event=self._plan.event,
-            revision=self._plan.revision,
-            model_id=self._plan.model_id,
+            plan=self._plan,
+            model_id=self._model,
             block=block,
             source=self._node,
             transport=DISK,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from structlog.stdlib import BoundLogger
 
 from services.node.core.profile import Profiler
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.errors import BusError
@@ -35,8 +35,8 @@ class Reports:
         info = self._info()
         await self._publish(
             BlockArrived(
-                event=arrival.event,
-                revision=arrival.revision,
+                event=arrival.plan.event,
+                revision=arrival.plan.revision,
                 node=info.node,
                 generation=info.generation,
                 model_id=arrival.model_id,
@@ -48,6 +48,7 @@ class Reports:
                 first_byte_ns=arrival.first_byte_ns,
                 finished_ns=arrival.finished_ns,
                 trace=trace,
+                cause=arrival.plan.event,
             )
         )
         if arrival.transport == HELD:
@@ -79,15 +80,15 @@ class Reports:
         else:
             self._profiler.pulled(asked, first_byte, ended, arrival.nbytes)
 
-    async def failed(self, failure: Failure, trace: str) -> None:
+    async def failed(self, failure: PullFailure, trace: str) -> None:
         info, error = self._info(), failure.error
         self._log.warning(
             "block not had", block=failure.block, source=failure.source, error=str(error)
         )
         await self._publish(
             PullFailed(
-                event=failure.event,
-                revision=failure.revision,
+                event=failure.plan.event,
+                revision=failure.plan.revision,
                 node=info.node,
                 generation=info.generation,
                 block=failure.block,
@@ -95,6 +96,7 @@ class Reports:
                 code=error.code,
                 message=str(error),
                 trace=trace,
+                cause=failure.plan.event,
             )
         )
 
@@ -103,3 +105,5 @@ class Reports:
             await self._bus.publish(subjects.ARRIVALS, message)
         except BusError as error:
             self._log.warning("report not sent; the next status says it", error=str(error))
+        except Exception:  # a report's boundary
+            self._log.exception("report not sent; the next status says it")

@@ -14,17 +14,17 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
+from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Arrival, Failure, Mover
+from services.node.moving.mover import Mover, PlaneListener
 from services.node.moving.outboxes import Outboxes
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost
+from services.node.transport.base import Buffer
 from services.node.transport.direct import Direct
-from services.node.transport.reads import OnSent
-from services.node.transport.tcp import OnConnected, TcpTransport
+from services.node.transport.tcp import TcpTransport
 from services.node.transport.tls import Tls
 from shared import telemetry
 from shared.errors import Conflict
-from shared.ids import EventId, ModelId, NodeId
+from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
@@ -42,12 +42,7 @@ class DataPlane:
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
         *,
-        on_message: OnMessage,
-        on_peer_lost: OnPeerLost,
-        on_connected: OnConnected,
-        on_sent: OnSent,
-        on_arrived: Callable[[Arrival], None],
-        on_failed: Callable[[Failure], None],
+        listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
     ) -> None:
         """`ways` to move bytes by besides TCP, best first. `overwrites` is told of each part of the
@@ -60,15 +55,10 @@ class DataPlane:
             link_bytes_per_s=link_bytes_per_s,
             ways=ways,
             tls=tls,
-            on_message=on_message,
-            on_peer_lost=on_peer_lost,
-            on_connected=on_connected,
-            on_sent=on_sent,
+            listener=listener,
         )
-        self._on_arrived = on_arrived
-        self._on_failed = on_failed
+        self._hears = listener
         self._overwrites = overwrites
-        self._on_peer_lost = on_peer_lost
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started = _milestone()
         self._ended = _milestone()
@@ -119,12 +109,11 @@ class DataPlane:
     async def apply(
         self,
         model: ModelId,
-        event: EventId,
-        revision: int,
+        plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
     ) -> None:
-        await self._call(lambda: self._mover.apply(model, event, revision, pulls, addresses))
+        await self._call(lambda: self._mover.apply(model, plan, pulls, addresses))
 
     async def drop(self, model: ModelId) -> None:
         await self._await(self._mover.drop(model))
@@ -184,11 +173,11 @@ class DataPlane:
         async with self._make() as transport, asyncio.TaskGroup() as group:
             self._transport = transport
             self._group = group
-            self._outboxes = Outboxes(transport, self._spawn, self._on_peer_lost)
+            self._outboxes = Outboxes(transport, self._spawn, self._hears)
             self._mover = Mover(
                 transport,
-                on_arrived=self._on_arrived,
-                on_failed=self._on_failed,
+                on_arrived=self._hears.on_arrived,
+                on_failed=self._hears.on_failed,
                 overwrites=self._overwrites,
             )
             self.address = transport.address

@@ -7,29 +7,32 @@ revision, or another source, goes on from there.
 """
 
 import asyncio
+import enum
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from services.node.checkpoints.packing import Digest
+from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.transport.base import Transport
+from services.node.transport.base import Listener, Transport
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.errors import (
     BadInput,
     Conflict,
     DigestMismatch,
+    IllegalTransition,
     LambdaScaleError,
     NotFound,
     PeerLost,
     ProtocolViolation,
     RegionUnknown,
-    StaleEpoch,
     TransportTimeout,
 )
-from shared.ids import EventId, ModelId, NodeId
+from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
 
@@ -56,8 +59,8 @@ OF_THE_SOURCE = (PeerLost, ProtocolViolation, TransportTimeout)
 class Arrival:
     """A block is complete, verified and readable by others."""
 
-    event: EventId
-    revision: int
+    plan: PlanId
+    """That it was pulled for."""
     model_id: ModelId
     block: int
     source: NodeId
@@ -69,15 +72,23 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PullFailure:
     """A block cannot be had from its source; once a block and revision."""
 
-    event: EventId
-    revision: int
+    plan: PlanId
+    """That it was pulled for."""
     model_id: ModelId
     block: int
     source: NodeId
     error: LambdaScaleError
+
+
+class PlaneListener(Listener, Protocol):
+    """Who hears what happens on a node's data plane, on its loop."""
+
+    def on_arrived(self, arrival: Arrival) -> None: ...
+
+    def on_failed(self, failure: PullFailure) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -96,12 +107,29 @@ class _Block:
         return self.ready == len(self.verified)
 
 
+class PullState(enum.Enum):
+    """A pull ends once. What its reads still say after that is ignored."""
+
+    PULLING = "pulling"
+    ARRIVED = "arrived"
+    FAILED = "failed"
+    GIVEN_UP = "given up"
+    """Another source was named, or the block came by other means, or the model goes."""
+
+
+PULL_STEPS = {
+    PullState.PULLING: frozenset({PullState.ARRIVED, PullState.FAILED, PullState.GIVEN_UP}),
+    PullState.ARRIVED: frozenset[PullState](),
+    PullState.FAILED: frozenset[PullState](),
+    PullState.GIVEN_UP: frozenset[PullState](),
+}
+
+
 @dataclass(slots=True, eq=False)
 class _Pulling:
     """One block from one source."""
 
-    event: EventId
-    revision: int
+    plan: PlanId
     step: int
     block: int
     source: NodeId
@@ -114,7 +142,20 @@ class _Pulling:
     first_byte_ns: int = 0
     way: str = ""
     """What carries its bytes."""
-    ended: bool = False
+    state: PullState = PullState.PULLING
+
+    @property
+    def ended(self) -> bool:
+        return self.state is not PullState.PULLING
+
+    def end(self, state: PullState) -> None:
+        """IllegalTransition if it has ended already."""
+        if state not in PULL_STEPS[self.state]:
+            raise IllegalTransition(
+                f"block {self.block} from {self.source}: {state.value} is not a step; "
+                f"it is {self.state.value}"
+            )
+        self.state = state
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +164,6 @@ class _Model:
     manifest: Manifest
     space: ModelSpace
     blocks: list[_Block]
-    event: EventId | None = None
-    revision: int = 0
     pulls: dict[int, _Pulling] = field(default_factory=dict)
     queues: dict[NodeId, list[_Pulling]] = field(default_factory=dict)
     """The pulls from each source, in order of steps; ended ones perhaps among them."""
@@ -150,7 +189,7 @@ class Mover:
         transport: Transport,
         *,
         on_arrived: Callable[[Arrival], None],
-        on_failed: Callable[[Failure], None],
+        on_failed: Callable[[PullFailure], None],
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
         read_bytes: int = READ_BYTES,
     ) -> None:
@@ -210,31 +249,29 @@ class Mover:
     def apply(
         self,
         model_id: ModelId,
-        event: EventId,
-        revision: int,
+        plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
     ) -> None:
         """Pulls these blocks, in step order from each source; replaces what was applied before.
 
-        A block in flight from the same source goes on. NotFound: the model is not hosted;
-        StaleEpoch: a newer revision of the event is applied; BadInput: nothing was changed.
+        A block in flight from the same source goes on. `plan`: says in whose name; whether it may
+        still be applied is for the caller to know. NotFound: the model is not hosted; BadInput:
+        nothing was changed.
         """
         model = self._hosted(model_id)
-        _check(model, event, revision, pulls, addresses)
-        model.event, model.revision = event, revision
+        _check(model, pulls, addresses)
         wanted = {pull.block: pull for pull in pulls if not model.blocks[pull.block].complete}
         for pulling in list(model.pulls.values()):
             pull = wanted.get(pulling.block)
             if pull and (pull.source, addresses[pull.source]) == (pulling.source, pulling.address):
-                pulling.event, pulling.revision, pulling.step = event, revision, pull.step
+                pulling.plan, pulling.step = plan, pull.step
                 del wanted[pull.block]
             else:
-                self._end(model, pulling)
+                self._end(model, pulling, PullState.GIVEN_UP)
         for pull in wanted.values():
             model.pulls[pull.block] = _Pulling(
-                event,
-                revision,
+                plan,
                 pull.step,
                 pull.block,
                 pull.source,
@@ -254,7 +291,7 @@ class Mover:
             if self._models.get(model_id) is not model:
                 return
             for pulling in list(model.pulls.values()):
-                self._end(model, pulling)
+                self._end(model, pulling, PullState.GIVEN_UP)
             await asyncio.gather(*(self._transport.unregister(b.region) for b in model.blocks))
             writers = [task for block in model.blocks for task in block.writers]
             if writers:
@@ -390,11 +427,10 @@ class Mover:
         self._advance(model, pulling.block)
         if not block.complete:
             return
-        self._end(model, pulling)
+        self._end(model, pulling, PullState.ARRIVED)
         self._on_arrived(
             Arrival(
-                pulling.event,
-                pulling.revision,
+                pulling.plan,
                 model.id,
                 pulling.block,
                 pulling.source,
@@ -416,20 +452,18 @@ class Mover:
             self._transport.advance(block.region, sum(model.manifest.chunk_range(index, ready - 1)))
 
     def _fail(self, model: _Model, pulling: _Pulling, error: LambdaScaleError) -> None:
-        self._end(model, pulling)
-        self._on_failed(
-            Failure(pulling.event, pulling.revision, model.id, pulling.block, pulling.source, error)
-        )
+        self._end(model, pulling, PullState.FAILED)
+        self._on_failed(PullFailure(pulling.plan, model.id, pulling.block, pulling.source, error))
 
     def _end_pull(self, model: _Model, block: int) -> None:
         """Its place in the window goes to the source's other blocks."""
         pulling = model.pulls.get(block)
         if pulling is not None:
-            self._end(model, pulling)
+            self._end(model, pulling, PullState.GIVEN_UP)
             self._fill(model, pulling.source)
 
-    def _end(self, model: _Model, pulling: _Pulling) -> None:
-        pulling.ended = True
+    def _end(self, model: _Model, pulling: _Pulling, state: PullState) -> None:
+        pulling.end(state)
         del model.pulls[pulling.block]
         for task in set(pulling.reads.values()):
             task.cancel()
@@ -491,13 +525,9 @@ def _missing(model: _Model, pulling: _Pulling) -> Iterator[int]:
 
 def _check(
     model: _Model,
-    event: EventId,
-    revision: int,
     pulls: Sequence[Pull],
     addresses: Mapping[NodeId, str],
 ) -> None:
-    if event == model.event and revision < model.revision:
-        raise StaleEpoch(f"revision {revision} of {event}: {model.revision} is applied already")
     blocks = [pull.block for pull in pulls]
     if len(set(blocks)) < len(blocks):
         raise BadInput("a plan pulls a block twice")

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.node.transport.base import Buffer, OnPeerLost, Transport
-from shared.errors import LambdaScaleError, TransportError
+from services.node.transport.base import Buffer, Listener, Transport
+from shared.errors import TransportError
 
 
 class Outboxes:
@@ -15,11 +15,11 @@ class Outboxes:
         self,
         transport: Transport,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        on_peer_lost: OnPeerLost,
+        listener: Listener,
     ) -> None:
         self._transport = transport
         self._spawn = spawn
-        self._on_peer_lost = on_peer_lost
+        self._hears = listener
         self._waiting: dict[str, deque[tuple[bytes, Sequence[Buffer]]]] = {}
         """Of the peers that something is being sent to."""
 
@@ -38,9 +38,9 @@ class Outboxes:
             while outbox:
                 header, payload = outbox.popleft()
                 await self._transport.send(address, header, payload)
-        except LambdaScaleError as error:
-            lost = error if isinstance(error, TransportError) else TransportError(str(error))
+        except Exception as error:  # a peer's boundary
+            lost = error if isinstance(error, TransportError) else TransportError(repr(error))
         finally:
             del self._waiting[address]
         if lost is not None:
-            self._on_peer_lost(address, lost)
+            self._hears.on_peer_lost(address, lost)

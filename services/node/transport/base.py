@@ -21,13 +21,51 @@ from shared.errors import TransportError
 
 Buffer = bytes | bytearray | memoryview
 
-OnMessage = Callable[[str, memoryview, memoryview], None]
-"""(sender's address, header, payload). Both views belong to the receiver. Must not block."""
 OnReceived = Callable[[memoryview], object]
 """Called with each part of a read's bytes once it has arrived, in order, possibly on another
 thread."""
-OnPeerLost = Callable[[str, TransportError], None]
-"""(peer's address, reason). Called once when an established connection breaks."""
+
+
+class Listener(Protocol):
+    """Who hears what happens on a transport. Called on the transport's loop; must not block."""
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        """`sender`: the address at which the peer says that it listens; nothing proves it. Both
+        views belong to the receiver."""
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        """Called once when an established connection to an address breaks. Only a connection that
+        this end dialled counts: what the other end of an accepted one says of itself is no proof
+        that the peer at that address is lost."""
+
+    def on_dialled(self, address: str) -> None:
+        """A peer that says it listens at the address has connected. To see its loss, dial it."""
+
+    def on_connected(self, address: str, way: str) -> None:
+        """A connection for reads from the peer stands; the way of that name will carry them."""
+
+    def on_sent(self, began: float, ended: float, nbytes: int) -> None:
+        """A read of a peer was answered (seconds on the loop's clock)."""
+
+
+class NoListener:
+    """A listener that does nothing: for a transport of which nobody wants to hear, and as a base
+    for listeners that want to hear only some of it."""
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        pass
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        pass
+
+    def on_dialled(self, address: str) -> None:
+        pass
+
+    def on_connected(self, address: str, way: str) -> None:
+        pass
+
+    def on_sent(self, began: float, ended: float, nbytes: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

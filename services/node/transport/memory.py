@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
 from services.node.transport.pacing import Port
 from services.node.transport.regions import Regions
 from shared.clock import wall_ns
@@ -44,14 +44,12 @@ class MemoryTransport:
         address: str,
         *,
         link_bytes_per_s: int,
-        on_message: OnMessage,
-        on_peer_lost: OnPeerLost,
+        listener: Listener,
     ) -> None:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes."""
         self._network = network
         self._address = address
-        self._on_message = on_message
-        self._on_peer_lost = on_peer_lost
+        self._hears = listener
         self._regions = Regions()
         self._egress = Port(link_bytes_per_s, width=1)
         self._ingress = Port(link_bytes_per_s)
@@ -137,7 +135,7 @@ class MemoryTransport:
     def _deliver(self, sender: str, header: memoryview, payload: memoryview) -> None:
         if self._open:
             self._ingress.charge(len(header) + len(payload))
-            self._on_message(sender, header, payload)
+            self._hears.on_message(sender, header, payload)
 
     def _link(self, address: str) -> "MemoryTransport":
         if not self._open:
@@ -152,7 +150,7 @@ class MemoryTransport:
         for read, source in self._reads.items():
             if source is peer:
                 read.cancel()
-        self._on_peer_lost(peer.address, PeerLost(f"{peer.address}: the peer closed"))
+        self._hears.on_peer_lost(peer.address, PeerLost(f"{peer.address}: the peer closed"))
 
     async def _copy(
         self,

@@ -51,5 +51,8 @@ class Pool(Generic[T]):
         except LambdaScaleError as error:
             self.drop(address)
             outcome = error
+        except Exception as error:  # a peer's boundary
+            self.drop(address)
+            outcome = PeerLost(f"{address}: bug: {error!r}")
         if not slot.done():
             slot.set_result(outcome)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from services.node.transport.base import Buffer, OnMessage, OnPeerLost, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
 from services.node.transport.connection import (
     DEEP,
     Connection,
@@ -28,7 +28,7 @@ from services.node.transport.connection import (
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
-from services.node.transport.reads import OnSent, ReadChannel, ReadServer, Spawn, Way, Work
+from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Way, Work
 from services.node.transport.regions import Regions
 from services.node.transport.tls import Tls
 from services.node.transport.wire import (
@@ -55,8 +55,6 @@ ACCEPT_PAUSE_S = 0.05
 """Seconds to wait after a failed accept (for example because no file descriptors are left)."""
 PeerKey = tuple[str, int]
 """(address, instance)."""
-OnConnected = Callable[[str, str], None]
-"""(peer's address, name of the way that will carry reads from it)."""
 
 
 class _Ports:
@@ -74,10 +72,7 @@ class TcpTransport:
         port: int,
         *,
         link_bytes_per_s: int,
-        on_message: OnMessage,
-        on_peer_lost: OnPeerLost,
-        on_connected: OnConnected = lambda address, way: None,
-        on_sent: OnSent = lambda began, ended, nbytes: None,
+        listener: Listener,
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
         silence_s: float = SILENCE_S,
@@ -86,10 +81,7 @@ class TcpTransport:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
         best first."""
         self._host, self._port = host, port
-        self._on_message = on_message
-        self._on_peer_lost = on_peer_lost
-        self._on_connected = on_connected
-        self._on_sent = on_sent
+        self._hears = listener
         self._tls = tls
         self._ways = {way.name: way for way in ways}
         self._ports = {way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, MAX_GRANT) for way in ways}
@@ -104,8 +96,9 @@ class TcpTransport:
         self._tasks: set[asyncio.Task[None]] = set()
         self._readers = Pool(self._dial_reads, self._spawn)
         self._senders = Pool(self._dial_messages, self._spawn)
-        self._standing: dict[Connection, PeerKey] = {}
-        """Connections past their handshake, with their peers."""
+        self._standing: dict[Connection, PeerKey | None] = {}
+        """Connections past their handshake, with the peers that this end dialled. None: accepted,
+        from a peer whose word is all that says who it is."""
         self._told: set[PeerKey] = set()
         """Peers whose loss was reported while some of their connections still stand."""
         self._closing = False
@@ -235,8 +228,8 @@ class TcpTransport:
             channel.fail(error)
 
         self._stand(connection, (address, peer.instance), closed)
-        self._on_connected(address, way.name if way else connection.name)
-        self._spawn(_guard(connection, channel.run))
+        self._hears.on_connected(address, way.name if way else connection.name)
+        self._spawn(self._guard(connection, channel.run))
         return channel
 
     async def _complete(
@@ -260,7 +253,7 @@ class TcpTransport:
     async def _dial_messages(self, address: str) -> Connection:
         connection, peer = await self._dial(address, Purpose.MESSAGES, {})
         self._stand(connection, (address, peer.instance), lambda _: self._senders.drop(address))
-        self._spawn(_guard(connection, lambda: _receive_nothing(connection)))
+        self._spawn(self._guard(connection, lambda: _receive_nothing(connection)))
         return connection
 
     async def _dial(
@@ -320,7 +313,7 @@ class TcpTransport:
             sock.setblocking(False)
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
-            welcome = self._spawn(_guard(connection, partial(self._welcome, connection)))
+            welcome = self._spawn(self._guard(connection, partial(self._welcome, connection)))
             # A task that is cancelled before it has begun closes nothing by itself.
             welcome.add_done_callback(partial(_close_with_task, connection))
 
@@ -338,11 +331,17 @@ class TcpTransport:
         try:
             own = Hello(peer.purpose, self._instance, self.address, answer)
             await connection.send([encode_hello(own)])
-            self._stand(connection, (peer.address, peer.instance), lambda _: None)
+            self._stand(connection, None, partial(self._accepted_ended, connection))
+            self._hears.on_dialled(peer.address)
             if peer.purpose is Purpose.READS:
                 spawn = self._spawner(connection)
                 await ReadServer(
-                    connection, self._regions, self._link.out, spawn, way, on_sent=self._on_sent
+                    connection,
+                    self._regions,
+                    self._link.out,
+                    spawn,
+                    way,
+                    on_sent=self._hears.on_sent,
                 ).run()
             else:
                 await self._receive_messages(connection)
@@ -366,29 +365,39 @@ class TcpTransport:
             header = await connection.receive_exactly(prefix.body)
             payload = await connection.receive_exactly(prefix.payload)
             self._link.into.charge(prefix.body + prefix.payload)
-            self._on_message(connection.address, memoryview(header), memoryview(payload))
+            self._hears.on_message(connection.address, memoryview(header), memoryview(payload))
 
     # --- standing connections --------------------------------------------------
 
     def _stand(
-        self, connection: Connection, peer: PeerKey, closed: Callable[[TransportError], None]
+        self, connection: Connection, peer: PeerKey | None, closed: Callable[[TransportError], None]
     ) -> None:
+        """`peer`: None if the connection was accepted. Its end is then no peer's loss: whoever says
+        that it is some node would end that node's requests by hanging up."""
         self._standing[connection] = peer
-        self._told.discard(peer)
+        if peer is not None:
+            self._told.discard(peer)
 
         def on_closed(error: TransportError) -> None:
             del self._standing[connection]
             closed(error)
-            self._tell_lost(peer, error)
+            if peer is not None:
+                self._tell_lost(peer, error)
 
         connection.on_closed = on_closed
-        self._spawn(_guard(connection, connection.send_posted))
+        self._spawn(self._guard(connection, connection.send_posted))
+
+    def _accepted_ended(self, connection: Connection, error: TransportError) -> None:
+        if not self._closing:
+            tell = self._log.warning if isinstance(error, ProtocolViolation) else self._log.debug
+            says = connection.address
+            tell("an accepted connection ended", says_it_is=says, code=error.code, error=str(error))
 
     def _tell_lost(self, peer: PeerKey, error: TransportError) -> None:
         """Reports the loss once, though the death of a process breaks several connections."""
         if peer not in self._told and not self._closing:
             self._told.add(peer)
-            self._on_peer_lost(peer[0], error)
+            self._hears.on_peer_lost(peer[0], error)
         if peer not in self._standing.values():
             self._told.discard(peer)
 
@@ -413,15 +422,17 @@ class TcpTransport:
         return task
 
     def _spawner(self, connection: Connection) -> Spawn:
-        return lambda work: self._spawn(_guard(connection, work))
+        return lambda work: self._spawn(self._guard(connection, work))
 
-
-async def _guard(connection: Connection, work: Work) -> None:
-    """Runs a connection's work. If it fails, it closes this connection and nothing else."""
-    try:
-        await work()
-    except TransportError as error:
-        connection.close(error)
+    async def _guard(self, connection: Connection, work: Work) -> None:
+        """Runs a connection's work. If it fails, it closes this connection and nothing else."""
+        try:
+            await work()
+        except TransportError as error:
+            connection.close(error)
+        except Exception as error:  # a connection's boundary
+            self._log.exception("a connection ended with a bug", peer=connection.address)
+            connection.close(PeerLost(f"{connection.address}: bug: {error!r}"))
 
 
 def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from services.node.transport.rdma import RdmaDirect
 from services.node.transport.tcp import TcpTransport
 from shared.errors import PeerLost, TransportError
 from tests.rdma.guest.peer import DEVICE, GID_INDEX, NBYTES, pattern
+from tests.support.listeners import Hears
 
 SOURCE = "10.9.0.1"
 PORT = 7001
@@ -29,8 +30,7 @@ async def main(role: str) -> None:
         SOURCE if role == "serve" else "10.9.0.2",
         PORT,
         link_bytes_per_s=0,
-        on_message=lambda sender, header, payload: None,
-        on_peer_lost=on_peer_lost,
+        listener=Hears(lost=on_peer_lost),
         ways=[RdmaDirect([arena.memory], DEVICE, GID_INDEX)],
         silence_s=5.0,
     ) as transport:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from services.node.real_parts import RealParts
 from services.node.service import NodeService
 from services.registry.service import RegistryService
 from shared import subjects
@@ -107,7 +108,8 @@ class Nodes:
     ) -> NodeService:
         async with AsyncExitStack() as stack:
             bus = await stack.enter_async_context(bus or MemoryBus(self.broker, name))
-            service = NodeService(bus, self.config(name, **settings))
+            config = self.config(name, **settings)
+            service = NodeService(bus, config, RealParts(config))
             await stack.enter_async_context(service)
             self._running[name] = stack.pop_all()
         self.services[name] = service
@@ -160,12 +162,14 @@ class Nodes:
         event: str = "ev-1",
         revision: int = 0,
         generation: int | None = None,
+        epoch: int = 0,
         infos: Mapping[str, NodeInfo] | None = None,
     ) -> ApplyPlan:
         """`pulls`: block -> source."""
         pulls = pulls or {}
         known = {n: self.info(n) for n in self.services} | dict(infos or {})
         return ApplyPlan(
+            epoch=epoch,
             event=EventId(event),
             revision=revision,
             node=NodeId(name),
@@ -186,8 +190,9 @@ class Nodes:
         await self.request(subjects.node_plan(NodeId(name)), plan)
         return plan
 
-    async def release(self, name: str, keep: Tier | None = None) -> None:
+    async def release(self, name: str, keep: Tier | None = None, *, epoch: int = 0) -> None:
         message = ReleaseModel(
+            epoch=epoch,
             node=NodeId(name),
             generation=self.info(name).generation,
             model_id=self.record.model_id,
@@ -282,6 +287,11 @@ class Nodes:
             await self.statuses.until(lambda: self.tiers(name) == tiers)
         except TimeoutError:
             raise AssertionError(f"{name} holds {self.tiers(name)}, not {tiers}") from None
+
+    async def until_violations(self, name: str, count: int) -> None:
+        await self.statuses.until(
+            lambda: (status := self.status(name)) is not None and status.violations == count
+        )
 
     async def pool(self) -> PoolState:
         state: PoolState = await self.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState)

@@ -70,6 +70,12 @@ class FakeKv:
         return self.cached.get(key, 0)
 
 
+class Named(str):
+    """Hidden states, of which a name is enough."""
+
+    shape = (0, 0)
+
+
 def batcher(
     node: str = "a",
     *,
@@ -105,7 +111,7 @@ def run(core: Batcher, work: Work, token: int = 1) -> list[Command]:
     commands: list[Command] = []
     for part in work:
         sampled = [(token,) if row.draw else () for row in part.rows]
-        commands += core.ran(part, sampled, f"hidden {part.batch}")
+        commands += core.ran(part, sampled, Named(f"hidden {part.batch}"))
     return commands
 
 
@@ -386,9 +392,9 @@ def test_a_prompt_that_was_not_scored_ends_its_request() -> None:
 def test_what_is_to_be_scored_goes_to_the_stage_with_the_head() -> None:
     core = batcher("b")
     row = Row("r#1", 0, 2, 9, score=Score(0, (5, 6), 1))
-    core.received(forward(Path(MODEL, THREE), row), "hidden")
+    core.received(forward(Path(MODEL, THREE), row), Named("hidden"))
     (part,) = take(core)
-    (sent,) = core.ran(part, [()], "hidden")
+    (sent,) = core.ran(part, [()], Named("hidden"))
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Forward)
     assert sent.message.rows == (row,)
@@ -704,7 +710,7 @@ def test_a_row_waits_for_its_grammar_and_others_of_its_batch_do_not() -> None:
         for rules in (RULED, LogitRules(min_tokens=1))
     ]
     given = [Row(f"{name}#1", 0, 1, 9, draw=draw) for name, draw in zip("gp", draws, strict=True)]
-    (asked,) = core.received(forward(FROM_C, *given), "hidden")
+    (asked,) = core.received(forward(FROM_C, *given), Named("hidden"))
     assert isinstance(asked, Prepare)
     assert (asked.model_id, asked.sequence, asked.context) == (MODEL, "g#1", draws[0].context)
     assert rows(take(core)) == [("p#1", 0, 1)]
@@ -839,7 +845,7 @@ def looping(
 def land(core: Batcher, part: Part, *drawn: tuple[int, ...]) -> list[Token]:
     """What goes out of these tokens."""
     if len(part.path.stages) > 1:
-        core.ran(part, [()] * len(drawn), "hidden")
+        core.ran(part, [()] * len(drawn), Named("hidden"))
         pairs = tuple(zip(part.keys, drawn, strict=True))
         commands = core.received(Sampled(part.batch, pairs))
     else:
@@ -954,7 +960,7 @@ def test_nothing_is_proposed_for_want_of_kv() -> None:
 def test_tokens_that_were_not_proposed_cannot_be_accepted(drawn: tuple[int, ...]) -> None:
     core = looping("r", path=TWO)
     (part,) = take(core)
-    core.ran(part, [()], "hidden")
+    core.ran(part, [()], Named("hidden"))
     commands = core.received(Sampled(part.batch, ((part.keys[0], drawn),)))
     assert [
         c.what.code for c in commands if isinstance(c, Emit) and isinstance(c.what, AttemptFailed)
@@ -995,10 +1001,10 @@ def test_a_followed_sequence_goes_on_at_any_of_its_proposed_positions() -> None:
 
 def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None:
     core = batcher(step_tokens=8)
-    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), "from c")
-    core.received(forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), "from d")
+    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), Named("from c"))
+    core.received(forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), Named("from d"))
     work = take(core)
-    assert [part.hidden for part in work] == ["from c", "from d"]
+    assert [part.hidden for part in work] == [Named("from c"), Named("from d")]
     assert not core.take()
     assert core.ran(work[0], [(5,)], None) == [Send("mem://c", Sampled(4, (("x#1", (5,)),)))]
     assert core.ran(work[1], [()], None) == [Send("mem://d", Sampled(7, (("y#1", ()),)))]
@@ -1062,9 +1068,9 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
     core = batcher("b")
     path = Path(MODEL, THREE)
     row = Row("x#1", 0, 2, 9)
-    core.received(forward(path, row, batch=3), "in")
-    assert core.ran(take(core)[0], [()], "out") == [
-        Send("mem://c", Forward(path, 2, 3, (row,)), "out")
+    core.received(forward(path, row, batch=3), Named("in"))
+    assert core.ran(take(core)[0], [()], Named("out")) == [
+        Send("mem://c", Forward(path, 2, 3, (row,)), Named("out"))
     ]
 
 
@@ -1081,10 +1087,10 @@ def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
 
 def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_states() -> None:
     core = batcher(step_tokens=9)
-    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), "hidden")
+    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), Named("hidden"))
     assert core.received(Free(("x#1",))) == [Release(("x#1",))]
     (part,) = take(core)
-    assert (part.keys, part.offsets, part.hidden) == (("y#1",), (3,), "hidden")
+    assert (part.keys, part.offsets, part.hidden) == (("y#1",), (3,), Named("hidden"))
 
 
 @pytest.mark.parametrize(
@@ -1128,7 +1134,7 @@ def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     core.received(forward(path, Row("x#1", 0, 2, 9)))
     work = take(core)
     core.received(Free(("x#1",)))
-    assert core.ran(work[0], [()], "out") == []
+    assert core.ran(work[0], [()], Named("out")) == []
 
 
 def test_keys_name_an_attempt() -> None:

@@ -18,6 +18,7 @@ from services.node.checkpoints.packing import chunk_bytes
 from services.node.execution.steps import Steps
 from services.node.execution.worker import Worker
 from services.node.moving.data_plane import DataPlane
+from services.node.real_parts import RealParts
 from services.node.service import NodeService
 from shared import clock, subjects
 from shared.bus.base import On
@@ -170,7 +171,8 @@ async def test_an_engine_that_dies_ends_the_node_with_its_error(
     async with nodes(tmp_path, checkpoint) as up, MemoryBus(up.broker, "a") as bus:
 
         async def live() -> None:
-            async with NodeService(bus, up.config("a")) as service:
+            config = up.config("a")
+            async with NodeService(bus, config, RealParts(config)) as service:
                 worker = service._worker
                 assert isinstance(worker, Worker)
                 worker._post(die)
@@ -189,7 +191,8 @@ async def test_a_data_plane_that_dies_ends_the_node(tmp_path: Path, checkpoint: 
             raise ZeroDivisionError("a bug in the data thread")
 
         async def live() -> None:
-            async with NodeService(bus, up.config("a")) as service:
+            config = up.config("a")
+            async with NodeService(bus, config, RealParts(config)) as service:
                 data = service._data
                 assert isinstance(data, DataPlane)
                 data._loop.call_soon_threadsafe(lambda: data._group.create_task(broken()))

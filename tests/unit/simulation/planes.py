@@ -6,13 +6,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.node.checkpoints.packing import digest
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, PullFailure
 from shared.errors import TransportError
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
 from simulation.data_plane import ModelledDataPlane
 from simulation.network import Network
 from simulation.transport import Ends
+from tests.support.listeners import PlaneHears
 
 MODEL = ModelId("m")
 CHUNK = 1024
@@ -51,19 +52,21 @@ class Plane(ModelledDataPlane):
         super().__init__(
             ends,
             node,
-            on_message=lambda sender, header, payload: self.messages.append(
-                (sender, bytes(header) + bytes(payload))
+            PlaneHears(
+                lambda sender, header, payload: self.messages.append(
+                    (sender, bytes(header) + bytes(payload))
+                ),
+                self._note_loss,
+                self._note,
+                self._note_failure,
             ),
-            on_peer_lost=self._note_loss,
-            on_arrived=self._note,
-            on_failed=self._note_failure,
         )
         self.messages: list[tuple[str, bytes]] = []
         self.lost: list[tuple[str, TransportError]] = []
         self.last_words: list[bytes] = []
         """Sent to a peer that is lost, one each time."""
         self.arrived: list[Arrival] = []
-        self.failed: list[Failure] = []
+        self.failed: list[PullFailure] = []
         self.shape = shape
         self._changed = asyncio.Event()
         size = ModelSpace.size(shape)
@@ -78,7 +81,7 @@ class Plane(ModelledDataPlane):
         if self.last_words:
             self.send(address, self.last_words.pop(0), [])
 
-    def _note_failure(self, failure: Failure) -> None:
+    def _note_failure(self, failure: PullFailure) -> None:
         self.failed.append(failure)
 
     async def hold_all(self) -> None:

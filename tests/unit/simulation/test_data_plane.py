@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.node.core.residency import PlanId
 from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from shared.clock import now
@@ -21,8 +22,7 @@ ADDRESSES = {NodeId(f"n{index}"): address_of(f"n{index}") for index in range(200
 async def pull(plane: Plane, *pulls: tuple[int, int, str], revision: int = 0) -> None:
     await plane.apply(
         MODEL,
-        EVENT,
-        revision,
+        PlanId(EVENT, revision),
         [Pull(step, block, NodeId(source)) for step, block, source in pulls],
         ADDRESSES,
     )

@@ -12,6 +12,7 @@ from shared.errors import PeerLost, TransportError, TransportTimeout
 from simulation.loop import EPOCH_NS, run
 from simulation.network import Network
 from simulation.transport import Ends, ModelledTransport
+from tests.support.listeners import Hears
 
 RATE = 1000.0
 LATENCY_S = 0.25
@@ -23,10 +24,12 @@ class End:
         self.transport = ModelledTransport(
             ends,
             node,
-            on_message=lambda sender, header, payload: self.heard.append(
-                (now(), bytes(header), bytes(payload))
+            listener=Hears(
+                lambda sender, header, payload: self.heard.append(
+                    (now(), bytes(header), bytes(payload))
+                ),
+                lambda address, error: self.lost.append((now(), address, error)),
             ),
-            on_peer_lost=lambda address, error: self.lost.append((now(), address, error)),
         )
         self.heard: list[tuple[float, bytes, bytes]] = []
         self.lost: list[tuple[float, str, TransportError]] = []

@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from services.node.execution.steps import Steps
 from services.node.transport.base import Buffer
 from shared.clock import now
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, PeerLost
@@ -300,15 +301,37 @@ def test_stopping_fails_what_runs() -> None:
     run(main())
 
 
-def test_an_engine_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_ends_what_it_was_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         net = await Net().add("a")
 
         def fail(model_id: object) -> None:
             raise ZeroDivisionError("the model is wrong")
 
-        monkeypatch.setattr(net.engines["a"], "begin", fail)
-        await net.go(submit("r"))
+        with monkeypatch.context() as patch:
+            patch.setattr(net.engines["a"], "begin", fail)
+            await net.workers["a"].submit(submit("r"))
+            while not net.failed:
+                net.changed.clear()
+                await net.changed.wait()
+        assert net.failed == {"r": "error"}
+        assert net.workers["a"].load().faults == 1
+        await net.go(submit("s"))
+
+    run(main())
+
+
+def test_a_bug_of_its_own_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        net = await Net().add("a")
+
+        def fail(model_id: object) -> None:
+            raise ZeroDivisionError("the model is wrong")
+
+        monkeypatch.setattr(Steps, "flush", fail)
+        with pytest.raises(ZeroDivisionError):
+            await net.go(submit("r"))
+        net.workers["a"].cancel(Cancel(request=RequestId("r"), attempt=1))
         with pytest.raises(ZeroDivisionError):
             await net.workers["a"].wait()
         with pytest.raises(Conflict, match="the model is wrong"):

@@ -1,6 +1,6 @@
 """What a bug, or a peer's nonsense, may end: itself, or the sequences it names; not the node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
 from services.node.core.rows import Context, Draw, Row
@@ -15,13 +16,34 @@ from services.node.execution import activations
 from shared.errors import CapacityExceeded, LambdaScaleError, PeerLost
 from shared.ids import RequestId
 from shared.messages.serving import Cancel, LogitRules, Sampling
-from tests.support.arbitrary import values
 from tests.support.hash_engine import HIDDEN, continuation
+from tests.support.malformed import well_framed
 from tests.support.worker_cluster import BLOCKS, MODEL, TWO, WHOLE, submit
 from tests.unit.node.execution.test_steps import FROM_C, Rig, hidden_states
 
+LIKELY: dict[str, Any] = {
+    "sequence": ["r#1", "a#1", "b"],
+    "sequences": [("r#1",), ("a#1", "b")],
+    "batch": [0, 1, 2, 3],
+    "position": [0, 1, 2],
+    "count": [1, 2],
+    "limit": [9],
+    "tokens": [(), (1,)],
+    "image": [b""],
+}
+ANYTHING = st.one_of(
+    *(well_framed(kind, **LIKELY) for kind in (Forward, Free, Failed)),
+    well_framed(Sampled, batch=[1, 2], tokens=[(("r#1", (7,)),), (("a#1", ()),)]),
+)
 PROMPT = (3, 1, 4, 1, 5)
 RULED = Context((1,), 1, (), LogitRules(grammar="g"))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """To draw every traceback with its locals would take most of the time."""
+    with capture_logs():
+        yield
 
 
 def bug(*_: Any) -> Any:
@@ -70,7 +92,7 @@ def for_us(message: StageMessage) -> StageMessage:
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.one_of(*map(values, (Forward, Sampled, Free, Failed))), max_size=12))
+@given(st.lists(ANYTHING, max_size=12))
 def test_no_messages_end_the_node_or_reach_a_bug(messages: list[StageMessage]) -> None:
     rig = Rig()
     rig.steps.submit(submit("a", WHOLE, max_tokens=3))

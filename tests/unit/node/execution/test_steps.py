@@ -7,7 +7,7 @@ from services.node.engine.base import StagePart
 from services.node.execution import activations
 from services.node.execution.steps import Steps
 from services.node.transport.base import Buffer
-from shared.errors import BadInput
+from shared.errors import BadInput, PeerLost
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.instances import Stage
 from shared.messages.serving import Sampling, Tokens
@@ -355,3 +355,19 @@ def test_closing_a_model_ends_its_attempts_at_once() -> None:
     assert isinstance(told, Failed)
     assert (told.sequences, told.code) == (("x#1",), "not_found")
     assert (rig.steps.load.running, rig.steps.load.kv_used) == (0, 0)
+
+
+def test_the_story_of_a_request_names_what_led_to_each_step() -> None:
+    rig = Rig()
+    rig.steps.submit(submit("r", WHOLE, max_tokens=1))
+    rig.steps.submit(submit("lost", TWO))
+    rig.run()
+    rig.steps.peer_lost("mem://b", PeerLost("gone"))
+    told = [(step.cause, step.text) for step in rig.steps.story.of("r")]
+    assert told == [("r", "comes"), ("step", "length"), ("step", "gives its KV back")]
+    told = [(step.cause, step.text) for step in rig.steps.story.of("lost#1")]
+    assert told == [
+        ("lost", "comes"),
+        ("loss of mem://b", "gives its KV back"),
+        ("loss of mem://b", "fails: peer_lost"),
+    ]

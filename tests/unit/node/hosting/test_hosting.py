@@ -13,7 +13,7 @@ from services.node.execution.worker import Worker
 from services.node.hosting import hosting
 from services.node.hosting.hosting import Hosted, Hosting
 from services.node.hosting.library import Library
-from services.node.moving.mover import Arrival, Failure
+from services.node.moving.mover import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
 from shared.errors import (
@@ -107,6 +107,38 @@ async def test_stale_plans_and_releases_are_refused_and_change_nothing(
             with pytest.raises(StaleEpoch, match="generation"):
                 await up.apply("a", revision=3, generation=7)
         await up.until_arrived("a", ALL)  # the promotion went on
+
+
+async def test_a_planner_that_was_replaced_is_not_obeyed(tmp_path: Path, checkpoint: Path) -> None:
+    """It comes back to life and sends what it had in hand: plans of any event, and releases."""
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.apply("a", promote=FIRST_HALF, event="old", epoch=3)
+        await up.apply("a", promote=ALL, event="new", epoch=4)
+        with pytest.raises(StaleEpoch, match="planner epoch 3 came after epoch 4"):
+            await up.apply("a", event="old", revision=1, epoch=3)
+        with pytest.raises(StaleEpoch, match="planner epoch 3 came after epoch 4"):
+            await up.release("a", epoch=3)
+        arrivals = await up.until_arrived("a", ALL, "new")
+        assert {m.cause for m in arrivals} == {"new"}
+        await up.release("a", epoch=4)
+        await up.nothing_leaked("a")
+
+
+async def test_the_story_of_a_model_names_the_events(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.apply("a", promote=(0,), event="ev-7")
+        await up.until_arrived("a", (0,))
+        await up.release("a")
+        node, model = up.services["a"], up.record.model_id
+        story = [(step.cause, step.text) for step in await node.story(model)]
+        assert story == [
+            ("ev-7", "follows revision 0"),
+            ("ev-7", "active"),
+            ("ev-7", "runs block 0"),
+            ("release", "stands by"),
+            ("release", "gives its space back"),
+        ]
+        assert [step.text for step in await node.story("ev-7")] == [t for _, t in story[:3]]
 
 
 async def test_what_a_model_does_not_have_is_bad_input(tmp_path: Path, checkpoint: Path) -> None:
@@ -337,7 +369,7 @@ class Landings:
         self._changed = asyncio.Event()
         land = Hosting.land
 
-        def counted(hosting: Hosting, item: Arrival | Failure) -> None:
+        def counted(hosting: Hosting, item: Arrival | PullFailure) -> None:
             land(hosting, item)
             self._count += 1
             self._changed.set()
@@ -430,7 +462,9 @@ async def test_plans_and_releases_in_any_order_end_in_a_sound_state(
             calls.append(asyncio.create_task(work))
             if number % 5 == 0:
                 await asyncio.sleep(0.002)
-        await asyncio.gather(*calls)
+        for call in asyncio.as_completed(calls):
+            await call
+            up.services["b"].validate()
         await up.until_holds("b", {Tier.GPU: ALL})
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
         await up.release("b")

@@ -134,7 +134,8 @@ async def test_a_damaged_disk_does_not_spoil_what_a_peer_sent(
         hosting = up.services["b"]._hosting
         hosted = hosting._hosted[up.record.model_id]
         before = bytes(hosted.space.block(1))
-        hosting._promote(hosted.plan, hosted, [1])  # every chunk is there: none is read
+        assert hosted.residency.plan is not None
+        hosting._promote(hosted.residency.plan, hosted, [1])  # every chunk is there: none is read
         assert hosted.promotion is not None
         await hosted.promotion._task
         assert bytes(hosted.space.block(1)) == before

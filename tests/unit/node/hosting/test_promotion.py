@@ -166,7 +166,8 @@ async def test_blocks_that_are_there_need_no_disk(up: Nodes) -> None:
     await up.until_arrived("b", ALL)
     hosting = up.services["b"]._hosting
     hosted = hosting._hosted[up.record.model_id]
-    hosting._promote(hosted.plan, hosted, ALL)
+    assert hosted.residency.plan is not None
+    hosting._promote(hosted.residency.plan, hosted, ALL)
     assert hosted.promotion is not None
     await hosted.promotion._task
     assert up.failed("b") == []

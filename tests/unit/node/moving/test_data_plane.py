@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.mover import Arrival
 from shared.errors import ConfigError, Conflict, NotFound, PeerLost, TransportError
 from shared.ids import EventId, NodeId
 from shared.messages.scaling import Pull
+from tests.support.listeners import PlaneHears
 from tests.unit.node.moving.test_mover import CONTENT, MANIFEST, MODEL
 
 WAIT_S = 100.0
@@ -28,12 +31,11 @@ class Plane(DataPlane):
             "127.0.0.1",
             port,
             0,
-            on_message=on_message or self._on_message,
-            on_peer_lost=lambda address, error: self._note(self.lost, (address, error)),
-            on_connected=lambda address, way: None,
-            on_sent=lambda began, ended, nbytes: None,
-            on_arrived=lambda arrival: self._note(self.arrived, arrival),
-            on_failed=lambda failure: None,
+            listener=PlaneHears(
+                on_message or self._on_message,
+                lambda address, error: self._note(self.lost, (address, error)),
+                lambda arrival: self._note(self.arrived, arrival),
+            ),
         )
         self.messages: list[tuple[str, bytes]] = []
         self.lost: list[tuple[str, TransportError]] = []
@@ -126,7 +128,7 @@ async def test_a_block_goes_over() -> None:
         spaces[0].block(1)[:] = CONTENT[1]
         await a.mark_held(MODEL, 1)
         source = NodeId("a")
-        await b.apply(MODEL, EVENT, 0, [Pull(1, 1, source)], {source: a.address})
+        await b.apply(MODEL, PlanId(EVENT, 0), [Pull(1, 1, source)], {source: a.address})
         await b.until(lambda: bool(b.arrived))
         assert bytes(spaces[1].block(1)) == CONTENT[1]
         await b.drop(MODEL)
@@ -170,12 +172,25 @@ async def test_a_cancelled_call_is_finished_all_the_same() -> None:
         arena.free(space.span)  # nothing holds it
 
 
-async def test_a_data_thread_that_dies_is_noticed() -> None:
+async def test_a_listener_that_breaks_ends_the_connection_and_nothing_else() -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    async with Plane(on_message=broken) as a, Plane() as b:
-        b.send(a.address, b"hello", [])
+    with capture_logs():  # to draw the traceback takes seconds
+        async with Plane(on_message=broken) as a, Plane() as b:
+            b.send(a.address, b"hello", [])
+            await b.until(lambda: bool(b.lost))
+            a.send(b.address, b"still here", [])
+            await b.until(lambda: bool(b.messages))
+            assert b.messages == [(a.address, b"still here")]
+
+
+async def test_a_data_thread_that_dies_is_noticed() -> None:
+    async def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async with Plane() as a:
+        a._loop.call_soon_threadsafe(lambda: a._group.create_task(broken()))
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(BaseExceptionGroup) as caught:
                 await a.wait()

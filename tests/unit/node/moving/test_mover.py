@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.node.checkpoints.packing import Digest, digest
+from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import FIRST_WINDOW, Arrival, Failure, Mover, _Check, _runs
-from services.node.transport.base import OnReceived, ReadResult
+from services.node.moving.mover import FIRST_WINDOW, Arrival, Mover, PullFailure, _Check, _runs
+from services.node.transport.base import NoListener, OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
 from shared.errors import (
@@ -24,11 +25,11 @@ from shared.errors import (
     NotFound,
     PeerLost,
     RegionUnknown,
-    StaleEpoch,
 )
 from shared.ids import EventId, ModelId, NodeId
 from shared.layout import BlockSpec, Manifest
 from shared.messages.scaling import Pull
+from tests.support.listeners import Hears
 
 MODEL = ModelId("m")
 EVENT = EventId("ev-1")
@@ -80,13 +81,12 @@ class Node:
             host,
             0,
             link_bytes_per_s=rate,
-            on_message=lambda *_: None,
-            on_peer_lost=lambda address, _: self._lost(address),
+            listener=Hears(lost=lambda address, _: self._lost(address)),
         )
         self.lost: list[str] = []
         """Peers' addresses."""
         self.arrivals: list[Arrival] = []
-        self.failures: list[Failure] = []
+        self.failures: list[PullFailure] = []
         self.changed = asyncio.Event()
         self.mover = Mover(
             self.transport,
@@ -102,7 +102,7 @@ class Node:
         self.arrivals.append(arrival)
         self.changed.set()
 
-    def _failed(self, failure: Failure) -> None:
+    def _failed(self, failure: PullFailure) -> None:
         self.failures.append(failure)
         self.changed.set()
 
@@ -130,8 +130,7 @@ class Node:
     ) -> None:
         self.mover.apply(
             MODEL,
-            EVENT,
-            revision,
+            PlanId(EVENT, revision),
             [Pull(step, block, source.id) for step, block, source in pulls],
             {source.id: source.transport.address for source in sources},
         )
@@ -194,7 +193,7 @@ async def test_a_relay_plan_over_five_nodes(nodes: Nodes) -> None:
         assert not node.failures
     first = next(a for a in one.arrivals if a.block == 0)
     assert (first.source, first.nbytes, first.transport) == (source.id, SIZES[0], "tcp")
-    assert (first.event, first.revision, first.model_id) == (EVENT, 1, MODEL)
+    assert (first.plan, first.model_id) == (PlanId(EVENT, 1), MODEL)
     assert 0 < first.started_ns <= first.first_byte_ns <= first.finished_ns
 
 
@@ -242,7 +241,7 @@ async def test_wrong_bytes_go_no_further(nodes: Nodes) -> None:
     relay.pull([source], *((1, block, source) for block in ALL))
     await relay.until(lambda: len(relay.failures) == 1 and len(relay.arrivals) == 2)
     failure = relay.failures[0]
-    assert (failure.block, failure.source, failure.revision) == (0, source.id, 1)
+    assert (failure.block, failure.source, failure.plan.revision) == (0, source.id, 1)
     assert isinstance(failure.error, DigestMismatch)
     assert await probe(last, relay, 0, 2 * CHUNK) == CONTENT[0][: 2 * CHUNK]
     assert not last.arrivals
@@ -251,7 +250,7 @@ async def test_wrong_bytes_go_no_further(nodes: Nodes) -> None:
     relay.pull([source], (1, 0, source), revision=2)
     await last.until(lambda: len(last.arrivals) == 1)
     assert bytes(last.space.block(0)) == CONTENT[0]
-    assert relay.arrivals[-1].revision == 2
+    assert relay.arrivals[-1].plan.revision == 2
 
 
 async def test_a_passing_corruption_is_read_again(
@@ -346,7 +345,7 @@ async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
     good.mover.mark_held(MODEL, 2)
     await target.complete()
     assert target.content() == CONTENT
-    assert {(a.source, a.revision) for a in target.arrivals} == {(good.id, 2)}
+    assert {(a.source, a.plan.revision) for a in target.arrivals} == {(good.id, 2)}
     assert not target.failures
 
 
@@ -358,8 +357,6 @@ async def test_plans_that_are_refused(nodes: Nodes) -> None:
     with pytest.raises(Conflict):
         target.mover.host(MODEL, MANIFEST, target.space, [])
     target.pull([source], (1, 0, source), revision=3)
-    with pytest.raises(StaleEpoch):
-        target.pull([source], (1, 1, source), revision=2)
     with pytest.raises(BadInput, match="no block 7"):
         target.pull([source], (1, 7, source), revision=4)
     with pytest.raises(BadInput, match="no address"):
@@ -426,8 +423,7 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
         MemoryNetwork(),
         "memory://t",
         link_bytes_per_s=0,
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
     transport.asked, transport.let_go = asyncio.Queue(), asyncio.Event()
     nbytes = ModelSpace.size(MANIFEST)
@@ -437,10 +433,10 @@ async def changing_sources() -> AsyncIterator[tuple[Lingering, Mover, ModelSpace
     addresses = {one: "memory://t", other: "memory://u"}
     async with transport, asyncio.timeout(10):
         mover.host(MODEL, MANIFEST, space, [])
-        mover.apply(MODEL, EVENT, 1, [Pull(1, 1, one)], addresses)
+        mover.apply(MODEL, PlanId(EVENT, 1), [Pull(1, 1, one)], addresses)
         for _ in range(FIRST_WINDOW):
             assert await transport.asked.get() == "memory://t"
-        mover.apply(MODEL, EVENT, 2, [Pull(1, 1, other)], addresses)
+        mover.apply(MODEL, PlanId(EVENT, 2), [Pull(1, 1, other)], addresses)
         for _ in range(50):
             await asyncio.sleep(0)
         assert transport.asked.empty()

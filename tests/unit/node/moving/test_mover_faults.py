@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.node.core.residency import PlanId
 from services.node.moving import mover
 from services.node.transport.wire import (
     CANCELLED,
@@ -117,7 +118,7 @@ async def serve(
 
 def pull_all(node: Node, source: NodeId, address: str, revision: int) -> None:
     pulls = [Pull(step, block, source) for step, block in enumerate(ALL)]
-    node.mover.apply(MODEL, EVENT, revision, pulls, {source: address})
+    node.mover.apply(MODEL, PlanId(EVENT, revision), pulls, {source: address})
 
 
 FAULTS: dict[Answer, type[LambdaScaleError]] = {
@@ -224,7 +225,7 @@ async def test_a_source_that_forgets_the_region_half_way_is_asked_for_the_rest(
                 writer.write(data(prefix.id, payload))
 
     async with impostor(forget) as address:
-        target.mover.apply(MODEL, EVENT, 1, [Pull(0, 0, BAD)], {BAD: address})
+        target.mover.apply(MODEL, PlanId(EVENT, 1), [Pull(0, 0, BAD)], {BAD: address})
         await target.until(lambda: bool(target.arrivals or target.failures))
     assert not target.failures
     assert target.content()[0] == CONTENT[0]

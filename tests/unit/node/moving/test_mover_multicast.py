@@ -7,8 +7,10 @@ from contextlib import AsyncExitStack
 import pytest
 
 from services.node.checkpoints.packing import digest
+from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.moving.mover import Mover
+from services.node.transport.base import NoListener
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.schedule import Schedule
@@ -50,8 +52,7 @@ async def carry_out(schedule: Schedule) -> float:
                 network,
                 address,
                 link_bytes_per_s=RATE,
-                on_message=lambda *_: None,
-                on_peer_lost=lambda *_: None,
+                listener=NoListener(),
             )
             await stack.enter_async_context(transport)
             mover = Mover(
@@ -70,7 +71,7 @@ async def carry_out(schedule: Schedule) -> float:
         for node in schedule.destinations:
             moves = [move for move in schedule.moves if move.dst == node]
             pulls = [Pull(move.step, move.block, NodeId(f"{move.src}")) for move in moves]
-            movers[node].apply(MODEL, EventId("e"), 1, pulls, addresses)
+            movers[node].apply(MODEL, PlanId(EventId("e"), 1), pulls, addresses)
         for _ in range(schedule.blocks * len(schedule.destinations)):
             await complete.acquire()
         return now() - started

@@ -6,8 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.moving.mover import Mover
+from services.node.transport.base import NoListener
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from shared.clock import now
 from shared.ids import EventId, ModelId, NodeId
@@ -29,8 +31,7 @@ class Node:
             network,
             self.address,
             link_bytes_per_s=RATE,
-            on_message=lambda *_: None,
-            on_peer_lost=lambda *_: None,
+            listener=NoListener(),
         )
         self.mover = Mover(
             self.transport,
@@ -47,7 +48,7 @@ class Node:
     def pull(self, model: ModelId, source: "Node", first_step: int) -> None:
         self.host(model, whole=False)
         pulls = [Pull(first_step + block, block, SOURCE) for block in range(BLOCKS)]
-        self.mover.apply(model, EventId(model), 1, pulls, {SOURCE: source.address})
+        self.mover.apply(model, PlanId(EventId(model), 1), pulls, {SOURCE: source.address})
 
     async def until_arrived(self, blocks: int) -> float:
         """When so many more have come, s."""

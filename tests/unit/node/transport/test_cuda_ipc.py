@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
+from services.node.transport.base import NoListener
 from services.node.transport.cuda_ipc import ON_DEVICE, CudaIpcDirect, CudaIpcReader
 from services.node.transport.direct import Direct, Place
 from services.node.transport.shm import ShmDirect
@@ -76,8 +77,7 @@ def transport(ways: list[Direct]) -> TcpTransport:
         0,
         link_bytes_per_s=0,
         ways=ways,
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
 
 

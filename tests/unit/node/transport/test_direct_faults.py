@@ -110,7 +110,7 @@ async def granted(streams: Streams, identity: int) -> int:
 
 async def told(node: Node) -> TransportError:
     async with asyncio.timeout(LIMIT_S):
-        address, error = await node.lost.get()
+        address, error = await node.ended.get()
     assert address == STRANGER
     return error
 
@@ -435,6 +435,7 @@ async def test_nobody_hands_memory_out(own: Sharing, answer: bytes) -> None:
 SOURCE = f"""
 import asyncio, os, sys
 from services.node.memory.arena import Arena
+from services.node.transport.base import NoListener
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 
@@ -442,7 +443,7 @@ async def main() -> None:
     arena = Arena({4 * MIB})
     transport = TcpTransport(
         "127.0.0.1", 0, link_bytes_per_s=0,
-        on_message=lambda *_: None, on_peer_lost=lambda *_: None,
+        listener=NoListener(),
         ways=[ShmDirect([arena.memory], machine={MACHINE!r}, bytes_per_s=2_000_000)],
     )
     async with transport:

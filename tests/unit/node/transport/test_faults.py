@@ -84,10 +84,11 @@ async def node(node: Node) -> Node:
 
 
 async def told(node: Node) -> TransportError:
-    """What the node tells of the stranger, who is lost."""
+    """Why the stranger's connection ended: that is no word of the loss of whom it says it is."""
     async with asyncio.timeout(LIMIT_S):
-        address, error = await node.lost.get()
+        address, error = await node.ended.get()
     assert address == STRANGER
+    assert node.lost.empty()
     return error
 
 
@@ -448,6 +449,36 @@ async def test_a_read_refused_half_way(node: Node) -> None:
         assert node.lost.empty()
 
 
+# --- who says that it is somebody else -----------------------------------------------------
+
+
+async def test_whoever_hangs_up_is_no_loss_of_whom_it_said_it_is(node: Node) -> None:
+    """Not of the node itself, nor of a peer that the node has connections to, under whatever
+    instance: that of a peer is told to everybody who dials it."""
+    peer = Node()
+    async with peer.transport:
+        await node.transport.connect(peer.address)
+        instance = peer.transport._instance
+        for address in (node.address, peer.address):
+            for purpose in Purpose:
+                streams = await dial(node, purpose, instance=instance, address=address)
+                await reset(streams)
+                assert (await node.ended.get())[0] == address
+        peer.transport.register("w", memoryview(bytearray(1000)), ready=1000)
+        assert await node.read(peer.address) == bytes(1000)
+    async with asyncio.timeout(LIMIT_S):
+        assert (await node.lost.get())[0] == peer.address
+    assert node.lost.empty()
+
+
+async def test_a_node_is_told_who_says_that_it_has_connected(node: Node) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        for purpose in Purpose:
+            streams = await dial(node, purpose)
+            assert await node.dialled.get() == STRANGER
+            await leave(streams)
+
+
 # --- half-open connections --------------------------------------------------------------------
 
 
@@ -474,7 +505,7 @@ async def test_a_connection_that_carries_nothing_any_more() -> None:
         assert {type(outcome) for outcome in outcomes} <= {PeerLost, TransportTimeout}
         async with asyncio.timeout(LIMIT_S):
             assert (await reader.lost.get())[0] == through
-            assert (await source.lost.get())[0] == reader.address
+            assert (await source.ended.get())[0] == reader.address
             await source.transport.unregister("w")
         # Later connections work, and so do reads by them.
         source.transport.register("w", big, ready=len(big))
@@ -534,7 +565,7 @@ async def test_answers_that_nobody_takes_in(node: Node) -> None:
     for identity in range(2 * MAX_READS):
         streams[1].write(encode_read(identity, refused))
     async with asyncio.timeout(LIMIT_S):
-        _, error = await node.lost.get()
+        _, error = await node.ended.get()
     assert isinstance(error, ProtocolViolation)
     await reset(streams)
 
@@ -564,7 +595,7 @@ async def test_a_region_goes_though_a_reader_that_lives_never_takes_it(
     await serves(node)
     async with asyncio.timeout(LIMIT_S):
         await node.transport.unregister("mine")
-        _, error = await node.lost.get()
+        _, error = await node.ended.get()
     assert isinstance(error, TransportTimeout)
     beating.cancel()
     await reset(streams)

@@ -15,6 +15,7 @@ from services.node.transport.direct import Place
 from services.node.transport.shm import ShmDirect
 from services.node.transport.tcp import TcpTransport
 from shared.errors import ProtocolViolation, TransportError
+from tests.support.listeners import Hears
 
 ROOM = 1 << 20
 
@@ -26,8 +27,7 @@ def node(arena: Arena, machine: str = "here", *, lost: asyncio.Event | None = No
         0,
         link_bytes_per_s=0,
         ways=[ShmDirect([arena.memory], machine=machine)],
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: lost.set() if lost else None,
+        listener=Hears(lost=lambda *_: lost.set() if lost else None),
     )
 
 

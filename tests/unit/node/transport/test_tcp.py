@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 import uvloop
 
+from services.node.transport.base import NoListener
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     MAGIC,
@@ -81,7 +82,7 @@ async def test_a_violation_ends_its_own_connection_only(node: Node, data: bytes)
     bad = await dial(node, Purpose.READS)
     bad[1].write(data)
     await closed(bad)
-    address, error = await node.lost.get()
+    address, error = await node.ended.get()
     assert address == "tcp://127.0.0.1:1"
     assert isinstance(error, ProtocolViolation)
     good[1].write(encode_read(1, ReadRequest(1, 0, 5, "w")))
@@ -122,8 +123,7 @@ async def test_an_address_that_is_taken(node: Node) -> None:
         "127.0.0.1",
         port,
         link_bytes_per_s=0,
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
     with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
         await other.__aenter__()

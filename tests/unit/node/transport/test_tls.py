@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.node.transport.base import NoListener
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.tls import Tls, load
 from shared.errors import ConfigError, PeerLost
@@ -22,8 +23,7 @@ def node(tls: Tls | None) -> TcpTransport:
         0,
         link_bytes_per_s=0,
         tls=tls,
-        on_message=lambda *_: None,
-        on_peer_lost=lambda *_: None,
+        listener=NoListener(),
     )
 
 

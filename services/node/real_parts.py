@@ -1,0 +1,102 @@
+"""The parts of a node on a real machine: threads, torch, transports, a disk."""
+
+from pathlib import Path
+
+from services.node.checkpoints.store import Store
+from services.node.engine.budget import kv_budget
+from services.node.engine.engine import TorchEngine, torch_device
+from services.node.execution.worker import Worker
+from services.node.memory.device import DeviceArena
+from services.node.memory.landing import Landing
+from services.node.memory.views import Memory
+from services.node.moving.data_plane import DataPlane
+from services.node.moving.mover import PlaneListener
+from services.node.parts import WorkerListener
+from services.node.transport import tls
+from services.node.transport.cuda_ipc import CudaIpcDirect
+from services.node.transport.direct import Direct
+from services.node.transport.rdma import RdmaDirect
+from services.node.transport.shm import ShmDirect
+from shared.config import NodeConfig
+from shared.errors import ConfigError
+from shared.ids import NodeId
+
+
+class RealParts:
+    """A thread for the engine (torch), one for the data plane, packed models on the disk."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+
+    def store(self) -> Store:
+        return Store(Path(self._config.data_dir) / "store")
+
+    def device(self, memory: Memory) -> DeviceArena | None:
+        device = torch_device(self._config.device)
+        return None if device.type == "cpu" else DeviceArena(memory, device)
+
+    def worker(self, device: DeviceArena | None, listener: WorkerListener) -> Worker:
+        config = self._config
+        return Worker(
+            node=NodeId(config.id),
+            make_engine=lambda: TorchEngine(
+                config.device,
+                kv_budget(config, torch_device(config.device)),
+                config.threads,
+                step_floor_s=config.step_floor_s,
+                cpu_weights=config.cpu_weights,
+            ),
+            device=device,
+            slots=config.slots,
+            step_tokens=config.step_tokens,
+            speculation=config.speculation,
+            send=listener.send,
+            emit=listener.emit,
+            ran=listener.ran,
+        )
+
+    def data_plane(
+        self, memory: Memory, device: DeviceArena | None, listener: PlaneListener
+    ) -> DataPlane:
+        config = self._config
+        return DataPlane(
+            config.host,
+            config.port,
+            config.link_bytes_per_s,
+            self._ways(memory, device.landing if device and config.device_direct else None),
+            tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
+            listener=listener,
+            overwrites=device.overwrites if device else lambda buffer: None,
+        )
+
+    def _ways(self, memory: Memory, landing: Landing | None) -> list[Direct]:
+        """Best first. `landing`: of the device."""
+        config = self._config
+        here: list[Direct] = []
+        if landing is not None and (exported := landing.exported()):
+            here.append(
+                CudaIpcDirect(
+                    memory,
+                    landing,
+                    exported,
+                    machine=config.machine,
+                    bytes_per_s=config.local_bytes_per_s,
+                )
+            )
+        here.append(
+            ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
+        )
+        if not config.rdma_device:
+            return here
+        if config.tls_certificate:
+            raise ConfigError(
+                "RDMA is not encrypted: set node.rdma_device or node.tls_certificate, not both"
+            )
+        rdma = RdmaDirect(
+            [memory],
+            config.rdma_device,
+            config.rdma_gid_index,
+            landing=landing,
+            bytes_per_s=config.link_bytes_per_s,
+        )
+        return [*here, rdma]

@@ -1,0 +1,101 @@
+"""What a node's other threads say, brought to its control loop.
+
+The engine and the data plane call these methods on their own threads. What is for the other one of
+them goes straight across; everything else is called on the control loop, in order.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
+
+from services.node.moving.mover import Arrival, PlaneListener, PullFailure
+from services.node.parts import AnyDataPlane, AnyWorker, WorkerListener
+from services.node.transport.base import Buffer
+from shared.errors import TransportError
+from shared.ids import GatewayId, ModelId
+from shared.messages.serving import Tokens
+
+
+class Control(Protocol):
+    """A node's control loop. Errors are logged, and end no more than the call."""
+
+    def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None: ...
+    def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None: ...
+    def block_landed(self, landed: Arrival | PullFailure) -> None: ...
+    def bytes_sent(self, began: float, ended: float, nbytes: int) -> None: ...
+    def peer_dialled(self, address: str) -> None: ...
+    def peer_connected(self, address: str, way: str) -> None: ...
+    def peer_lost(self, address: str, error: TransportError) -> None: ...
+
+
+class Threads(WorkerListener, PlaneListener):
+    """Made on the control loop; `worker` and `data` are set before they are started."""
+
+    worker: AnyWorker
+    data: AnyDataPlane
+
+    def __init__(
+        self, control: Control, contain: Callable[..., AbstractContextManager[None]]
+    ) -> None:
+        """`contain`: see `Service.contain`."""
+        self._control = control
+        self._contain = contain
+        self._loop = asyncio.get_running_loop()
+        self._calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._calling = threading.Lock()
+
+    # --- on the engine thread -------------------------------------------------
+
+    def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
+        self.data.send(address, header, payload)
+
+    def emit(self, gateway: GatewayId, tokens: Tokens) -> None:
+        self._call(self._control.tokens_came, gateway, tokens)
+
+    def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
+        self._call(self._control.swept, model, share, tokens, seconds)
+
+    # --- on the data plane's loop ---------------------------------------------
+
+    def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
+        self.worker.on_message(sender, header, payload)
+
+    def on_peer_lost(self, address: str, error: TransportError) -> None:
+        if address != self.data.address:  # while this node runs, it is not lost to itself
+            self.worker.on_peer_lost(address, error)
+            self._call(self._control.peer_lost, address, error)
+
+    def on_dialled(self, address: str) -> None:
+        self._call(self._control.peer_dialled, address)
+
+    def on_connected(self, address: str, way: str) -> None:
+        self._call(self._control.peer_connected, address, way)
+
+    def on_sent(self, began: float, ended: float, nbytes: int) -> None:
+        self._call(self._control.bytes_sent, began, ended, nbytes)
+
+    def on_arrived(self, arrival: Arrival) -> None:
+        self._call(self._control.block_landed, arrival)
+
+    def on_failed(self, failure: PullFailure) -> None:
+        self._call(self._control.block_landed, failure)
+
+    # --- to the control loop --------------------------------------------------
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        """The loop is woken once for all calls that come before it looks."""
+        with self._calling:
+            first = not self._calls
+            self._calls.append((function, args))
+        if first:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._make_calls)
+
+    def _make_calls(self) -> None:
+        with self._calling:
+            calls, self._calls = self._calls, []
+        for function, args in calls:
+            with self._contain("a call of another thread", call=function.__name__):
+                function(*args)
