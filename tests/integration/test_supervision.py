@@ -140,8 +140,11 @@ async def test_in_the_foreground_a_line_says_so(directory: Path) -> None:
     up = await commands.start(*words, cwd=directory)
     assert up.stderr
     async with asyncio.timeout(LIMIT_S):
+        said = b""
         while b"Ctrl-C" not in (line := await up.stderr.readline()):
             assert line
+            said += line
+        assert b"make a small one to try things with: lambdascale model demo small" in said
         os.kill(record(directory / "lambdascale-data", "planner").pid, signal.SIGKILL)
         ended = await up.stderr.readline()
         assert b"planner was killed by SIGKILL; it is started again in 1 s (log: " in ended

@@ -4,8 +4,9 @@ import compileall
 
 import pytest
 
-from tests.rdma.image import Image, Unavailable, prepare
+from tests.rdma.image import Image, prepare
 from tests.rdma.machine import REPOSITORY
+from tests.support.packages import Unavailable
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.packages import Unavailable, apt, check_able, closure, unpack
+
 INIT = Path(__file__).with_name("init")
+PACKAGES = Path(__file__).parents[1] / "support" / "packages.py"
 KERNELS = ("linux-image-amd64", "linux-image-generic")
 """Metapackages of kernels that have rdma_rxe and 9p (those for clouds do not): Debian, Ubuntu."""
 MODULES = (
@@ -30,10 +33,6 @@ MODULES = (
 GUEST_PACKAGES = ("python3-pyverbs", "ibverbs-providers", "iproute2")
 LEFT_OUT = {"rdma-core", "systemd", "udev"}
 """Services that those packages ask for and a guest without any can do without."""
-
-
-class Unavailable(Exception):
-    """This machine cannot have such virtual machines; why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +62,10 @@ def prepare() -> Image:
     """The image of this version of the harness: made now if it is not there yet (15 s)."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise Unavailable("needs Linux on x86-64")
-    if os.geteuid() != 0:
-        raise Unavailable("needs root: the guest runs on this machine's files, read-only")
-    for command in ("apt-get", "dpkg-deb", "bash"):
-        if shutil.which(command) is None:
-            raise Unavailable(f"needs {command} (Debian, Ubuntu)")
-    made_of = (Path(__file__), INIT, Path("/etc/os-release"))
+    check_able()  # root: the guest runs on this machine's files, read-only
+    if shutil.which("bash") is None:
+        raise Unavailable("needs bash")
+    made_of = (Path(__file__), PACKAGES, INIT, Path("/etc/os-release"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in made_of)).hexdigest()
     image = Image(_cache() / digest[:12])
     image.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -91,21 +88,16 @@ def _cache() -> Path:
 
 
 def _make(image: Image) -> None:
-    packages, kernel = image.directory / "packages", image.directory / "unpacked-kernel"
-    packages.mkdir(parents=True)
-    _apt("update")
-    guest = _closure(GUEST_PACKAGES) - LEFT_OUT
+    kernel = image.directory / "unpacked-kernel"
+    apt("update")
+    guest = closure(GUEST_PACKAGES) - LEFT_OUT
     groups = {
-        image.emulator: _closure(["qemu-system-x86"]),
+        image.emulator: closure(["qemu-system-x86"]),
         image.overlay: guest,
         kernel: {"busybox-static", *_kernel_packages()},
     }
     for root, names in groups.items():
-        folder = packages / root.name
-        folder.mkdir()
-        _apt("download", *sorted(names), cwd=folder)
-        for package in folder.iterdir():
-            _run("dpkg-deb", "-x", str(package), str(root))
+        unpack(root, names)
     _merge_usr(image.overlay)
     compressed = next((kernel / "boot").glob("vmlinuz-*"))
     image.kernel.write_bytes(_decompressed(compressed.read_bytes()))
@@ -113,7 +105,6 @@ def _make(image: Image) -> None:
     busybox = next(kernel.glob("**/bin/busybox"))
     image.initramfs.write_bytes(_initramfs(busybox, _modules(tree)))
     shutil.rmtree(kernel)
-    shutil.rmtree(packages)
 
 
 def _check_interpreter(image: Image) -> None:
@@ -125,28 +116,6 @@ def _check_interpreter(image: Image) -> None:
 
 
 # --- packages ------------------------------------------------------------------
-
-
-def _run(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise Unavailable(f"{command[0]} failed: {last}")
-    return done.stdout
-
-
-def _apt(*arguments: str, cwd: Path | None = None) -> str:
-    settings = ("APT::Sandbox::User=root", "Debug::NoLocking=1", "Acquire::http::Timeout=10")
-    options = (word for setting in settings for word in ("-o", setting))
-    return _run("apt-get", "-q", *options, *arguments, cwd=cwd)
-
-
-def _closure(wanted: Sequence[str]) -> set[str]:
-    """The packages and what they need that this machine lacks."""
-    planned = _apt("--simulate", "--no-install-recommends", "install", *wanted)
-    fields = [line.split() for line in planned.splitlines() if line.startswith("Inst ")]
-    missing = {name for _, name, version, *_ in fields if not version.startswith("[")}
-    return {*wanted, *missing}
 
 
 def _kernel_packages() -> set[str]:

@@ -1,0 +1,105 @@
+"""The images that the Dockerfile and the Compose file name, made without a registry.
+
+Debian's own Python stands in for python:slim, the nats-server of the Python package with busybox
+for nats:alpine, and the collector of this folder for Jaeger. The real ones are not tested.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.containers.engine import Engine, mirror
+from tests.support.packages import unpack
+
+PYTHON = """\
+FROM debian-python
+COPY ca.crt /etc/ssl/certs/ca-certificates.crt
+COPY pip.conf /etc/pip.conf
+COPY wheels /usr/local/wheels
+RUN for name in python python3 python3.11; do ln -s /usr/bin/python3.11 /usr/local/bin/$name; done
+ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8
+"""
+PIP = """\
+[global]
+cert = /etc/ssl/certs/ca-certificates.crt
+find-links = /usr/local/wheels
+timeout = 180
+"""
+NATS = """\
+FROM scratch
+COPY busybox /bin/busybox
+RUN ["/bin/busybox", "--install", "-s", "/bin"]
+COPY nats-server /usr/local/bin/nats-server
+RUN mkdir -p /etc/nats /tmp
+ENV PATH=/usr/local/bin:/bin
+CMD ["nats-server"]
+"""
+COLLECTOR = """\
+FROM {image}
+COPY collector.py /collector.py
+ENTRYPOINT ["python", "/collector.py"]
+CMD []
+"""
+
+
+def _context(engine: Engine, name: str, dockerfile: str) -> Path:
+    context = engine.directory / "contexts" / name
+    shutil.rmtree(context, ignore_errors=True)
+    context.mkdir(parents=True)
+    (context / "Dockerfile").write_text(dockerfile)
+    return context
+
+
+def _build(engine: Engine, tag: str, context: Path) -> None:
+    engine.docker("build", "--quiet", "--network", "none", "--tag", tag, str(context))
+
+
+def _is_there(engine: Engine, tag: str) -> bool:
+    return engine.asks("image", "inspect", tag).returncode == 0
+
+
+def python(engine: Engine, tag: str) -> None:
+    if _is_there(engine, tag):
+        return
+    tree = engine.directory / "python.tar"
+    subprocess.run(
+        ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3-venv,ca-certificates",
+         "bookworm", str(tree), f"deb {mirror()} bookworm main"],
+        env=engine.environment | {"LD_LIBRARY_PATH": ""},
+        check=True,
+    )  # fmt: skip
+    engine.docker("import", str(tree), "debian-python")
+    tree.unlink()
+    context = _context(engine, "python", PYTHON)
+    (context / "pip.conf").write_text(PIP)
+    shutil.copy("/etc/ssl/certs/ca-certificates.crt", context / "ca.crt")
+    (context / "wheels").mkdir()
+    for wheel in _kept_wheels():
+        shutil.copy(wheel, context / "wheels")
+    _build(engine, tag, context)
+
+
+def _kept_wheels() -> list[Path]:
+    """torch's, where this machine's pip has it in a folder of its own."""
+    asked = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return [wheel for folder in found for wheel in Path(folder).glob("torch-*.whl")]
+
+
+def nats(engine: Engine, tag: str, server: str) -> None:
+    """`server`: the path of nats-server."""
+    if _is_there(engine, tag):
+        return
+    context = _context(engine, "nats", NATS)
+    shutil.copy(server, context / "nats-server")
+    unpack(context / "unpacked", ["busybox-static"])
+    (busybox,) = context.glob("unpacked/**/bin/busybox")
+    shutil.move(busybox, context / "busybox")
+    _build(engine, tag, context)
+
+
+def collector(engine: Engine, tag: str, image: str) -> None:
+    context = _context(engine, "collector", COLLECTOR.format(image=image))
+    shutil.copy(Path(__file__).with_name("collector.py"), context)
+    _build(engine, tag, context)

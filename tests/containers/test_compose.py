@@ -1,0 +1,173 @@
+"""The image and docker-compose.yml under a real engine, from the build to `down`."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from services.local.nats_server import find_server
+from shared.version import __version__
+from tests.containers import images
+from tests.containers.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+IMAGE = f"lambdascale:{__version__}"
+OURS = ("gateway", "planner", "registry", "node-0", "node-1", "node-2")
+NODES = {"node-0", "node-1", "node-2"}
+LIMIT_S = 300.0
+POLL_S = 0.5
+ASK = """
+import json, sys, urllib.request
+body = {"model": "demo", "prompt": "Hello, ", "max_tokens": 24, "temperature": 0}
+request = urllib.request.Request(
+    "http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(),
+    {"content-type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"])
+"""
+SENDERS = """
+import urllib.request
+print(urllib.request.urlopen("http://127.0.0.1:16686/api/services", timeout=10).read().decode())
+"""
+MODEL = """
+from pathlib import Path
+from services.local.demo_model import make_demo_model
+make_demo_model(Path("/out/demo"))
+for file in Path("/out/demo").iterdir():
+    file.chmod(0o644)
+"""
+"""The services' user must be able to read it."""
+pytestmark = pytest.mark.timeout(3600)
+
+
+class Box:
+    """The Compose project, on an engine that runs in a network of its own."""
+
+    def __init__(self, engine: Engine, settings: Path) -> None:
+        self.engine = engine
+        self._prefix = ("compose", "--project-directory", str(ROOT), "--env-file", str(settings))
+
+    def compose(self, *arguments: str) -> str:
+        return self.engine.docker(*self._prefix, *arguments)
+
+    def command(self, *words: str) -> str:
+        """An operator's command in one of the containers."""
+        return self.compose("exec", "-T", "node-0", "python", "-m", "services.cli", *words)
+
+    def ask(self) -> str:
+        done = self.engine.fetch(ASK)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def healthy(self) -> set[str]:
+        shown = [json.loads(line) for line in self.compose("ps", "--format", "json").splitlines()]
+        return {found["Service"] for found in shown if found["Health"] == "healthy"}
+
+    def serving(self) -> set[str]:
+        status = json.loads(self.command("status", "--json"))
+        return {node["id"] for node in status["nodes"] if node["state"] == "serving"}
+
+    def state(self, service: str, field: str) -> str:
+        (container,) = self.compose("ps", "-aq", service).split()
+        return self.engine.docker("inspect", "--format", f"{{{{.State.{field}}}}}", container)
+
+    def logs(self) -> str:
+        return self.compose("logs", "--no-color", "--tail", "30")
+
+
+@pytest.fixture
+def box(engine: Engine, tmp_path: Path) -> Iterator[Box]:
+    """Built, with a model to serve; nothing has been started."""
+    engine.start(connected=True)
+    build(engine)
+    models = tmp_path / "models"
+    models.mkdir()
+    run = ("run", "--rm", "--network", "none", "--user", "0", "--entrypoint", "python")
+    engine.docker(*run, "--volume", f"{models}:/out", IMAGE, "-c", MODEL)
+    engine.stop()
+
+    engine.start(connected=False)
+    example = (ROOT / "deploy" / "compose.env.example").read_text()
+    password = f"LAMBDASCALE_BUS_PASSWORD={secrets.token_hex(24)}"
+    filled = re.sub("(?m)^LAMBDASCALE_BUS_PASSWORD=.*$", password, example)
+    filled = re.sub("(?m)^MODELS_DIR=.*$", f"MODELS_DIR={models}", filled)
+    settings = tmp_path / "compose.env"
+    settings.write_text(filled)
+    found = Box(engine, settings)
+    found.compose("down", "--volumes")  # of a run that was cut off
+    yield found
+    found.compose("down", "--volumes", "--timeout", "5")
+    engine.stop()
+
+
+def build(engine: Engine) -> None:
+    bases = re.findall("(?m)^FROM ([^ ]*:[^ ]*)", (ROOT / "Dockerfile").read_text())
+    services = YAML(typ="safe", pure=True).load(ROOT / "docker-compose.yml")["services"]
+    images.python(engine, *bases)
+    images.nats(engine, services["nats"]["image"], find_server())
+    engine.docker("build", "--quiet", "--network", "host", "--tag", IMAGE, str(ROOT))
+    version = engine.docker("run", "--rm", "--network", "none", IMAGE, "--version")
+    assert version.strip() == __version__
+    images.collector(engine, services["jaeger"]["image"], IMAGE)
+
+
+def until(what: str, condition: Callable[[], Any], box: Box) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {LIMIT_S:.0f} s\n{box.logs()}"
+        time.sleep(POLL_S)
+
+
+def test_a_cluster_in_a_box(box: Box) -> None:
+    box.compose("up", "--detach", "--no-build")
+    until("all healthy", lambda: {*OURS, "nats"} <= box.healthy(), box)
+    box.command("model", "add", "/models/demo")
+    expected = box.ask()
+
+    box.command("scale", "demo", "--instances", "3")
+    until("three replicas", lambda: box.serving() == NODES, box)
+    assert [box.ask() for _ in range(6)] == [expected] * 6
+    until("spans", lambda: {"gateway-0", "planner", *NODES} <= senders(box), box)
+
+    check_a_death(box, expected)
+    box.compose("restart", "nats")
+    assert [box.ask() for _ in range(3)] == [expected] * 3
+
+    created = box.compose("ps", "-aq")
+    box.compose("up", "--detach", "--no-build")
+    assert box.compose("ps", "-aq") == created  # nothing was made anew
+
+    box.compose("down")
+    box.compose("up", "--detach", "--no-build")
+    until("all healthy again", lambda: {*OURS, "nats"} <= box.healthy(), box)
+    until("three replicas again", lambda: box.serving() == NODES, box)
+    assert box.ask() == expected
+
+    box.compose("stop", *OURS)
+    assert {service: box.state(service, "ExitCode").strip() for service in OURS} == dict.fromkeys(
+        OURS, "0"
+    )
+
+
+def senders(box: Box) -> set[str]:
+    done = box.engine.fetch(SENDERS)
+    return set(json.loads(done.stdout)["data"]) if done.returncode == 0 else set()
+
+
+def check_a_death(box: Box, expected: str) -> None:
+    """A node is killed: no request fails, and it comes back."""
+    started = box.state("node-1", "StartedAt")
+    init = int(box.state("node-1", "Pid"))
+    (node,) = Path(f"/proc/{init}/task/{init}/children").read_text().split()
+    os.kill(int(node), signal.SIGKILL)
+    assert [box.ask() for _ in range(6)] == [expected] * 6
+    until("another start", lambda: box.state("node-1", "StartedAt") != started, box)
+    until("the node serves again", lambda: "node-1" in box.serving(), box)
