@@ -5,6 +5,7 @@ distribution's, which Debian 12 needs for runc. Nothing is installed, and neithe
 network of this machine is touched.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -139,6 +140,7 @@ class Engine:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        _remove_groups()
 
     def asks(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return self._run(["docker", *arguments])
@@ -160,3 +162,11 @@ class Engine:
     ) -> "subprocess.CompletedProcess[str]":
         env = self.environment if environment is None else environment
         return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def _remove_groups() -> None:
+    """The engine's control groups, which are the machine's and outlive it."""
+    for group in Path("/sys/fs/cgroup").glob("*/docker"):
+        for folder, _, _ in os.walk(group, topdown=False):
+            with contextlib.suppress(OSError):  # one of an engine of this machine, with containers
+                Path(folder).rmdir()
