@@ -9,6 +9,7 @@ from benchmarks.multicast.model import CONTEXT
 from benchmarks.multicast.nodes import REQUEST_S, BenchFailed
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
+from shared.errors import CapacityExceeded
 from shared.ids import GatewayId, InstanceId, RequestId, new_id
 from shared.messages import Ok
 from shared.messages.instances import Stage
@@ -17,8 +18,8 @@ from shared.messages.serving import Cancel, Sampling, Submit, Tokens
 
 PROMPT = tuple(range(10, 26))
 ANSWER = CONTEXT - len(PROMPT)
-SPARE = 2
-"""Requests that wait at the node, so that a request that ends is followed at once."""
+RETRY_S = 0.01
+"""After a refusal: what was cancelled a moment ago may have its place still."""
 STEADY_S = 60.0
 T = TypeVar("T")
 
@@ -47,10 +48,9 @@ class Requests:
     async def __aenter__(self) -> Self:
         subject = subjects.gateway_tokens(self._gateway)
         self._subscription = await self._bus.subscribe(subject, On(Tokens, self._hear))
-        users = self._batch + SPARE
         self._users = [
-            asyncio.create_task(self._use(ANSWER * (number + 1) // users))
-            for number in range(users)
+            asyncio.create_task(self._use(ANSWER * (number + 1) // self._batch))
+            for number in range(self._batch)
         ]
         return self
 
@@ -115,7 +115,12 @@ class Requests:
         )
         try:
             subject = subjects.node_submit(self._node.node)
-            await self._bus.request(subject, submit, Ok, timeout=REQUEST_S)
+            while True:
+                try:
+                    await self._bus.request(subject, submit, Ok, timeout=REQUEST_S)
+                    break
+                except CapacityExceeded:
+                    await asyncio.sleep(RETRY_S)
             await answer
         except asyncio.CancelledError:
             cancel = Cancel(request=request, attempt=1)
