@@ -67,6 +67,7 @@ async def test_scale_out_under_load_and_back(
         assert {answer.error for answer in answers} == {""}
         check(oracle, asked, [answer.tokens for answer in answers], 60)
 
+        await up.until(lambda: ended(up), "the event's end")
         event = up.watch.scale_out()
         assert event is not None
         assert event.state is EventState.COMPLETE

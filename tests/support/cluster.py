@@ -152,7 +152,7 @@ class Running:
             sampling=Sampling(),
         )
         await self.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=60.0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await over.wait()
         await subscription.close()
         return got

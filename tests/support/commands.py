@@ -4,10 +4,12 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from services.local.processes import die_with_parent
 
 LIMIT_S = 250.0
 
@@ -37,13 +39,20 @@ async def start(
         stderr=asyncio.subprocess.PIPE,
         cwd=cwd,
         env=environment,
-        preexec_fn=_as_in_a_terminal,
+        preexec_fn=_as_in_a_terminal(),
     )
 
 
-def _as_in_a_terminal() -> None:
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+def _as_in_a_terminal() -> Callable[[], None]:
+    """It ends with the tests, too, whatever kills them."""
+    die = die_with_parent()
+
+    def in_child() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        die()
+
+    return in_child
 
 
 async def run(*words: str | Path, cwd: Path) -> Ran:

@@ -364,6 +364,15 @@ class Cluster(Recorder):
         gone = NodeGone(node=NodeId(f"node-{number}"), generation=GENERATION, reason="test")
         await self.bus.publish(subjects.POOL_NODES, gone)
 
+    def knows(self, instances: Sequence[Instance], *, models: int) -> bool:
+        """Whether the gateway has said that it knows so many models, and the first's instances."""
+        found = self.loads[-1].models if self.loads else ()
+        return (
+            bool(self.loads)
+            and len(found) >= models
+            and (not instances or set(found[0].instance_requests) == {i.id for i in instances})
+        )
+
     async def loaded(self, condition: Callable[[Any], bool]) -> None:
         """Waits for a load report of the (first) model that fulfils the condition."""
         start = len(self.loads)
@@ -396,11 +405,5 @@ async def running(
             await cluster.publish(*instances)
         await cluster.answer()
         async with cluster.stack, service:
-            await cluster.until(
-                lambda: bool(cluster.loads and len(cluster.loads[-1].models) >= int(model))
-            )
-            if instances:
-                await cluster.loaded(
-                    lambda load: set(load.instance_requests) == {i.id for i in instances}
-                )
+            await cluster.until(lambda: cluster.knows(instances, models=int(model)))
             yield cluster
