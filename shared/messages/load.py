@@ -1,4 +1,5 @@
-"""Load reports of gateways, every 100 ms on core NATS. The planner decides by them."""
+"""Load reports of gateways on core NATS, by which the planner decides: up to ten a second, and at
+once when requests begin to wait."""
 
 import msgspec
 
