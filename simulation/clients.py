@@ -6,12 +6,12 @@ resumption. Every token is compared with what the engine's model gives for (requ
 a token that was lost, repeated or changed anywhere is found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.gateway.core.commands import Emit, End, Piece
 from services.gateway.core.requests import Request
-from services.gateway.frontend import Call, Frontend
+from services.gateway.frontend import Frontend
 from shared.clock import now
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId, RequestId
@@ -64,11 +64,11 @@ class Replay:
         self._bins = bins
         self._on_end = on_end
         self._arrived = 0.0
-        self._call: _Call | None = None
+        self._request: Request | None = None
 
     def begin(self, frontend: Frontend) -> None:
         self._arrived = now()
-        request = Request(
+        self._request = Request(
             id=self.id,
             model_id=self._model_id,
             prompt=(0,) * self._prompt_tokens,
@@ -77,17 +77,16 @@ class Replay:
             sampling=Sampling(),
             waiting_since=self._arrived,
         )
-        self._call = _Call([request], self.on_piece)
         try:
-            frontend.begin(self._call)
+            frontend.begin({self._request: self.on_piece})
         except LambdaScaleError as error:
             self._end(f"{error.code}: {error}")
 
     def leave(self, frontend: Frontend) -> None:
         """Hangs up, as a client would."""
-        if self._call is not None:
-            call, self._call = self._call, None
-            frontend.end(call)
+        if self._request is not None:
+            request, self._request = self._request, None
+            frontend.end([request])
             self._end("cancelled")
 
     def on_piece(self, piece: Piece) -> None:
@@ -119,16 +118,5 @@ class Replay:
         )
 
     def _end(self, error: str) -> None:
-        self.error, self._call = error, None
+        self.error, self._request = error, None
         self._on_end(self)
-
-
-class _Call(Call):
-    """Hands pieces on at once: no task waits for them."""
-
-    def __init__(self, requests: Sequence[Request], take: Callable[[Piece], None]) -> None:
-        super().__init__(requests)
-        self._take = take
-
-    def take(self, piece: Piece) -> None:
-        self._take(piece)

@@ -1,7 +1,7 @@
 """The dispatch core on the bus: attempts go out, tokens come in, every request gets its own."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -36,19 +36,8 @@ from shared.messages.serving import Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 5.0
 NO_BUS = "the gateway is not connected to NATS: try again later"
+Client = Callable[[Piece], None]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-
-
-class Call:
-    """Requests that are followed together, as those of one HTTP request are."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        """What the requests give, in order."""
-
-    def take(self, piece: Piece) -> None:
-        self.pieces.put_nowait(piece)
 
 
 class _Switch:
@@ -78,7 +67,7 @@ class Frontend:
         self._spawn = spawn
         self._contain = contain
         self._log = log
-        self._calls: dict[RequestId, Call] = {}
+        self._clients: dict[RequestId, Client] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._switches: dict[RequestId, _Switch] = {}
@@ -92,19 +81,21 @@ class Frontend:
         """Returns when nodes were told of all attempts that are over."""
         await asyncio.gather(*self._withdrawals)
 
-    def begin(self, call: Call) -> None:
-        """CapacityExceeded if the queue is full, NotFound if the model is gone."""
-        commands = self.dispatch.admit(call.requests, now())
-        for request in call.requests:
-            self._calls[request.id] = call
+    def begin(self, clients: Mapping[Request, Client]) -> None:
+        """Takes requests of one model, all or none; each client gets the pieces of its request, in
+        order. CapacityExceeded if the queue is full, NotFound if the model is gone."""
+        requests = list(clients)
+        commands = self.dispatch.admit(requests, now())
+        for request, client in clients.items():
+            self._clients[request.id] = client
         self._idle.clear()
         self.run(commands)
-        if self.dispatch.pressing(call.requests[0].model_id):
+        if self.dispatch.pressing(requests[0].model_id):
             self.pressing.set()
 
-    def end(self, call: Call) -> None:
-        """Cancels what has not ended."""
-        for request in call.requests:
+    def end(self, requests: Iterable[Request]) -> None:
+        """Cancels those that have not ended."""
+        for request in requests:
             if self._forget(request.id):
                 self.run(self.dispatch.cancel(request.id, now()))
 
@@ -132,8 +123,8 @@ class Frontend:
             case Emit():
                 self._emit(command)
             case Scored():
-                if call := self._calls.get(command.request):
-                    call.take(command)
+                if client := self._clients.get(command.request):
+                    client(command)
             case Send():
                 self._spawn(self._submit(command), f"submit {command.submit.request}")
             case Withdraw():
@@ -157,20 +148,20 @@ class Frontend:
         request = command.request
         if command.first and request in self._switches:
             self._settle(request)
-        call = self._forget(request) if command.finish else self._calls.get(request)
-        if call:
-            call.take(command)
+        client = self._forget(request) if command.finish else self._clients.get(request)
+        if client:
+            client(command)
 
     def _end(self, command: End) -> None:
-        if call := self._forget(command.request):
-            call.take(command if self._bus.is_up else End(command.request, BusError(NO_BUS)))
+        if client := self._forget(command.request):
+            client(command if self._bus.is_up else End(command.request, BusError(NO_BUS)))
 
-    def _forget(self, request: RequestId) -> Call | None:
-        call = self._calls.pop(request, None)
-        if not self._calls:
+    def _forget(self, request: RequestId) -> Client | None:
+        client = self._clients.pop(request, None)
+        if not self._clients:
             self._idle.set()
         self._settle(request)
-        return call
+        return client
 
     async def _submit(self, command: Send) -> None:
         submit: Submit = command.submit

@@ -2,18 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from services.gateway.api_error import of_error
 from services.gateway.choices import Choice
-from services.gateway.core.commands import Emit, End
-from services.gateway.frontend import Call, Frontend
+from services.gateway.core.commands import Emit, End, Piece
+from services.gateway.frontend import Frontend
 from services.gateway.metrics import Metrics
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.errors import LambdaScaleError
-from shared.ids import RequestId
 from shared.messages.pool import ModelRecord
 from shared.messages.serving import Logprobs
 
@@ -53,8 +53,7 @@ class Generation:
         self._metrics = metrics
         self._trace = trace
         self._arrived, self._arrived_ns = now(), wall_ns()
-        self._by_id: dict[RequestId, Choice] = {choice.request.id: choice for choice in choices}
-        self._call = Call([choice.request for choice in choices])
+        self._pieces: asyncio.Queue[tuple[Choice, Piece]] = asyncio.Queue()
         self._open = len(choices)
         self._failed = "cancelled"
         """What ended the choices that did not end by themselves: the code of an error, or the
@@ -64,7 +63,9 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         try:
-            self._frontend.begin(self._call)
+            self._frontend.begin(
+                {choice.request: partial(self._take, choice) for choice in self.choices}
+            )
         except LambdaScaleError as error:
             raise of_error(error) from error
         self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
@@ -76,7 +77,7 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._frontend.end(self._call)
+        self._frontend.end(choice.request for choice in self.choices)
         if self._open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self._open)
         self._record_span()
@@ -100,6 +101,9 @@ class Generation:
             links=[trace for request in requests for trace in request.traces],
         )
 
+    def _take(self, choice: Choice, piece: Piece) -> None:
+        self._pieces.put_nowait((choice, piece))
+
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """The pieces that came since the last time, until all choices have ended. ApiError if a
         choice fails.
@@ -107,24 +111,21 @@ class Generation:
         An empty list means that there is nothing to tell yet, or that nothing came for
         `patience_s`.
         """
-        call = self._call
         while self._open:
             try:
                 async with asyncio.timeout(patience_s):
-                    piece = await call.pieces.get()
+                    pieces = [await self._pieces.get()]
             except TimeoutError:
                 yield []
                 continue
-            pieces = [piece]
-            while not call.pieces.empty():
-                pieces.append(call.pieces.get_nowait())
+            while not self._pieces.empty():
+                pieces.append(self._pieces.get_nowait())
             deltas = []
-            for piece in pieces:
+            for choice, piece in pieces:
                 if isinstance(piece, End):
                     error = of_error(piece.error)
                     self._failed = error.code or "error"
                     raise error
-                choice = self._by_id[piece.request]
                 if not isinstance(piece, Emit):
                     choice.prompt_logprobs += piece.logprobs
                 elif choice.finish is None:
