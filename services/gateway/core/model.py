@@ -54,8 +54,8 @@ class Rules:
     """Requests of one model that may wait."""
     queue_timeout_s: float
     stall_s: float
-    """The leader of an attempt that gives no token for so long is asked whether that goes on: it
-    may wait for room there, or the token that would show a loss may itself be lost."""
+    """After this long without a token, the leader is asked whether the attempt is alive. It may
+    wait for room there; and a lost last token leaves no gap that would show the loss."""
     max_attempts: int
     """Failures that a request survives."""
 

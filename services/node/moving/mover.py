@@ -508,7 +508,7 @@ class _Check:
 
 
 def _runs(chunks: Sequence[int], most: int) -> Iterator[range]:
-    """Consecutive ones together, at most so many."""
+    """Runs of consecutive chunks, of at most `most` chunks each."""
     start = 0
     for index in range(1, len(chunks) + 1):
         if index == len(chunks) or chunks[index] != chunks[index - 1] + 1 or index - start == most:
