@@ -130,7 +130,10 @@ class RegistryService(Service):
             await self._store.model(record.model_id, record, before)
             self.pool.catalog.put(record)
         self.log.info("model added", model=record.name, model_id=record.model_id)
-        self._send(subjects.POOL_MODELS, ModelAdded(record=record, trace=request.trace))
+        self._send(
+            subjects.POOL_MODELS,
+            ModelAdded(record=record, trace=request.trace, cause=request.cause),
+        )
         return Ok()
 
     async def _remove_model(self, request: ModelRemove) -> Ok:
@@ -139,7 +142,12 @@ class RegistryService(Service):
             await self._store.model(record.model_id, None, record)
             self.pool.catalog.remove(record.name)
         self.log.info("model removed", model=record.name, model_id=record.model_id)
-        removed = ModelRemoved(name=record.name, model_id=record.model_id, trace=request.trace)
+        removed = ModelRemoved(
+            name=record.name,
+            model_id=record.model_id,
+            trace=request.trace,
+            cause=request.cause,
+        )
         self._send(subjects.POOL_MODELS, removed)
         return Ok()
 

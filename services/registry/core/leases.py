@@ -13,12 +13,14 @@ anybody, it is the registry that was cut off: silence counts from when it hears 
 A generation that is over stays over; should it show up again, it is told so again.
 """
 
-from collections import deque
+import enum
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
+from shared.story import Story
 
 SILENCE_S = 2.0
 """Nodes report every second. A node that lets this time pass without a report or a lease is
@@ -32,7 +34,25 @@ OWN_DELETE_S = 0.9
 REMEMBERED = 8
 """How many generations that are over are remembered for each node."""
 
+REMEMBERED_NODES = 4096
+"""Names of nodes of which such generations are remembered: those that ended last."""
+
 Change = NodeJoined | NodeGone
+
+
+class State(enum.Enum):
+    STANDING = "standing"
+    IN_DOUBT = "in doubt"
+    OVER = "over"
+
+
+_STEPS: dict[State | None, frozenset[State]] = {
+    None: frozenset({State.STANDING, State.IN_DOUBT}),  # in doubt: restored after a restart
+    State.STANDING: frozenset({State.STANDING, State.IN_DOUBT, State.OVER}),
+    State.IN_DOUBT: frozenset({State.STANDING, State.OVER}),
+    State.OVER: frozenset(),
+}
+"""From the state of a generation, None where none was, to those that may follow."""
 
 
 @dataclass(slots=True)
@@ -41,15 +61,17 @@ class _Lease:
     renewed: float
     heard: float = float("-inf")
     """When its last status report came."""
-    ended: float | None = None
-    """When its key was seen to be gone. None while the key stands."""
-    announced: bool = True
+    state: State | None = None
+    ended: float = float("-inf")
+    """When its key was seen to be gone. It counts while the lease is in doubt."""
+    announced: bool = False
 
 
 class Leases:
-    def __init__(self) -> None:
+    def __init__(self, story: Story | None = None) -> None:
+        self._story = story or Story()
         self._leases: dict[NodeId, _Lease] = {}
-        self._over: dict[NodeId, deque[Generation]] = {}
+        self._over: OrderedDict[NodeId, deque[Generation]] = OrderedDict()
         self._heard_at = float("-inf")
         """When anything came from anybody."""
         self._hears_since = float("-inf")
@@ -57,7 +79,8 @@ class Leases:
 
     def restore(self, info: NodeInfo, now: float) -> None:
         """Takes in a node from before this process. It is in doubt until its lease shows."""
-        self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now, announced=False)
+        lease = self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now)
+        self._step(lease, State.IN_DOUBT, now, "restart")
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
         """A lease was made or renewed."""
@@ -67,15 +90,15 @@ class Leases:
         lease = self._leases.get(info.node)
         changes: list[Change] = []
         if lease is not None and lease.info.generation != info.generation:
-            changes.append(
-                self._end(lease.info, f"a new process runs under its name ({info.generation})")
-            )
+            reason = f"a new process runs under its name ({info.generation})"
+            changes.append(self._end(lease, now, "lease", reason))
             lease = None
         if lease is None:
-            lease = self._leases[info.node] = _Lease(info, renewed=now, announced=False)
+            lease = self._leases[info.node] = _Lease(info, renewed=now)
         if not lease.announced or lease.info != info:
             changes.append(NodeJoined(info=info))
-        lease.info, lease.renewed, lease.ended, lease.announced = info, now, None, True
+        self._step(lease, State.STANDING, now, "lease")
+        lease.info, lease.renewed, lease.announced = info, now, True
         return changes
 
     def hear(self, now: float) -> None:
@@ -94,31 +117,32 @@ class Leases:
         """The key of a lease is gone: deleted or expired."""
         self.hear(now)
         lease = self._leases.get(node)
-        if lease is None or lease.ended is not None:
+        if lease is None or lease.state is State.IN_DOUBT:
             return []
         if now - lease.renewed < OWN_DELETE_S:
-            return [self._end(lease.info, "it gave its lease back")]
-        lease.ended = now
+            return [self._end(lease, now, "lease", "it gave its lease back")]
+        self._doubt(lease, now, "lease")
         return self.overdue(now)
 
     def only(self, nodes: Collection[NodeId], now: float) -> list[Change]:
         """Only these nodes have leases (as a new watch tells)."""
         for node, lease in self._leases.items():
-            if node not in nodes and lease.ended is None:
-                lease.ended = now
+            if node not in nodes and lease.state is State.STANDING:
+                self._doubt(lease, now, "watch")
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[Change]:
         """Ends the leases whose doubt has lasted too long."""
         ended: list[Change] = []
         for lease in list(self._leases.values()):
-            if lease.ended is None:
+            if lease.state is not State.IN_DOUBT:
                 continue
             if now - max(lease.heard, self._hears_since) >= SILENCE_S:
-                ended.append(self._end(lease.info, "its lease expired and it is silent"))
+                reason = "its lease expired and it is silent"
+                ended.append(self._end(lease, now, "time", reason))
             elif now - lease.ended >= LEASELESS_S:
                 reason = f"it reports, but has renewed no lease for {LEASELESS_S:.0f} s"
-                ended.append(self._end(lease.info, reason))
+                ended.append(self._end(lease, now, "time", reason))
         return ended
 
     def is_over(self, node: NodeId, generation: Generation) -> bool:
@@ -136,7 +160,7 @@ class Leases:
     def stands(self, node: NodeId) -> NodeInfo | None:
         """The node, if its lease is not in doubt."""
         lease = self._leases.get(node)
-        return None if lease is None or lease.ended is not None else lease.info
+        return lease.info if lease is not None and lease.state is State.STANDING else None
 
     @property
     def present(self) -> tuple[NodeInfo, ...]:
@@ -148,7 +172,34 @@ class Leases:
         """Nodes whose lease is not in doubt, by name."""
         return tuple(info for info in self.present if self.stands(info.node))
 
-    def _end(self, info: NodeInfo, reason: str) -> NodeGone:
-        del self._leases[info.node]
-        self._over.setdefault(info.node, deque(maxlen=REMEMBERED)).append(info.generation)
-        return NodeGone(node=info.node, generation=info.generation, reason=reason)
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        assert len(self._over) <= REMEMBERED_NODES
+        for node, lease in self._leases.items():
+            assert lease.info.node == node
+            assert lease.state in (State.STANDING, State.IN_DOUBT)
+            assert not self.is_over(node, lease.info.generation)
+            assert lease.announced or lease.state is State.IN_DOUBT
+
+    def _doubt(self, lease: _Lease, now: float, cause: str) -> None:
+        self._step(lease, State.IN_DOUBT, now, cause)
+        lease.ended = now
+
+    def _end(self, lease: _Lease, now: float, cause: str, reason: str) -> NodeGone:
+        self._step(lease, State.OVER, now, cause, reason)
+        node, generation = lease.info.node, lease.info.generation
+        del self._leases[node]
+        self._over.setdefault(node, deque(maxlen=REMEMBERED)).append(generation)
+        self._over.move_to_end(node)
+        if len(self._over) > REMEMBERED_NODES:
+            self._over.popitem(last=False)
+        return NodeGone(node=node, generation=generation, reason=reason)
+
+    def _step(self, lease: _Lease, to: State, now: float, cause: str, why: str = "") -> None:
+        node = lease.info.node
+        if to not in _STEPS[lease.state]:
+            raise self._story.illegal(node, f"{lease.state} -> {to}")
+        if to is not lease.state:
+            text = f"generation {lease.info.generation} {to.value}"
+            self._story.tell(now, cause, f"{text}: {why}" if why else text, node)
+        lease.state = to

@@ -32,6 +32,7 @@ from shared.messages.pool import (
     Tier,
     Unreserve,
 )
+from shared.story import Story
 
 
 class ReservationMade(msgspec.Struct, frozen=True):
@@ -49,10 +50,14 @@ Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
 
 class Pool:
     def __init__(self) -> None:
+        self.story = Story()
+        """What happened to nodes and reservations, and why."""
         self.catalog = Catalog()
-        self.leases = Leases()
+        self.leases = Leases(self.story)
         self.residency = Residency()
         self.reservations = Reservations()
+        self._at = 0.0
+        """Time of the last event that told it. A request happens then, or a tick later."""
 
     # --- what happens to nodes ---
 
@@ -62,24 +67,25 @@ class Pool:
         """Takes in what was stored before a restart. `leases_are` then tells what still holds."""
         for info in nodes:
             self.leases.restore(info, now)
+            self._at = now
         for reservation in reservations:
             self.reservations.add(reservation)
 
     def lease_put(self, info: NodeInfo, now: float) -> list[Effect]:
-        return self._after(self.leases.put(info, now))
+        return self._after(self.leases.put(info, now), now)
 
     def lease_dropped(self, node: NodeId, now: float) -> list[Effect]:
-        return self._after(self.leases.dropped(node, now))
+        return self._after(self.leases.dropped(node, now), now)
 
     def leases_are(self, nodes: Collection[NodeId], now: float) -> list[Effect]:
         """The complete list of leases. Everything that rests on other leases is in doubt or
         ends."""
-        effects = self._after(self.leases.only(nodes, now))
+        effects = self._after(self.leases.only(nodes, now), now)
         for held in self.reservations.all:
             info = self.leases.info(held.node)
             if info is None or info.generation != held.generation:
                 self.reservations.lose(held.node, held.generation)
-                effects.append(ReservationEnded(held, "its node did not outlive the restart"))
+                effects.append(self._ended(held, "its node did not outlive the restart"))
         return effects
 
     def status(self, status: NodeStatus, now: float) -> list[Effect]:
@@ -91,20 +97,30 @@ class Pool:
 
     def tick(self, now: float) -> list[Effect]:
         """Ends whatever has been in doubt for too long."""
-        effects = self._after(self.leases.overdue(now))
+        effects = self._after(self.leases.overdue(now), now)
         present = {(info.node, info.generation) for info in self.leases.present}
         self.residency.prune(present, now)
         return effects
 
-    def _after(self, changes: Iterable[Change]) -> list[Effect]:
+    def _after(self, changes: Iterable[Change], now: float) -> list[Effect]:
+        self._at = now
         effects: list[Effect] = []
         for change in changes:
             effects.append(change)
             if isinstance(change, NodeGone):
                 lost = self.reservations.lose(change.node, change.generation)
                 if lost is not None:
-                    effects.append(ReservationEnded(lost, f"its node is gone: {change.reason}"))
+                    effects.append(self._ended(lost, f"its node is gone: {change.reason}"))
         return effects
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        self.leases.validate()
+        self.residency.validate()
+        for held in self.reservations.all:
+            info = self.leases.info(held.node)
+            assert info is not None
+            assert info.generation == held.generation
 
     # --- what is asked of the pool ---
 
@@ -139,6 +155,7 @@ class Pool:
                     model_id=request.model_id,
                 )
                 self.reservations.add(made)
+                self.story.tell(self._at, made.event, "reserved", made.node, made.model_id)
                 effects.append(ReservationMade(made))
         return chosen, effects
 
@@ -148,7 +165,12 @@ class Pool:
 
     def unreserve(self, request: Unreserve) -> list[Effect]:
         ended = self.reservations.release(request.event, request.nodes)
-        return [ReservationEnded(held, "unreserved") for held in ended]
+        return [self._ended(held, "unreserved") for held in ended]
+
+    def _ended(self, held: Reservation, reason: str) -> ReservationEnded:
+        text = f"reservation ended: {reason}"
+        self.story.tell(self._at, held.event, text, held.node, held.model_id)
+        return ReservationEnded(held, reason)
 
     def sources(self, model_id: ModelId) -> tuple[Source, ...]:
         senders = self._survey(model_id, None).senders()

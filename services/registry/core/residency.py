@@ -92,6 +92,17 @@ class Residency:
             if key not in present:
                 self._unlist(key, self._latest.pop(key))
 
+    def validate(self) -> None:
+        """Raises AssertionError if an index differs from what the reports say."""
+        holders: dict[ModelId, set[Key]] = {}
+        for key, report in self._latest.items():
+            assert key == (report.status.node, report.status.generation)
+            assert report.models == _by_model(report.status.holdings)
+            for model in report.models:
+                holders.setdefault(model, set()).add(key)
+        assert holders == self._holders
+        assert all(keys <= holders[model] for model, keys in self._sharers.items())
+
     def _index(self, key: Key, report: _Report) -> None:
         self._unlist(key, report)
         report.models = _by_model(report.status.holdings)
