@@ -202,11 +202,13 @@ class RegistryService(Service):
             if entry is None:
                 self._follow(self.pool.leases_are(first, now))
                 self._leases_known.set()
-            elif entry.op is KvOp.DELETE:
-                self._follow(self.pool.lease_dropped(NodeId(entry.key), now))
-            elif info := self._lease_value(entry):
-                first.add(info.node)
-                self._follow(self.pool.lease_put(info, now))
+                continue
+            with self.contain("following a lease", node=entry.key):
+                if entry.op is KvOp.DELETE:
+                    self._follow(self.pool.lease_dropped(NodeId(entry.key), now))
+                elif info := self._lease_value(entry):
+                    first.add(info.node)
+                    self._follow(self.pool.lease_put(info, now))
 
     def _lease_value(self, entry: KvEntry) -> NodeInfo | None:
         try:

@@ -16,7 +16,8 @@ import structlog
 
 from services.registry.core.reservations import Reservation
 from shared.bus.base import Bus, KeyValue
-from shared.errors import BusError, BusTimeout
+from shared.containment import is_containable
+from shared.errors import BusTimeout
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.subjects import KV_MODELS, KV_NODES, KV_RESERVATIONS
@@ -108,10 +109,12 @@ class Store:
                 await self._buckets[bucket].delete(key)
             else:
                 await self._buckets[bucket].put(key, value)
-        except BusError as error:
+        except BaseException as error:
+            if not is_containable(error):
+                raise
             self._stored.pop(slot, None)
             self._wanted[slot] = self._wanted.pop(slot)  # to the end: others may fare better
-            self._log.warning("write failed, will retry", bucket=bucket, key=key, error=str(error))
+            self._log.warning("write failed, will retry", bucket=bucket, key=key, error=repr(error))
             return False
         self._stored[slot] = value
         if self._wanted[slot] == value:

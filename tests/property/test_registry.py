@@ -151,6 +151,10 @@ class Cluster(RuleBasedStateMachine):
         self.newest = {}
 
     @invariant()
+    def its_parts_agree(self) -> None:
+        self.pool.validate()
+
+    @invariant()
     def observers_know_the_nodes(self) -> None:
         assert {i.node: i for i in self.pool.leases.present} == self.announced
 

@@ -1,8 +1,17 @@
 import pytest
 
-from services.registry.core.leases import LEASELESS_S, SILENCE_S, Leases
+from services.registry.core import leases as leases_module
+from services.registry.core.leases import (
+    LEASELESS_S,
+    REMEMBERED_NODES,
+    SILENCE_S,
+    Leases,
+    State,
+)
+from shared.errors import IllegalTransition
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeGone, NodeJoined
+from shared.story import Story
 from tests.unit.registry.builders import hear_others, info
 
 A = NodeId("a")
@@ -72,6 +81,41 @@ def test_a_node_that_reports_is_in_doubt_when_its_lease_expires(leases: Leases) 
     assert leases.dropped(A, LATE) == []
     assert leases.present == (info(),)
     assert leases.standing == ()
+
+
+def test_the_story_says_what_became_of_a_node_and_why() -> None:
+    story = Story()
+    leases = Leases(story)
+    leases.put(info(), 0.0)
+    leases.heard(A, ONE, LATE)
+    leases.dropped(A, LATE)
+    hear_others(leases, LATE + SILENCE_S)
+    leases.overdue(LATE + SILENCE_S)
+    assert [(t.cause, t.text) for t in story.of("a")] == [
+        ("lease", "generation 1 standing"),
+        ("lease", "generation 1 in doubt"),
+        ("time", "generation 1 over: its lease expired and it is silent"),
+    ]
+
+
+def test_a_step_that_the_table_does_not_have_tells_the_story(
+    leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(leases_module._STEPS, State.STANDING, frozenset())
+    with pytest.raises(IllegalTransition, match="so far: generation 1 standing"):
+        leases.dropped(A, LATE)
+
+
+def test_what_is_over_is_not_remembered_of_ever_more_names() -> None:
+    leases = Leases()
+    names = [f"n{number}" for number in range(REMEMBERED_NODES + 1)]
+    for name in names:
+        leases.put(info(name), 0.0)
+        leases.dropped(NodeId(name), 0.1)
+    leases.validate()
+    assert not leases.is_over(NodeId(names[0]), ONE)
+    assert leases.is_over(NodeId(names[1]), ONE)
+    assert leases.is_over(NodeId(names[-1]), ONE)
 
 
 def test_doubt_ends_with_silence(leases: Leases) -> None:

@@ -1,0 +1,209 @@
+"""The registry goes on serving, whatever it is asked, told, or let down by."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.registry.core.pool import Pool
+from services.registry.service import RegistryService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
+from shared.config import RegistryConfig
+from shared.errors import BusTimeout, LambdaScaleError, NoResponders, ServiceFailed
+from shared.ids import EventId
+from shared.messages import Message
+from shared.messages.pool import (
+    ModelAdd,
+    ModelRemove,
+    ModelsQuery,
+    NodeInfo,
+    Nodes,
+    NodesQuery,
+    NodeStatus,
+    PoolQuery,
+    Reserve,
+    SourcesQuery,
+    Unreserve,
+)
+from simulation.loop import run
+from tests.support.malformed import ERRORS, well_framed
+from tests.unit.registry.builders import EVENT, MODEL, info, record, reserve
+from tests.unit.registry.cluster import WAIT_S, Node
+
+REQUESTS: dict[str, type[Message]] = {
+    subjects.REGISTRY_MODEL_ADD: ModelAdd,
+    subjects.REGISTRY_MODEL_REMOVE: ModelRemove,
+    subjects.REGISTRY_MODELS: ModelsQuery,
+    subjects.REGISTRY_SOURCES: SourcesQuery,
+    subjects.REGISTRY_RESERVE: Reserve,
+    subjects.REGISTRY_UNRESERVE: Unreserve,
+    subjects.REGISTRY_POOL: PoolQuery,
+    subjects.REGISTRY_NODES: NodesQuery,
+}
+LIKELY: dict[str, Any] = {
+    "node": ["a"],
+    "generation": [1],
+    "seq": [2, 3],
+    "model_id": [MODEL],
+    "name": ["llama"],
+    "event": [EVENT],
+    "n_blocks": [1],
+    "nbytes": [1],
+    "count": [1],
+}
+
+
+class World:
+    """A registry with a model and a node, on a bus of its own."""
+
+    def __init__(self, registry: RegistryService, own: MemoryBus, bus: MemoryBus) -> None:
+        self.registry = registry
+        self.own = own
+        self.bus = bus
+
+    async def ask(self, subject: str, request: Message) -> None:
+        """Answered, or refused for a reason: neither a bug nor silence."""
+        try:
+            await self.bus.request(subject, request, Message, timeout=WAIT_S)
+        except (ServiceFailed, BusTimeout, NoResponders):
+            raise
+        except LambdaScaleError:
+            pass
+
+    async def serves(self) -> None:
+        found = await self.bus.request(subjects.REGISTRY_NODES, NodesQuery(), Nodes, timeout=WAIT_S)
+        assert "a" in {node.node for node in found.nodes}
+        self.registry.pool.validate()
+
+
+def in_a_world(work: Callable[[World], Any]) -> None:
+    """Fails if the registry failed by then."""
+
+    async def all_of_it() -> None:
+        broker = MemoryBroker()
+        async with (
+            MemoryBus(broker, "registry") as own,
+            MemoryBus(broker) as bus,
+            RegistryService(own, RegistryConfig(report_s=0.0)) as registry,
+        ):
+            world = World(registry, own, bus)
+            await world.ask(subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record()))
+            await Node(bus, info()).join()
+            await world.ask(subjects.REGISTRY_POOL, PoolQuery())
+            await work(world)
+            await world.serves()
+
+    run(all_of_it())
+
+
+@pytest.mark.parametrize(("subject", "kind"), REQUESTS.items())
+@settings(max_examples=25)
+@given(data=st.data())
+def test_requests_that_make_no_sense_are_refused_by_type(
+    subject: str, kind: type[Message], data: st.DataObject
+) -> None:
+    requests = data.draw(st.lists(well_framed(kind, **LIKELY), min_size=1, max_size=5))
+
+    async def work(world: World) -> None:
+        for request in requests:
+            await world.ask(subject, request)
+        assert (world.own.failed, world.registry.failures) == (0, 0)
+
+    in_a_world(work)
+
+
+@settings(max_examples=50)
+@given(statuses=st.lists(well_framed(NodeStatus, **LIKELY), min_size=1, max_size=5))
+def test_reports_that_make_no_sense_harm_nobody(statuses: list[NodeStatus]) -> None:
+    async def work(world: World) -> None:
+        for status in statuses:
+            await world.bus.publish(subjects.POOL_STATUS, status)
+        for subject, request in QUESTIONS:
+            await world.ask(subject, request)
+        assert (world.own.failed, world.registry.failures) == (0, 0)
+
+    in_a_world(work)
+
+
+@settings(max_examples=50)
+@given(
+    infos=st.lists(well_framed(NodeInfo, **(LIKELY | {"node": ["b"]})), min_size=1, max_size=5),
+    junk=st.binary(max_size=8),
+)
+def test_leases_that_make_no_sense_harm_nobody(infos: list[NodeInfo], junk: bytes) -> None:
+    async def work(world: World) -> None:
+        leases = await world.bus.kv(subjects.KV_LEASES)
+        for each in (*map(msgspec.msgpack.encode, infos), junk):
+            await leases.put("b", each)
+        for subject, request in QUESTIONS:
+            await world.ask(subject, request)
+        assert (world.own.failed, world.registry.failures) == (0, 0)
+
+    in_a_world(work)
+
+
+QUESTIONS: list[tuple[str, Message]] = [
+    (subjects.REGISTRY_SOURCES, SourcesQuery(model_id=MODEL)),
+    (subjects.REGISTRY_RESERVE, reserve(3)),
+    (subjects.REGISTRY_POOL, PoolQuery()),
+    (subjects.REGISTRY_UNRESERVE, Unreserve(event=EVENT)),
+]
+
+
+@pytest.mark.parametrize(
+    "method", ["status", "lease_put", "lease_dropped", "reserve", "unreserve", "sources", "view"]
+)
+def test_a_bug_in_the_core_costs_no_more_than_what_met_it(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(world: World) -> None:
+        leases = await world.bus.kv(subjects.KV_LEASES)
+        for number, error in enumerate(ERRORS):
+
+            def fail(*_: object, error: BaseException = error) -> None:
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(Pool, method, fail)
+                other = info(f"b{number}")
+                await Node(world.bus, other).join()
+                await leases.delete(other.node)
+                for subject, request in QUESTIONS:
+                    await asked(world, subject, request)
+            await world.serves()
+
+    in_a_world(work)
+
+
+async def asked(world: World, subject: str, request: Message) -> None:
+    """Answered, with whatever was injected."""
+    with suppress(LambdaScaleError):
+        await world.bus.request(subject, request, Message, timeout=WAIT_S)
+
+
+def test_a_store_that_fails_in_any_way_delays_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(world: World) -> None:
+        for number, error in enumerate(ERRORS):
+
+            async def fail(*_: object, error: BaseException = error) -> None:
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(MemoryKeyValue, "delete", fail)
+                patched.setattr(MemoryKeyValue, "put", fail)
+                await asked(world, subjects.REGISTRY_RESERVE, reserve(1, event=f"ev-{number}"))
+                await asked(world, subjects.REGISTRY_UNRESERVE, Unreserve(event=EVENT))
+            await world.serves()
+        for number, _ in enumerate(ERRORS):
+            event = EventId(f"ev-{number}")
+            await world.ask(subjects.REGISTRY_UNRESERVE, Unreserve(event=event))
+        assert (await (await world.bus.kv(subjects.KV_RESERVATIONS)).entries()) == []
+
+    in_a_world(work)
