@@ -165,7 +165,7 @@ class Watch:
 
     def _look_at_gateway(self) -> None:
         """Whether its core agrees with itself."""
-        gateway: GatewayService | None = self._cluster.processes[GATEWAY].running
+        gateway: GatewayService | None = self._cluster.processes[GATEWAY].service
         try:
             if gateway is not None:
                 gateway.frontend.dispatch.validate()
