@@ -178,6 +178,8 @@ class Frontend:
                 error=str(error),
             )
             self.run(self.dispatch.on_not_taken(submit.request, submit.attempt, error, now()))
+        else:
+            self.run(self.dispatch.on_taken(submit.request, submit.attempt, now()))
 
     async def _publish(self, subject: str, message: Message) -> None:
         sent = self._bus.publish(subject, message)

@@ -223,7 +223,7 @@ class GatewayService(Service):
         return None
 
     async def _on_gone(self, message: NodeGone) -> None:
-        self.frontend.run(self._dispatch.on_node_gone(message.node, now()))
+        self.frontend.run(self._dispatch.on_node_gone(message.node, now(), message.graceful))
 
     # --- time and load -------------------------------------------------------
 

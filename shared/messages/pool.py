@@ -134,6 +134,8 @@ class NodeGone(Message, frozen=True, kw_only=True, tag="node_gone"):
     node: NodeId
     generation: Generation
     reason: str
+    graceful: bool = False
+    """It stopped as it was told to: none of what it did has failed."""
 
 
 class Task(enum.Enum):

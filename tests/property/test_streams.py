@@ -105,7 +105,9 @@ class Streams(RuleBasedStateMachine):
                     start = len(submit.tokens) - submit.prompt_tokens
                     start -= submit.prompt_tokens - scored
                     self.attempts[key] = Attempt(submit, node, start)
-                    assert all(request != submit.request for request, _ in self.live)
+                    others = [live for live in self.live if live[0] == submit.request]
+                    moves = self.clients[submit.request].request.state is State.MOVING
+                    assert len(others) == int(moves)
                     self.live.add(key)
                 case Withdraw(_, cancel):
                     self.live.discard((cancel.request, cancel.attempt))
@@ -258,6 +260,13 @@ class Streams(RuleBasedStateMachine):
         else:
             self.deliver([], (AttemptFailed(request, attempt, kind.code, "broke"),))
 
+    @rule(number=st.integers(0, 1000))
+    def take(self, number: int) -> None:
+        """A node answers that it has an attempt."""
+        if self.attempts:
+            request, attempt = sorted(self.attempts)[number % len(self.attempts)]
+            self.run_commands(self.dispatch.on_taken(request, attempt, self.now))
+
     @rule(number=st.integers(0, 6))
     def node_gone(self, number: int) -> None:
         self.run_commands(self.dispatch.on_node_gone(NodeId(f"n{number}"), self.now))
@@ -294,17 +303,23 @@ class Streams(RuleBasedStateMachine):
     def counts_are_those_of_the_requests(self) -> None:
         open_ones = [c.request for c in self.clients.values() if not c.ends and not c.left]
         queued = [r for r in open_ones if r.state is State.QUEUED]
-        running = [r for r in open_ones if r.state in (State.SUBMITTED, State.STREAMING)]
+        moving = [r for r in open_ones if r.state is State.MOVING]
+        running = [
+            r for r in open_ones if r.state in (State.SUBMITTED, State.STREAMING, State.MOVING)
+        ]
         assert len(queued) + len(running) == len(open_ones)
         (load,) = self.dispatch.loads()
         assert load.queued_requests == len(queued)
-        assert load.running_requests == len(running) == len(self.live)
+        assert load.running_requests == len(running) == len(self.live) - len(moving)
         assert load.running_tokens == sum(r.charge for r in running)
         assert all(r.instance is not None and r.charge > 0 for r in running)
         per_instance = dict.fromkeys(load.instance_requests, 0)
         for r in running:
             assert r.instance is not None
             per_instance[r.instance] += 1
+            assert (r.move is not None) == (r.state is State.MOVING)
+            if r.move is not None:
+                per_instance[r.move.instance] += 1
         assert per_instance == load.instance_requests
 
     def teardown(self) -> None:

@@ -75,10 +75,10 @@ class Dispatch:
         self._guard(model, now, model.apply, new, now)
         return self._flush()
 
-    def on_node_gone(self, node: NodeId, now: float) -> list[Command]:
+    def on_node_gone(self, node: NodeId, now: float, graceful: bool = False) -> list[Command]:
         self._begin(node, now)
         for model in list(self._models.values()):
-            self._guard(model, now, model.node_gone, node, now)
+            self._guard(model, now, model.node_gone, node, now, graceful)
         return self._flush()
 
     # --- requests ------------------------------------------------------------
@@ -132,14 +132,15 @@ class Dispatch:
             elif verdict is Verdict.NEXT:
                 model = self._models[request.model_id]
                 if isinstance(piece, Scores):
-                    self._guard(model, now, model.score, request, piece)
+                    self._guard(model, now, model.score, request, piece, now)
                 elif self._guard(model, now, model.accept, request, piece, now):
                     freed[model.id] = None
             elif verdict is Verdict.GAP:
                 model = self._models[request.model_id]
                 freed[model.id] = None
                 missing = f"token {piece.index} came where {request.due} was due"
-                self._guard(model, now, model.lost, request, "lost", missing, now)
+                attempt = piece.attempt
+                self._guard(model, now, model.lost, request, attempt, "lost", missing, now)
         for failure in message.failed:
             self._on_failed(failure, now, freed)
         # A node that still works on an attempt which is over has not seen its withdrawal.
@@ -154,11 +155,11 @@ class Dispatch:
     def _on_failed(self, failure: AttemptFailed, now: float, freed: dict[ModelId, None]) -> None:
         self._begin(failure.request, now)
         request = self._ledger.requests.get(failure.request)
-        if request and request.attempt == failure.attempt and request.running:
+        if request and request.speaks(failure.attempt):
             model = self._models[request.model_id]
             freed[model.id] = None
             error = from_code(failure.code, failure.message)
-            self._guard(model, now, model.not_done, request, error, now)
+            self._guard(model, now, model.not_done, request, failure.attempt, error, now)
 
     def on_not_taken(
         self, request_id: RequestId, attempt: int, error: LambdaScaleError, now: float
@@ -170,12 +171,22 @@ class Dispatch:
         """
         self._begin(request_id, now)
         request = self._ledger.requests.get(request_id)
-        if request is None or request.attempt != attempt or not request.running:
+        if request is None or not request.speaks(attempt):
             return []
-        if request.state is State.SUBMITTED or request.asked_at is not None:
+        moves = request.attempt != attempt
+        if moves or not request.has_token or request.asked_at is not None:
             model = self._models[request.model_id]
-            self._guard(model, now, model.not_done, request, error, now)
+            self._guard(model, now, model.not_done, request, attempt, error, now)
+            self._guard(model, now, model.dispatch, now)
+        return self._flush()
+
+    def on_taken(self, request_id: RequestId, attempt: int, now: float) -> list[Command]:
+        """A Send was answered with Ok."""
+        self._begin(request_id, now)
+        request = self._ledger.requests.get(request_id)
+        if request and request.move and request.move.attempt == attempt:
             model = self._models[request.model_id]
+            self._guard(model, now, model.taken, request, now)
             self._guard(model, now, model.dispatch, now)
         return self._flush()
 

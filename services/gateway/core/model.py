@@ -23,7 +23,7 @@ from services.gateway.core.commands import (
     Switched,
     Withdraw,
 )
-from services.gateway.core.requests import NEXT, Request, State
+from services.gateway.core.requests import NEXT, Move, Request, State
 from services.gateway.core.routing import Route, Table
 from shared.errors import (
     BadInput,
@@ -43,6 +43,10 @@ from shared.story import Story
 REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
 """The node did not take the attempt (or could not keep it for want of room): no failure of the
 request's, which may try as often as its time allows."""
+
+SILENCE_S = 2.0
+"""An attempt that gives no token for so long is asked about the first time: the message with its
+last token may be lost, which no later one would show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +126,32 @@ class Model:
         self._tell(self._move(now), new.trace)
         self.dispatch(now)
 
-    def node_gone(self, node: NodeId, now: float) -> None:
+    def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
         gone = self.table.drop_node(node)
-        for route in gone:
-            for request in route.requests.values():
+        for route in () if graceful else gone:
+            for request in route.runs():
                 request.failures += 1
         self._give_back(gone, f"node {node} is gone", now)
         self.dispatch(now)
 
-    def score(self, request: Request, scores: Scores) -> None:
+    def score(self, request: Request, scores: Scores, now: float) -> None:
         """Takes the log probabilities of the next tokens of the request's prompt."""
+        if scores.attempt != request.attempt:
+            self.taken(request, now)
         request.score_from += len(scores.logprobs)
         self._out.append(Scored(request.id, scores.logprobs))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
         """Takes the request's next token; says whether its instance has more room now."""
+        if token.attempt != request.attempt:
+            self.taken(request, now)
         route = self._route(request)
-        first = request.state is State.SUBMITTED
+        first = not request.has_token
         if not first:
             route.measure(now - request.progress_at)
         if first and not route.served:
             route.served = True
-            self._out.append(Served(self.name, route.instance, route.trace, request.progress_at))
+            self._out.append(Served(self.name, route.instance, route.trace, request.submitted_at))
         request.tokens.append(token.token)
         request.progress_at = request.waiting_since = now
         request.asked_at = None
@@ -157,38 +165,52 @@ class Model:
         if finish:
             if not token.finish:
                 self._withdraw(route, request)
-            self._detach(route, request)
             self._close(request, State.DONE, finish)
         elif first:
             route.prefill(-request.prefill)
             request.prefill = 0
-            self._ledger.step(request, State.STREAMING, "first token")
+            if request.move is None:
+                self._ledger.step(request, State.STREAMING, "first token")
         return first or bool(finish)
 
-    def not_done(self, request: Request, error: LambdaScaleError, now: float) -> None:
+    def not_done(self, request: Request, attempt: int, error: LambdaScaleError, now: float) -> None:
         """The node refused the attempt, did not answer, or gave it up."""
-        if isinstance(error, NotReady):
-            self._put_back(request, "refused", str(error), now)
-        elif isinstance(error, REFUSALS):
-            self._route(request).avoid(now)
-            self._put_back(request, "refused", str(error), now)
-        elif isinstance(error, BadInput):
-            self._detach(self._route(request), request)
+        reason = "refused" if isinstance(error, (NotReady, *REFUSALS)) else "failed"
+        if isinstance(error, BadInput) and attempt == request.attempt:
             self._fail(request, error)
+        elif reason == "failed":
+            self.lost(request, attempt, reason, str(error), now)
         else:
-            self.lost(request, "failed", str(error), now)
+            route = self._route_of(request, attempt)
+            if not isinstance(error, NotReady):
+                route.avoid(now)
+            self._over(request, attempt, route, reason, str(error), now)
 
-    def lost(self, request: Request, reason: str, detail: str, now: float) -> None:
-        request.failures += 1
-        self._route(request).avoid(now)
-        self._put_back(request, reason, detail, now)
+    def lost(self, request: Request, attempt: int, reason: str, detail: str, now: float) -> None:
+        route = self._route_of(request, attempt)
+        route.avoid(now)
+        request.failures += attempt == request.attempt
+        self._over(request, attempt, route, reason, detail, now)
+
+    def taken(self, request: Request, now: float) -> None:
+        """Where the request moves to has it: the attempt before is withdrawn."""
+        self._take_over(self._route(request), request, "moved", now)
+
+    def _over(
+        self, request: Request, attempt: int, route: Route, reason: str, detail: str, now: float
+    ) -> None:
+        """The attempt is; the request goes on with its other one, if it has one."""
+        if attempt != request.attempt:
+            self._stay(route, request, detail)
+        elif request.move is not None:
+            self._take_over(route, request, reason, now)
+        else:
+            self._put_back(route, request, reason, detail, now)
 
     def leave(self, request: Request, state: State, why: str, now: float) -> None:
         """The gateway itself ends the request."""
         if request.running:
-            route = self._route(request)
-            self._withdraw(route, request)
-            self._detach(route, request)
+            self._withdraw(self._route(request), request)
         else:
             self.queue.remove(request)
         self._close(request, state, why)
@@ -202,8 +224,11 @@ class Model:
             said = f" (the last one said: {request.refusal})" if request.refusals else ""
             self._fail(request, CapacityExceeded(f"{message}{said}: try again later"))
         for route in self.table.routes.values():
-            for request in route.requests.values():
-                if now - (request.asked_at or request.progress_at) >= self._rules.stall_s:
+            for request in route.runs():
+                patience = self._rules.stall_s
+                if request.asked_at is None:
+                    patience = min(patience, SILENCE_S)
+                if now - (request.asked_at or request.progress_at) >= patience:
                     request.asked_at = now
                     self._out.append(Send(route.instance.leader, self._submit(request, route)))
         self.dispatch(now)
@@ -248,18 +273,14 @@ class Model:
     def load(self) -> ModelLoad:
         self._reported = len(self.queue)
         routes = self.table.routes
-        submitted = (
-            request
-            for route in routes.values()
-            for request in route.requests.values()
-            if request.state is State.SUBMITTED
-        )
+        running = [request for route in routes.values() for request in route.runs()]
+        submitted = (request for request in running if not request.has_token)
         return ModelLoad(
             model=self.name,
             queued_requests=len(self.queue),
             queued_tokens=sum(request.work for request in self.queue),
-            running_requests=sum(len(route.requests) for route in routes.values()),
-            running_tokens=sum(route.tokens for route in routes.values()),
+            running_requests=len(running),
+            running_tokens=sum(request.charge for request in running),
             prompt_tokens=sum(
                 len(request.prompt) + len(request.tokens)
                 for request in chain(self.queue, submitted)
@@ -280,14 +301,15 @@ class Model:
             (request, route)
             for route in routes
             if _is_moving(route)
-            for request in route.requests.values()
+            for request in route.runs()
+            if request.move is None
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
             target = routing.refuge(routes, now)
             if target is None:
                 break
             costs = None
-            if request.state is State.STREAMING:
+            if request.has_token:
                 context = len(request.prompt) + len(request.tokens)
                 costs = routing.switch(
                     self.table, source, target, remaining=request.remaining, context=context
@@ -295,10 +317,50 @@ class Model:
             stays = costs is not None and costs.stays
             judged.append(_Judged(request, source, costs, stays))
             if not stays:
-                self._take_off(source, request, f"moves to {target.instance.id}", now)
-                self._out.append(Resumed(self.name, "moved", f"to {target.instance.id}"))
-                self._start(request, target, now)
+                self._begin_move(request, target, now)
         return judged
+
+    def _begin_move(self, request: Request, target: Route, now: float) -> None:
+        request.submissions += 1
+        instance = target.instance
+        prefill = len(request.prompt) + len(request.tokens)
+        move = Move(request.submissions, instance.id, request.work, prefill, now)
+        self._ledger.step(request, State.MOVING, f"to {instance.id}")
+        request.move = move
+        target.begin(request, move.charge, move.prefill)
+        self._out.append(Send(instance.leader, self._submit(request, target)))
+
+    def _take_over(self, source: Route, request: Request, reason: str, now: float) -> None:
+        """The attempt of its move is the request's from now on."""
+        move = request.move
+        assert move is not None
+        self._withdraw(source, request)
+        source.end(request, request.charge, request.prefill)
+        self._out.append(Resumed(self.name, reason, f"to {move.instance}"))
+        request.move = None
+        self._ledger.step(request, State.SUBMITTED, f"{reason}, on {move.instance}")
+        request.attempt, request.instance = move.attempt, move.instance
+        request.charge, request.prefill = move.charge, move.prefill
+        request.waiting_since += now - request.progress_at
+        request.progress_at, request.submitted_at, request.asked_at = now, move.since, None
+        self._trace(request, self.table.routes.get(move.instance))
+
+    def _stay(self, target: Route, request: Request, why: str) -> None:
+        """The move comes to nothing: the request goes on where it is."""
+        self._drop_move(target, request)
+        self._ledger.step(request, State.STREAMING if request.has_token else State.SUBMITTED, why)
+
+    def _drop_move(self, target: Route, request: Request) -> None:
+        move = request.move
+        assert move is not None
+        cancel = Cancel(request=request.id, attempt=move.attempt)
+        self._out.append(Withdraw(target.instance.leader, cancel))
+        target.end(request, move.charge, move.prefill)
+        request.move = None
+
+    def _trace(self, request: Request, route: Route | None) -> None:
+        if route is not None and route.instance.event is not None:
+            request.traces[route.trace] = None
 
     def _tell(self, judged: list[_Judged], trace: str) -> None:
         """Of requests that moved, and the first time of those that all stay."""
@@ -308,7 +370,12 @@ class Model:
             each.source.told = True
         moved = [each for each in judged if not each.stays]
         stayed = [each for each in judged if each.stays]
-        left = sum(len(r.requests) for r in self.table.routes.values() if _is_moving(r))
+        left = sum(
+            request.move is None
+            for route in self.table.routes.values()
+            if _is_moving(route)
+            for request in route.runs()
+        )
         switched = Switched(
             name=self.name,
             trace=trace,
@@ -323,24 +390,26 @@ class Model:
 
     def _start(self, request: Request, route: Route, now: float) -> None:
         instance = route.instance
-        request.attempt += 1
+        request.submissions += 1
+        request.attempt = request.submissions
         request.instance = instance.id
         self._ledger.step(request, State.SUBMITTED, instance.id)
-        request.progress_at = now
+        request.progress_at = request.submitted_at = now
         request.asked_at = None
         request.charge = request.work
-        if instance.event is not None:
-            request.traces[route.trace] = None
+        self._trace(request, route)
         request.prefill = len(request.prompt) + len(request.tokens)
         route.begin(request, request.charge, request.prefill)
         self._out.append(Send(instance.leader, self._submit(request, route)))
 
     def _submit(self, request: Request, route: Route) -> Submit:
-        """The request's attempt, on this instance."""
+        """The request's attempt on this instance."""
+        move = request.move
+        moves = move is not None and move.instance == route.instance.id
         return Submit(
             cause=self._ledger.cause,
             request=request.id,
-            attempt=request.attempt,
+            attempt=move.attempt if move is not None and moves else request.attempt,
             gateway=self._rules.gateway,
             model_id=request.model_id,
             instance=route.instance.id,
@@ -355,9 +424,10 @@ class Model:
             score_from=request.score_from,
         )
 
-    def _put_back(self, request: Request, reason: str, detail: str, now: float) -> None:
+    def _put_back(
+        self, route: Route, request: Request, reason: str, detail: str, now: float
+    ) -> None:
         """Ends the attempt; the request keeps away from its instance for a while."""
-        route = self._route(request)
         request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
         request.refusals += 1
         request.refusal = detail
@@ -368,8 +438,13 @@ class Model:
         orphans = []
         for route in gone:
             for request in list(route.requests.values()):
-                self._take_off(route, request, detail, now)
-                orphans.append(request)
+                if request.instance != route.instance.id:
+                    self._stay(route, request, detail)
+                elif request.move is not None:
+                    self._take_over(route, request, "gone", now)
+                else:
+                    self._take_off(route, request, detail, now)
+                    orphans.append(request)
         self._requeue(orphans, "gone", detail)
 
     def _requeue(self, requests: list[Request], reason: str, detail: str) -> None:
@@ -404,6 +479,10 @@ class Model:
         self._close(request, State.FAILED, str(error))
 
     def _close(self, request: Request, state: State, why: str) -> None:
+        if request.move is not None:
+            self._drop_move(self.table.routes[request.move.instance], request)
+        if request.running:
+            self._detach(self._route(request), request)
         self._ledger.step(request, state, why)
         del self._ledger.requests[request.id]
 
@@ -411,6 +490,12 @@ class Model:
         if request.instance is None:
             raise NotFound(f"request {request.id} is on no instance")
         return self.table.routes[request.instance]
+
+    def _route_of(self, request: Request, attempt: int) -> Route:
+        """Where that attempt of the request runs."""
+        if request.move is not None and attempt == request.move.attempt:
+            return self.table.routes[request.move.instance]
+        return self._route(request)
 
 
 def _mean(judged: list[_Judged]) -> routing.Switch | None:
@@ -424,7 +509,7 @@ def _turn(request: Request) -> tuple[bool, int, int]:
     """Who moves first: requests that wait for their first token, and then those with the least KV
     to compute anew and the most tokens to come."""
     context = len(request.prompt) + len(request.tokens)
-    return request.state is State.STREAMING, context, -request.remaining
+    return request.has_token, context, -request.remaining
 
 
 def _is_moving(route: Route) -> bool:

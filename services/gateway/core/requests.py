@@ -1,14 +1,19 @@
 """The life of one request, as the gateway that owns it sees it.
 
-    queued --------> submitted ---------> streaming
-      ^                  |                    |
-      +---- resumed -----+--------------------+       any of the three -> done, failed, cancelled
+    queued --> submitted --> streaming       any of the four -> done, failed, cancelled
+      ^          |   ^          |   ^
+      |          v   |          v   |
+      +------- moving (back when refused, or to submitted when taken)
 
 Rules: a request is in exactly one state; the last three are final. (Done from queued: its text
-met a stop string just after its attempt was lost.) Every submission is the next
-*attempt*; whatever speaks of an earlier attempt is late and changes nothing. A request is resumed
-(back to queued, then the next attempt with prompt + tokens so far) when its attempt is refused,
-fails, moves, or its instance is gone; only failures count towards the limit.
+met a stop string just after its attempt was lost.) Every submission is the next *attempt*; whatever
+speaks of an earlier attempt is late and changes nothing. A request is resumed (back to queued, then
+the next attempt with prompt + tokens so far) when its attempt is refused or fails, or its instance
+is gone; only failures count towards the limit.
+
+A request that moves is submitted elsewhere while its attempt goes on, and has a `Move`. When that
+is taken the attempt before it is withdrawn; when it is refused nothing was lost. Both give the same
+tokens, and each token counts once by its index.
 """
 
 import enum
@@ -23,6 +28,8 @@ class State(enum.Enum):
     SUBMITTED = "submitted"
     """Handed to an instance, without a token of this attempt yet."""
     STREAMING = "streaming"
+    MOVING = "moving"
+    """Its attempt goes on, and the next one was submitted to another instance."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -31,12 +38,25 @@ class State(enum.Enum):
 _ENDS = frozenset({State.DONE, State.FAILED, State.CANCELLED})
 NEXT: dict[State, frozenset[State]] = {
     State.QUEUED: _ENDS | {State.SUBMITTED},
-    State.SUBMITTED: _ENDS | {State.QUEUED, State.STREAMING},
-    State.STREAMING: _ENDS | {State.QUEUED},
+    State.SUBMITTED: _ENDS | {State.QUEUED, State.STREAMING, State.MOVING},
+    State.STREAMING: _ENDS | {State.QUEUED, State.MOVING},
+    State.MOVING: _ENDS | {State.SUBMITTED, State.STREAMING},
     State.DONE: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An attempt that is to take over from the one before it."""
+
+    attempt: int
+    instance: InstanceId
+    charge: int
+    prefill: int
+    """All that it has to prefill; 1 at least."""
+    since: float
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +89,13 @@ class Request:
     shunned: dict[InstanceId, float] = field(default_factory=dict)
     """Instances that refused it, each with the time until which it keeps away from them."""
     instance: InstanceId | None = None
-    """Where the attempt runs; set exactly in SUBMITTED and STREAMING."""
+    """Where the attempt runs; set exactly in SUBMITTED, STREAMING and MOVING."""
+    move: Move | None = None
+    """Set exactly in MOVING."""
+    submissions: int = 0
+    """So many attempts were submitted, each with the next number."""
+    submitted_at: float = 0.0
+    """When the attempt was."""
     progress_at: float = 0.0
     """When the attempt was submitted or gave its last token."""
     asked_at: float | None = None
@@ -84,6 +110,17 @@ class Request:
     @property
     def running(self) -> bool:
         return self.instance is not None
+
+    @property
+    def has_token(self) -> bool:
+        """The attempt that runs has given one."""
+        return self.prefill == 0
+
+    def speaks(self, attempt: int) -> bool:
+        """Whether what is said of that attempt counts."""
+        if self.move is not None and attempt == self.move.attempt:
+            return True
+        return self.running and attempt == self.attempt
 
     @property
     def due(self) -> int:

@@ -6,7 +6,7 @@ no free slot is no candidate: what finds none stays in the gateway's queue, wher
 it and from where a new instance gets it the moment it appears.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.core.requests import Request
@@ -90,6 +90,10 @@ class Route:
         return node.prompts <= PROMPTS_AHEAD and (
             stages == 1 or node.account.has_room(stages, place.weight)
         )
+
+    def runs(self) -> Iterator[Request]:
+        """Requests whose attempt runs here; others may be about to move here."""
+        return (r for r in self.requests.values() if r.instance == self.instance.id)
 
     def begin(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here from now on."""

@@ -21,7 +21,7 @@ class Verdict(enum.Enum):
 
 
 def judge(request: Request, piece: Scores | Token) -> Verdict:
-    if piece.attempt != request.attempt or request.instance is None:
+    if not request.speaks(piece.attempt):
         return Verdict.STALE
     due = request.due
     if piece.index == due:

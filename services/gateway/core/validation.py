@@ -8,7 +8,7 @@ from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import Node, Route
 from shared.ids import RequestId
 
-RUNNING = (State.SUBMITTED, State.STREAMING)
+RUNNING = (State.SUBMITTED, State.STREAMING, State.MOVING)
 
 
 def faults(models: Iterable[Model], ledger: Ledger) -> Iterator[str]:
@@ -28,7 +28,7 @@ def faults(models: Iterable[Model], ledger: Ledger) -> Iterator[str]:
     for key, found in places.items():
         if key not in ledger.requests:
             yield f"request {key} has ended and is in {' and '.join(found)}"
-        elif len(found) != 1:
+        elif len(found) != (1 if ledger.requests[key].move is None else 2):
             yield f"request {key} is in {' and '.join(found) or 'no place'}"
 
 
@@ -43,15 +43,23 @@ def _of_queued(request: Request, model: Model) -> Iterator[str]:
 
 def _of_route(route: Route) -> Iterator[str]:
     requests, name = route.requests.values(), route.instance.id
+    tokens = prompts = 0
     for request in requests:
+        move = request.move
+        if (move is not None) != (request.state is State.MOVING):
+            yield f"request {request.id} is {request.state.value} and its move is {move}"
+        if move is not None and move.instance == name:
+            tokens, prompts = tokens + move.charge, prompts + move.prefill
+            continue
+        tokens, prompts = tokens + request.charge, prompts + request.prefill
         if request.state not in RUNNING or request.instance != name:
             where = f"{request.state.value} on {request.instance}"
             yield f"request {request.id} runs on {name} and is {where}"
         if request.charge <= 0 or (request.state is State.STREAMING and request.prefill):
             yield f"request {request.id} counts as {request.charge} and {request.prefill} tokens"
-    if route.tokens != sum(request.charge for request in requests):
+    if route.tokens != tokens:
         yield f"instance {name} counts {route.tokens} tokens, which its requests have not"
-    if route.prompts != sum(request.prefill for request in requests):
+    if route.prompts != prompts:
         yield f"instance {name} counts prompts of {route.prompts}, which its requests have not"
 
 

@@ -218,7 +218,7 @@ class Steps:
 
     def close(self) -> None:
         """Ends everything: gateways resume their requests elsewhere, peers free what they keep."""
-        why = Failure(PeerLost.code, f"node {self._node} stopped")
+        why = Failure(NotFound.code, f"node {self._node} stopped")
         self._do(self._batcher.close(why), "stop")
         self.flush()
 

@@ -18,6 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
+
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
 from shared.story import Story
@@ -120,7 +122,8 @@ class Leases:
         if lease is None or lease.state is State.IN_DOUBT:
             return []
         if now - lease.renewed < OWN_DELETE_S:
-            return [self._end(lease, now, "lease", "it gave its lease back")]
+            gone = self._end(lease, now, "lease", "it gave its lease back")
+            return [msgspec.structs.replace(gone, graceful=True)]
         self._doubt(lease, now, "lease")
         return self.overdue(now)
 

@@ -13,7 +13,7 @@ from services.gateway.core.commands import (
     Withdraw,
 )
 from services.gateway.core.dispatch import Dispatch
-from services.gateway.core.model import Rules
+from services.gateway.core.model import SILENCE_S, Rules
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD, Switch
 from services.gateway.core.streams import Verdict, judge
@@ -310,8 +310,9 @@ def test_a_lost_last_token_is_noticed() -> None:
     driver = Driver(replica(1))
     driver.admit("a")
     driver.give("a", 1, 0)
-    assert not driver.later(STALL_S - 1)
-    assert sent(driver.later(1)) == [("a", "replica-1", 1)]  # does it go on?
+    assert not driver.later(SILENCE_S - 0.5)
+    assert sent(driver.later(0.5)) == [("a", "replica-1", 1)]  # does it go on?
+    assert not driver.later(STALL_S - 1), "asked once in a while only"
     over = driver.dispatch.on_not_taken(RequestId("a"), 1, StaleEpoch("over"), driver.now)
     assert [c.reason for c in over if isinstance(c, Resumed)] == ["refused"]
     again = driver.later(0.1)
@@ -498,6 +499,110 @@ def test_a_poisonous_request_does_not_take_every_node_along() -> None:
         node = replica(int(busy.removeprefix("replica-"))).leader
         ended = driver.dispatch.on_node_gone(node, driver.now)
     assert any(isinstance(c, End) for c in ended)
+
+
+def test_a_node_that_stops_as_it_was_told_fails_no_request() -> None:
+    driver = Driver(*(replica(n) for n in range(9)))
+    driver.admit("a")
+    for _ in range(8):
+        (busy,) = [key for key, n in driver.dispatch.loads()[0].instance_requests.items() if n]
+        node = replica(int(busy.removeprefix("replica-"))).leader
+        commands = driver.dispatch.on_node_gone(node, driver.now, graceful=True)
+        assert len(sent(commands)) == 1
+        assert not any(isinstance(command, End) for command in commands)
+
+
+# --- moves ---------------------------------------------------------------------
+
+MOVING = path(1, 2, state=InstanceState.MOVING)
+
+
+def moving(*tokens: int) -> Driver:
+    """Request a has these tokens from a path, and was submitted to a replica as attempt 2."""
+    driver = Driver(path(1, 2))
+    driver.admit("a")
+    for index in tokens:
+        driver.give("a", 1, index)
+    commands = driver.publish(MOVING, replica(3))
+    assert sent(commands) == [("a", "replica-3", 2)]
+    assert withdrawn(commands) == [], "the target has not accepted it yet"
+    return driver
+
+
+def withdrawn(commands: list[Command]) -> list[tuple[str, int]]:
+    return [(c.node, c.cancel.attempt) for c in commands if isinstance(c, Withdraw)]
+
+
+def emitted(commands: list[Command]) -> list[Emit]:
+    return [command for command in commands if isinstance(command, Emit)]
+
+
+def on_instances(driver: Driver) -> dict[str, int]:
+    (load,) = driver.dispatch.loads()
+    assert load.running_requests + load.queued_requests == 1
+    return {key: count for key, count in load.instance_requests.items() if count}
+
+
+@pytest.mark.parametrize("tokens", [(), (0, 1)])
+def test_the_source_lets_go_when_the_target_has_accepted(tokens: tuple[int, ...]) -> None:
+    driver = moving(*tokens)
+    assert on_instances(driver) == {"path-1-2": 1, "replica-3": 1}
+    assert emitted(driver.give("a", 1, len(tokens))), "the source goes on"
+    taken = driver.dispatch.on_taken(RequestId("a"), 2, driver.now)
+    assert withdrawn(taken) == [("node-1", 1)]
+    assert on_instances(driver) == {"replica-3": 1}
+    assert not emitted(driver.give("a", 2, len(tokens))), "seen before"
+    assert emitted(driver.give("a", 2, len(tokens) + 1))
+    assert withdrawn(driver.give("a", 1, len(tokens) + 2)) == [("node-1", 1)], "late"
+
+
+@pytest.mark.parametrize("tokens", [(), (0, 1)])
+@pytest.mark.parametrize("error", [CapacityExceeded("full"), BusTimeout("silent")])
+def test_a_move_that_is_refused_costs_nothing(
+    tokens: tuple[int, ...], error: CapacityExceeded | BusTimeout
+) -> None:
+    driver = moving(*tokens)
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 2, error, driver.now)
+    assert sent(commands) == []
+    assert withdrawn(commands) == [("node-3", 2)]
+    assert on_instances(driver) == {"path-1-2": 1}
+    assert emitted(driver.give("a", 1, len(tokens)))
+    assert sent(driver.later(AVOID_S)) == [("a", "replica-3", 3)], "and is tried again"
+
+
+def test_a_token_of_the_target_says_that_it_has_accepted() -> None:
+    driver = moving(0)
+    commands = driver.give("a", 2, 1)
+    assert withdrawn(commands) == [("node-1", 1)]
+    assert [emit.first for emit in emitted(commands)] == [True]
+    assert on_instances(driver) == {"replica-3": 1}
+
+
+def test_a_source_that_fails_leaves_its_request_to_the_target() -> None:
+    driver = moving(0)
+    failed = AttemptFailed(RequestId("a"), 1, "peer_lost", "gone")
+    message = Tokens(node=replica(1).leader, tokens=(), failed=(failed,))
+    driver.dispatch.on_tokens(message, driver.now)
+    assert on_instances(driver) == {"replica-3": 1}
+    driver = moving(0)
+    driver.publish(replica(3))
+    assert on_instances(driver) == {"replica-3": 1}
+
+
+def test_a_target_that_goes_leaves_its_request_where_it_is() -> None:
+    driver = moving(0)
+    driver.publish(MOVING)
+    assert on_instances(driver) == {"path-1-2": 1}
+    assert emitted(driver.give("a", 1, 1))
+
+
+def test_what_ends_while_it_moves_is_withdrawn_from_both() -> None:
+    driver = moving(0)
+    both = [("node-1", 1), ("node-3", 2)]
+    assert withdrawn(driver.dispatch.cancel(RequestId("a"), driver.now)) == both
+    driver = moving(0)
+    assert withdrawn(driver.give("a", 1, 1, "stop")) == [("node-3", 2)]
+    assert driver.dispatch.loads()[0].running_requests == 0
 
 
 def test_unlisted_models_take_nothing() -> None:

@@ -49,7 +49,8 @@ def test_another_generation_ends_the_older_first(leases: Leases) -> None:
 def test_a_lease_given_back_ends_the_node_at_once(leases: Leases) -> None:
     leases.heard(A, ONE, 0.1)
     (gone,) = leases.dropped(A, 0.2)
-    assert gone == NodeGone(node=A, generation=ONE, reason="it gave its lease back")
+    reason = "it gave its lease back"
+    assert gone == NodeGone(node=A, generation=ONE, reason=reason, graceful=True)
     assert leases.present == ()
 
 
