@@ -1,4 +1,4 @@
-"""`lambdascale events` and `trace EVENT`."""
+"""`lambdascale events [ID] [--story]` and `trace EVENT`."""
 
 import argparse
 import asyncio
@@ -24,7 +24,14 @@ from services.local.asking import ask
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound
-from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
+from shared.messages.scaling import (
+    EventRecord,
+    PlannerQuery,
+    PlannerState,
+    Step,
+    StoryQuery,
+    Told,
+)
 
 ROOT_SPAN = "scale_event"
 ALL = 1000
@@ -36,7 +43,17 @@ Span = dict[str, Any]
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    events = commands.add_parser("events", help="list the scaling events, newest first")
+    events = commands.add_parser(
+        "events", help="list the scaling events, newest first, or tell the story of one"
+    )
+    events.add_argument(
+        "id", nargs="?", metavar="ID", help="only this event; with --story also a node or a model"
+    )
+    events.add_argument(
+        "--story",
+        action="store_true",
+        help="what the planner did lately about ID, with the cause of each step",
+    )
     events.add_argument(
         "--limit", type=int, default=20, metavar="N", help="how many events (default: %(default)s)"
     )
@@ -66,7 +83,13 @@ async def _records(args: argparse.Namespace, limit: int) -> tuple[EventRecord, .
 def _events(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise BadInput(f"--limit {args.limit}: use 1 or more")
-    records = asyncio.run(_records(args, args.limit))
+    if args.story:
+        return _story(args)
+    records = asyncio.run(_records(args, args.limit if args.id is None else ALL))
+    if args.id is not None:
+        records = tuple(r for r in records if r.id == args.id or args.id == LAST)[:1]
+        if not records:
+            raise NotFound(f"no event {args.id!r}; see `lambdascale events`")
     if args.json:
         print_json(records)
         return 0
@@ -75,6 +98,44 @@ def _events(args: argparse.Namespace) -> int:
     for record in records:
         sys.stdout.write(event_line(record) + "\n")
     return 0
+
+
+def _story(args: argparse.Namespace) -> int:
+    if args.id is None:
+        raise BadInput("--story: of what? Name an event, a node or a model")
+    steps = asyncio.run(_steps(args))
+    if args.json:
+        print_json(steps)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in story_lines(steps))
+    return 0
+
+
+async def _steps(args: argparse.Namespace) -> tuple[Step, ...]:
+    async with connect(args) as bus:
+        subject = args.id
+        if subject == LAST:
+            query = PlannerQuery(events=1)
+            newest = (await ask(bus, subjects.PLANNER_STATE, query, PlannerState)).events
+            subject = newest[0].id if newest else subject
+        told = await ask(bus, subjects.PLANNER_STORY, StoryQuery(subject=subject), Told)
+    if not told.steps:
+        raise NotFound(
+            f"the planner remembers nothing of {subject!r}: name an event, a node or a model; "
+            "what an earlier planner did is forgotten"
+        )
+    return told.steps
+
+
+def story_lines(steps: Iterable[Step]) -> Iterator[str]:
+    """Time of day, cause and text of each step, in columns."""
+    steps = tuple(steps)
+    width = max((len(step.cause) for step in steps), default=0)
+    for step in steps:
+        seconds, ms = divmod(step.at_ns // 1_000_000, 1000)
+        at = time.strftime("%H:%M:%S", time.localtime(seconds))
+        about = " ".join(subject for subject in step.subjects if subject != step.cause)
+        yield f"{at}.{ms:03}  {step.cause:<{width}}  {about}: {step.text}"
 
 
 def event_line(record: EventRecord) -> str:

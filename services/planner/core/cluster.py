@@ -9,6 +9,7 @@ costs what concerns that model.
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
@@ -72,8 +73,8 @@ class Cluster:
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """Nodes that say they hold something of the model, of whatever generation."""
-        self._slots = 0
-        """Sum over the nodes."""
+        self._slots: int | None = None
+        """Of most nodes; None: to be found anew."""
         self._kv: dict[ModelId, int] = {}
         """KV positions of a replica, as a node that has the model open said last."""
         self._prefill: dict[ModelId, float] = {}
@@ -94,7 +95,7 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
-        self._slots += info.slots - (before.slots if before is not None else 0)
+        self._slots = None
         return before if before and before.generation != info.generation else None
 
     def meets(self, info: NodeInfo) -> bool:
@@ -115,7 +116,7 @@ class Cluster:
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
-        self._slots -= info.slots
+        self._slots = None
         return True
 
     def on_revived(self, info: NodeInfo) -> None:
@@ -275,8 +276,10 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """What a node has on average; at least 1."""
-        return max(1, self._slots // max(1, len(self.nodes)))
+        """What the node in the middle has: half of the nodes have no more. At least 1."""
+        if self._slots is None:
+            self._slots = median_low([info.slots for info in self.nodes.values()] or [1])
+        return max(1, self._slots)
 
     def kv_tokens(self, model: ModelId) -> int:
         """KV positions of a complete replica; 0: not known."""
@@ -327,7 +330,6 @@ class Cluster:
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
-        assert self._slots == sum(info.slots for info in self.nodes.values())
         assert self.over.keys() == self._over_at.keys()
         holders: dict[ModelId, set[NodeId]] = {}
         for node, said in self._said.items():

@@ -72,6 +72,8 @@ BROKEN_S = 1.0
 """A model whose machine raised is left alone for this long; doubles each time."""
 BROKEN_MAX_S = 60.0
 LEAST_WAIT_S = 0.001
+MOST_SLOTS = 1 << 20
+"""Of a node: who says more is not believed."""
 NEVER = float("inf")
 ANSWERS = (Replied, Pinged, Planned, Repaired, PathsPlanned, Failed)
 REFRESH, STRAYS, LOST = ".refresh", ".strays", ".lost"
@@ -381,6 +383,9 @@ class Planner:
             self._desk.room_freed = True
 
     def _join(self, info: NodeInfo) -> None:
+        if not 0 < info.slots <= MOST_SLOTS:
+            self._desk.log("warning", "not a node", node=info.node, slots=info.slots)
+            return
         known = self._cluster.nodes.get(info.node)
         before = self._cluster.on_joined(info)
         if before is not None:
@@ -407,6 +412,10 @@ class Planner:
         self._tell_all(lambda model: model.on_gone(message))
 
     def _add(self, record: ModelRecord) -> None:
+        if not 0 < record.n_blocks == len(record.block_bytes):
+            sizes = len(record.block_bytes)
+            self._desk.log("warning", "not a model", name=record.name, sizes=sizes)
+            return
         known = self._models.get(record.name)
         if known is not None and known.record.model_id != record.model_id:
             self._remove(record.name)

@@ -81,13 +81,16 @@ def test_what_a_node_measured_is_its_last_word_of_it() -> None:
     assert found.profile(A) == Profile()
 
 
-def test_slots_are_those_that_living_nodes_have_on_average() -> None:
+def test_slots_are_those_of_the_node_in_the_middle() -> None:
     found = Cluster()
     assert found.slots == 1
     found.on_joined(info("a"))
     assert found.slots == 4
     found.on_joined(msgspec.structs.replace(info("b"), slots=9))
-    assert found.slots == 6
+    assert found.slots == 4
+    found.on_joined(msgspec.structs.replace(info("c"), slots=9))
+    assert found.slots == 9
+    found.on_gone(NodeId("c"), Generation(1), 0.0)
     found.on_gone(NodeId("b"), Generation(1), 0.0)
     assert found.slots == 4
 

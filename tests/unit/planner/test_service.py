@@ -4,15 +4,18 @@ import asyncio
 
 import pytest
 
+from shared import clock, subjects
+from shared.clock import wall_ns
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import Tier
-from shared.messages.scaling import EventState
+from shared.messages.scaling import EventState, StoryQuery, Told
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import (
     BLOCK_BYTES,
     BLOCKS,
     MODEL,
+    NAME,
     SLOTS,
     ScriptedGateway,
     record,
@@ -90,6 +93,38 @@ async def test_load_makes_replicas_and_paths_serve_while_they_load(cluster: Clus
     assert actual.first_complete_s <= actual.all_complete_s
     assert len(cluster.events(EventState.DECIDED)) == 1, "the burst was answered once"
     await cluster.until_unreserved()
+
+
+async def test_the_planner_tells_the_story_of_an_event_a_node_and_a_model(
+    cluster: Cluster,
+) -> None:
+    await cluster.serve(nodes=2)
+    event = await cluster.scale(2)
+    await cluster.until_event(EventState.COMPLETE)
+    assert event is not None
+    told = {}
+    for subject in (event, "n1", NAME, "nobody"):
+        query = StoryQuery(subject=subject)
+        told[subject] = (await cluster.ask(subjects.PLANNER_STORY, query, Told)).steps
+    assert told[event][0].cause == "operator"
+    assert told[event][-1].text == "complete"
+    assert told[event][-1].at_ns <= wall_ns()
+    assert "joined as generation" in told["n1"][0].text
+    assert set(told[event]) <= set(told[NAME])
+    assert told["nobody"] == ()
+
+
+async def test_a_planner_on_a_host_whose_clock_is_behind_is_the_newer_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.serve(nodes=1)
+    before = cluster.sets[-1]
+    await cluster.crash_planner()
+    monkeypatch.setattr(clock, "wall_source", lambda: 1)
+    cluster.sets.clear()
+    await cluster.start_planner()
+    await cluster.until(lambda: cluster.sets)
+    assert cluster.sets[-1].epoch > before.epoch
 
 
 async def test_paths_move_once_replicas_are_complete_and_go_when_they_are_empty(
