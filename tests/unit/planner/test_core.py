@@ -67,8 +67,8 @@ def test_a_load_report_with_requests_that_wait_is_answered_at_once() -> None:
 
 
 def test_a_hold_runs_out_at_its_time_whatever_comes_meanwhile() -> None:
-    driver = serving(Driver(settings(scale_up_hold_s=0.25)), "b")
-    driver.load(queued=20, a=4)
+    driver = serving(Driver(settings(scale_up_hold_s=0.5)), "b")
+    driver.load(queued=4, a=4)  # half of what would be answered at once
     assert not driver.all_asked(commands.Reserve)
     driver.wait(0.24)
     assert not driver.all_asked(commands.Reserve)
