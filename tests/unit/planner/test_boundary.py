@@ -104,13 +104,15 @@ def test_what_makes_no_sense_holds_no_other_model_up(
     kind: type[Message], data: st.DataObject
 ) -> None:
     driver = loading()
-    for message in data.draw(st.lists(well_framed(kind, **LIKELY), min_size=1, max_size=3)):
+    for message in data.draw(
+        st.lists(well_framed(kind, nan=True, **LIKELY), min_size=1, max_size=3)
+    ):
         driver.feed(message)  # type: ignore[arg-type]
         driver.wait(0.2)
     still_scales(driver)
 
 
-@given(message=well_framed(SetInstances, **LIKELY))
+@given(message=well_framed(SetInstances, nan=True, **LIKELY))
 def test_an_operator_who_asks_for_nonsense_is_answered(message: SetInstances) -> None:
     driver = loading()
     (answer,) = (c for c in driver.feed(Asked(1, message)) if isinstance(c, commands.Answer))
