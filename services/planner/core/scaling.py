@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
+LOOK_S = 0.1
+"""Gateways report a changing load at least this often: a load that is the same for as long does not
+grow."""
 GROWTH = 2.0
 """The most by which load is expected to grow, in multiples of the present load: a short look at a
 burst says little about its length."""
@@ -118,7 +121,7 @@ def decide(
             since, origin = scaler.short_since, scaler.short_from
         scaler = Scaler(short_since=since, short_from=origin)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
-        answer_at = since if urgent else since + _hold_s(demand, policy)
+        answer_at = since if urgent else since + _hold_s(demand, policy, grown=load > origin)
         if now >= answer_at:
             want = wanted(load + _growth(scaler, load, policy, now), policy)
             return scaler, Decision(want, _cause_up(demand, policy, have, coming, want), since)
@@ -134,10 +137,14 @@ def decide(
     return Scaler(), Decision(total, "", now)
 
 
-def _hold_s(demand: Demand, policy: Policy) -> float:
-    """How long more must be wanted before it is asked for: the more work waits, the shorter."""
+def _hold_s(demand: Demand, policy: Policy, *, grown: bool) -> float:
+    """How long more must be wanted before it is asked for: the more work waits, the shorter. Weak
+    evidence is looked at twice, so that the growth is known."""
     evidence = demand.queued_requests / policy.slots / STRONG
-    return policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
+    hold_s = policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
+    if hold_s == 0.0 or grown:
+        return hold_s
+    return max(hold_s, min(LOOK_S, policy.scale_up_hold_s))
 
 
 def _growth(scaler: Scaler, load: float, policy: Policy, now: float) -> float:

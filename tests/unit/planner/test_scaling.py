@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.planner.core.scaling import (
     GROWTH,
+    LOOK_S,
     STRONG,
     Decision,
     Demand,
@@ -94,21 +95,32 @@ def test_the_more_waits_the_sooner_it_is_answered_and_when_is_said(
     queued: int, hold: float
 ) -> None:
     rules = policy(most=50, hold=hold)
-    scaler, decision = ask(demand(queued=queued, running=4), rules, have=1, now=5.0)
+    load = demand(queued=queued, running=4)
+    scaler, decision = ask(load, rules, have=1, now=5.0)
     if queued >= STRONG * SLOTS:
         assert decision.replicas > 1
         return
     assert decision.replicas == 1
     assert decision.wake_at is not None
-    assert decision.wake_at == pytest.approx(5.0 + hold * (1 - queued / SLOTS / STRONG))
-    load = demand(queued=queued, running=4)
+    held = hold * (1 - queued / SLOTS / STRONG)
+    assert decision.wake_at == pytest.approx(5.0 + max(held, min(LOOK_S, hold)))
     early = 5.0 + (decision.wake_at - 5.0) * 0.9
     assert ask(load, rules, have=1, now=early, scaler=scaler)[1].replicas == 1
-    scaler, answer = ask(load, rules, have=1, now=decision.wake_at, scaler=scaler)
+    _, answer = ask(load, rules, have=1, now=decision.wake_at, scaler=scaler)
     assert (answer.replicas > 1, answer.wake_at) == (True, None)
     more = demand(queued=queued + 1, running=4)
-    _, sooner = ask(more, rules, have=1, now=5.0)
-    assert sooner.replicas > 1 or (sooner.wake_at or 0.0) < decision.wake_at
+    _, sooner = ask(more, rules, have=1, now=5.0, scaler=scaler)
+    assert sooner.replicas > 1 or (sooner.wake_at or 0.0) <= decision.wake_at
+
+
+def test_a_queue_that_may_grow_is_looked_at_twice() -> None:
+    """Asked for at the first look, too few would come, and the rest in an event after theirs."""
+    rules = policy()
+    scaler, decision = ask(demand(queued=5, running=4), rules, have=1, now=5.0)
+    assert decision.replicas == 1
+    assert ask(demand(queued=5, running=4), rules, have=1, now=5.08, scaler=scaler)[1].replicas == 1
+    _, decision = ask(demand(queued=7, running=4), rules, have=1, now=5.08, scaler=scaler)
+    assert decision.replicas == 8, "2.75 fulls, and 6.25 a second for a horizon of 1 s, 8 at most"
 
 
 def test_when_less_is_due_is_said() -> None:
