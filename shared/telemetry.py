@@ -1,12 +1,11 @@
 """Logs and traces, the same way in every process.
 
-Logs go to standard error through structlog. Traces are OpenTelemetry spans; they go to a JSON-lines
-file and, if an endpoint is configured, to OTLP. Parents travel as W3C traceparent strings in
-messages (`Message.trace`), so a scaling event is one trace across all processes. There is no span
-for single tokens.
+Logs go to standard error through structlog. Traces are OpenTelemetry spans. Threads write them to a
+JSON-lines file (`shared.span_file`) and, if an endpoint is configured, send them by OTLP. Parents
+travel as W3C traceparent strings in messages (`Message.trace`), so a scaling event is one trace
+across all processes. There is no span for single tokens.
 """
 
-import json
 import logging
 import sys
 import threading
@@ -18,19 +17,15 @@ import structlog
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    SimpleSpanProcessor,
-    SpanExporter,
-    SpanExportResult,
-)
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, Span, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
+from shared.span_file import SpanFile
 
 Attribute = str | int | float | bool
 _LEVELS = {
@@ -74,44 +69,6 @@ class _Ids(RandomIdGenerator):
 _ids = _Ids()
 
 
-class JsonLinesExporter(SpanExporter):
-    """Appends one JSON object for each finished span. The file can be read while the process
-    runs."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
-        self._lock = threading.Lock()  # spans end on every thread of a node
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        lines = "".join(json.dumps(_as_json(span)) + "\n" for span in spans)
-        with self._lock:
-            self._file.write(lines)
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self) -> None:
-        self._file.close()
-
-
-def _as_json(span: ReadableSpan) -> dict[str, object]:
-    context = span.get_span_context()
-    if context is None:
-        raise ValueError("a finished span has a context")
-    return {
-        "trace_id": f"{context.trace_id:032x}",
-        "span_id": f"{context.span_id:016x}",
-        "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
-        "name": span.name,
-        "service": span.resource.attributes.get("service.name"),
-        "start_ns": span.start_time,
-        "end_ns": span.end_time,
-        "attributes": dict(span.attributes or {}),
-        "links": [
-            f"{link.context.trace_id:032x}-{link.context.span_id:016x}" for link in span.links
-        ],
-        "error": span.status.description if not span.status.is_ok else None,
-    }
-
-
 def configure(service: str, config: TelemetryConfig) -> None:
     """Sets up logs and traces of this process when it starts. ConfigError for a bad setting."""
     global _provider, _tracer, _exporting
@@ -140,9 +97,7 @@ def configure(service: str, config: TelemetryConfig) -> None:
     if config.trace_dir:
         directory = Path(config.trace_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        provider.add_span_processor(
-            SimpleSpanProcessor(JsonLinesExporter(directory / f"{service}.jsonl"))
-        )
+        provider.add_span_processor(SpanFile(directory / f"{service}.jsonl"))
     if config.otlp_endpoint:
         exporter = OTLPSpanExporter(endpoint=f"{config.otlp_endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -152,7 +107,7 @@ def configure(service: str, config: TelemetryConfig) -> None:
 
 
 def shutdown() -> None:
-    """Flushes and closes the exporters."""
+    """Writes and sends what has ended, and closes. Exiting does so too, if nobody did before."""
     global _provider, _tracer
     if _provider is not None:
         _provider.shutdown()

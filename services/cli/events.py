@@ -32,6 +32,7 @@ from shared.messages.scaling import (
     StoryQuery,
     Told,
 )
+from shared.span_file import WRITE_EVERY_S
 
 ROOT_SPAN = "scale_event"
 ALL = 1000
@@ -39,7 +40,7 @@ LAST = "last"
 PIPED_WIDTH = 120
 
 Span = dict[str, Any]
-"""One line of a trace file; see shared.telemetry."""
+"""One line of a trace file; see shared.span_file."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -151,6 +152,7 @@ def event_line(record: EventRecord) -> str:
 
 def _trace(args: argparse.Namespace) -> int:
     directory = _trace_directory(args)
+    time.sleep(2 * WRITE_EVERY_S)  # by then, all spans that ended before the command are written
     trace_id = _finished(directory, args.event) or asyncio.run(_unfinished(args))
     spans = [span for span in read_spans(directory, trace_id) if span["trace_id"] == trace_id]
     if not spans:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from services.cli import events
 from services.cli.events import event_line, read_spans, story_lines, tree_lines
+from shared import telemetry
+from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
 from shared.messages.scaling import EventState, Step
 from tests.unit.cli.records import record
@@ -107,6 +110,19 @@ def test_a_trace_is_shown_when_the_cluster_is_gone(
     assert json.loads(capsys.readouterr().out) == SPANS
     assert run("trace", "last", "--data", str(data)) == 0
     assert "event=ev-2" in capsys.readouterr().out
+
+
+def test_spans_that_just_ended_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry.configure("planner", TelemetryConfig(trace_dir=str(tmp_path / "traces")))
+    try:
+        telemetry.record("scale_event", start_ns=1, end_ns=2, attributes={"event": "ev-1"})
+        assert run("trace", "ev-1", "--data", str(tmp_path)) == 0
+    finally:
+        telemetry.shutdown()
+        structlog.reset_defaults()
+    assert "event=ev-1" in capsys.readouterr().out
 
 
 def test_an_unknown_event_of_no_cluster_is_not_found(data: Path) -> None:

@@ -89,6 +89,7 @@ async def test_the_spans_of_an_event_hang_under_one_root(cluster: Cluster, spans
     await cluster.until_replica_count(1)
     await cluster.until(lambda: sum(bool(node.releases) for node in nodes) == 2)
     await cluster.stop_planner()
+    telemetry.shutdown()
     trace = done.trace.split("-")[1]
     of_event = [span for span in read(spans) if span["trace_id"] == trace]
     (root,) = [span for span in of_event if span["parent_id"] is None]

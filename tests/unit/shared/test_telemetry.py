@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import structlog
@@ -13,6 +17,9 @@ import structlog
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
+
+MORE_THAN_A_PIPE_HOLDS = 1000
+"""Spans of 200 bytes or more; a pipe holds 64 KiB."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +30,8 @@ def _restored() -> Iterator[None]:
 
 
 def read(directory: Path, service: str) -> list[dict[str, Any]]:
+    """What a service's file has when it has stopped."""
+    telemetry.shutdown()
     return [json.loads(line) for line in (directory / f"{service}.jsonl").read_text().splitlines()]
 
 
@@ -73,10 +82,58 @@ def test_without_a_parent_a_trace_begins(tmp_path: Path) -> None:
     assert all(span["parent_id"] is None for span in read(tmp_path, "planner"))
 
 
-def test_spans_can_be_read_while_the_process_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[TextIO]:
+    """A pipe in the place of the planner's file: its reader decides when a write ends."""
+    os.mkfifo(tmp_path / "planner.jsonl")
+    reading = os.open(tmp_path / "planner.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    as_service("planner", tmp_path)
+    os.set_blocking(reading, True)
+    with os.fdopen(reading) as lines:
+        yield lines
+
+
+def test_spans_can_be_read_while_the_process_runs(pipe: TextIO) -> None:
+    for name in ("one", "two"):
+        telemetry.record(name, start_ns=1, end_ns=2)
+        assert json.loads(pipe.readline())["name"] == name
+
+
+def test_a_disk_that_hangs_holds_up_nobody_and_loses_nothing(pipe: TextIO) -> None:
+    names = [f"span {number}" for number in range(MORE_THAN_A_PIPE_HOLDS)]
+    for name in names:
+        telemetry.record(name, start_ns=1, end_ns=2)
+    assert [json.loads(pipe.readline())["name"] for _ in names] == names
+
+
+def test_a_disk_that_is_full_is_logged_and_spans_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "planner.jsonl").symlink_to("/dev/full")
     as_service("planner", tmp_path)
     telemetry.record("one", start_ns=1, end_ns=2)
+    telemetry.shutdown()
+    assert "spans could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
+def test_a_process_that_ends_by_itself_writes_what_it_has(tmp_path: Path, end: str) -> None:
+    work = f"""if True:
+        import sys
+        from shared import telemetry
+        from shared.config import TelemetryConfig
+        telemetry.configure("planner", TelemetryConfig(trace_dir={str(tmp_path)!r}))
+        telemetry.record("one", start_ns=1, end_ns=2)
+        {end}"""
+    subprocess.run([sys.executable, "-c", work], stderr=subprocess.DEVNULL, check=False)
     assert [span["name"] for span in read(tmp_path, "planner")] == ["one"]
+
+
+def test_without_a_directory_no_thread_starts() -> None:
+    before = threading.enumerate()
+    telemetry.configure("simulation", TelemetryConfig(log_level="off"))
+    telemetry.record("one", start_ns=1, end_ns=2)
+    assert threading.enumerate() == before
 
 
 def test_a_restarted_process_appends(tmp_path: Path) -> None:
