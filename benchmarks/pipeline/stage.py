@@ -22,6 +22,8 @@ from services.node.memory.arena import Arena
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.mover import Arrival, PullFailure
 from services.node.transport.base import Buffer, NoListener
+from shared import telemetry
+from shared.config import TelemetryConfig
 from shared.errors import LambdaScaleError, TransportError
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import Cancel, Submit, Tokens
@@ -157,6 +159,7 @@ class TimedEngine(TorchEngine):
 
 
 def _main(spec: Spec, pipe: Connection) -> None:
+    telemetry.configure("stage", TelemetryConfig(log_level="error"))
     setattr(leading, "Lane", LimitedLane)  # noqa: B010 (a class is no variable to the type checker)
     uvloop.run(_Process(spec, pipe).run())
 
