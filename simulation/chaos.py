@@ -36,7 +36,7 @@ from shared.messages.scaling import (
     PlannerState,
     PullFailed,
 )
-from simulation import invariants, loop
+from simulation import instance_sets, invariants, loop
 from simulation.clients import Bins, Replay
 from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
 from simulation.engine import token_of
@@ -210,7 +210,7 @@ class Watch:
         if before is None or age != (before.epoch, before.revision):
             instances = " ".join(map(invariants.brief, message.instances))
             self.say(f"{message.name} is served by {instances or 'nobody'}")
-        return invariants.of_set(message, self._blocks[message.model_id])
+        return instance_sets.of_set(message, self._blocks[message.model_id])
 
 
 class Play:

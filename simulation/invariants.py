@@ -4,7 +4,6 @@ rest.
 Everything here only looks: at messages that reach the bus, and at what living nodes really hold.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,11 +13,10 @@ from services.planner.core.events import TERMINAL
 from shared.clock import now
 from shared.ids import EventId, ModelId, ModelName, NodeId
 from shared.layout import Manifest
-from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import NodeGone, NodeStatus, NodeView, PoolState, Tier
 from shared.messages.scaling import EventRecord, PlannerState
 
-EPSILON = 1e-6
 LEARN_S = 2.0
 """How long after the announcement of a node's end the planner may still decide without knowing
 it."""
@@ -27,27 +25,6 @@ Say = Callable[[str], None]
 
 
 # --- at all times ---
-
-
-def of_set(instances: InstanceSet, blocks: int) -> list[str]:
-    """What is wrong with a set: capacity counted twice, or paths that do not cover the model."""
-    wrong: list[str] = []
-    load: dict[NodeId, float] = {}
-    for instance in instances.instances:
-        run = [block for s in instance.stages for block in range(s.start, s.stop)]
-        if run != list(range(blocks)):
-            wrong.append(f"{instance.id} of {instances.name} does not run every block once")
-        if instance.state is InstanceState.SERVING:
-            for stage in instance.stages:
-                share = instance.capacity * (stage.stop - stage.start) / blocks
-                load[stage.node] = load.get(stage.node, 0.0) + share
-    wrong += [
-        f"{node} is counted {share:.6f} times for {instances.name}, revision {instances.revision}"
-        for node, share in load.items()
-        if share > 1 + EPSILON
-    ]
-    ids = Counter(instance.id for instance in instances.instances)
-    return wrong + [f"{i} is twice in a set of {instances.name}" for i, n in ids.items() if n > 1]
 
 
 class Events:

@@ -9,6 +9,8 @@ import random
 import sys
 
 from services.node.core.residency import PlanId
+from shared import telemetry
+from shared.config import TelemetryConfig
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
 from tests.unit.node.moving.test_mover import EVENT, MODEL, Node
@@ -30,6 +32,7 @@ def pull_from(node: Node, address: str, *, revision: int = 1) -> None:
 
 
 async def relay(host: str, rate: int, source: str) -> None:
+    telemetry.configure("relay", TelemetryConfig(log_level="off"))  # standard output is the test's
     node = end("relay", rate, host)
     async with node.transport:
         node.hold([] if source else EVERY)

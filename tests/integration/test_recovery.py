@@ -1,12 +1,11 @@
 """Sleep and wake, and services that are killed and come back, with real processes."""
 
 import asyncio
-import time
 from pathlib import Path
 
 from shared import subjects
 from shared.errors import BusError
-from shared.ids import NodeId
+from shared.ids import Generation, NodeId
 from shared.messages.pool import Holding, PoolQuery, PoolState, Tier
 from shared.messages.scaling import PlannerQuery, PlannerState
 from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
@@ -51,6 +50,7 @@ async def test_planner_registry_and_a_node_killed_and_back(
         streams = asyncio.gather(*(up.ask(prompt, 60) for prompt in first))
         await up.until(lambda: up.watch.load is not None and up.watch.load.running_requests == 3,
                        "three streams")  # fmt: skip
+        killed = (await generations(up))[NodeId("node-2")]
         up.kill("planner")
         up.kill("registry")
         answers = await streams
@@ -58,11 +58,10 @@ async def test_planner_registry_and_a_node_killed_and_back(
         assert [answer.tokens for answer in answers] == oracle.tokens(first, 60)
 
         up.kill("node-2")
-        killed_ns = time.time_ns()
         for role in ("registry", "planner"):
             up.cluster.start_service(role)
         up.cluster.start_node(2)
-        await answered(up, since=killed_ns)
+        await answered(up, after=killed)
         answers = await up.ask_all(rest, 40)
         assert {answer.error for answer in answers} == {""}
         assert [answer.tokens for answer in answers] == oracle.tokens(rest, 40)
@@ -70,18 +69,20 @@ async def test_planner_registry_and_a_node_killed_and_back(
         await up.replicas(1)
 
 
-async def answered(up: Running, *, since: int) -> None:
-    """Waits until the planner and the registry answer and node-2 is one that started `since`."""
+async def generations(up: Running) -> dict[NodeId, Generation]:
+    pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
+    return {view.info.node: view.info.generation for view in pool.nodes}
+
+
+async def answered(up: Running, *, after: Generation) -> None:
+    """Waits until the planner and the registry answer, and node-2 is a process `after` that one."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
-                pool = await up.bus.request(
-                    subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0
-                )
+                now = await generations(up)
                 query = PlannerQuery(events=1)
                 await up.bus.request(subjects.PLANNER_STATE, query, PlannerState, timeout=1.0)
-                generations = {view.info.node: view.info.generation for view in pool.nodes}
-                if generations.get(NodeId("node-2"), 0) > since and len(generations) == 3:
+                if now.get(NodeId("node-2"), 0) > after and len(now) == 3:
                     return
             except BusError:
                 pass

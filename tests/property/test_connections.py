@@ -144,10 +144,9 @@ async def serving(
                 answers.take(*await next_frame(streams[0]))
         except (asyncio.IncompleteReadError, ConnectionResetError):
             assert last is not None
-            _, error = await node.lost.get()
-            assert isinstance(error, ProtocolViolation | PeerLost)
         await leave(streams)
         await node.transport.unregister("w")
+        assert node.lost.empty(), "whoever dials in and hangs up is no peer that was lost"
 
 
 @dataclass

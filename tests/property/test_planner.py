@@ -29,7 +29,7 @@ from shared.messages.pool import (
     Tier,
 )
 from shared.messages.scaling import ApplyPlan, BlockArrived, PeerSuspect, PullFailed, SetInstances
-from simulation.invariants import of_set
+from simulation.instance_sets import of_set
 from tests.unit.planner.driver import EVERY, WALL_NS, Driver, info, settings, thought
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
 

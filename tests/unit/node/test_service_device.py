@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from services.node import parts
+from services.node import real_parts
 from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine
 from services.node.memory.device import DeviceArena
@@ -43,13 +43,13 @@ def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[list[Sl
             memory, torch.device("cpu"), made[-1], lambda ordinal: HostDriver(machine)
         )
 
-    monkeypatch.setattr(parts, "torch_device", torch.device)
-    monkeypatch.setattr(parts, "DeviceArena", on_cpu)
+    monkeypatch.setattr(real_parts, "torch_device", torch.device)
+    monkeypatch.setattr(real_parts, "DeviceArena", on_cpu)
     monkeypatch.setattr(
-        parts, "TorchEngine", lambda _, *rest, **more: TorchEngine("cpu", *rest, **more)
+        real_parts, "TorchEngine", lambda _, *rest, **more: TorchEngine("cpu", *rest, **more)
     )
     monkeypatch.setattr(
-        parts, "kv_budget", lambda config, _: kv_budget(config, torch.device("cpu"))
+        real_parts, "kv_budget", lambda config, _: kv_budget(config, torch.device("cpu"))
     )
     yield made
     assert not any(link.locked for link in made)

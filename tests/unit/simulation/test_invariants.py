@@ -13,7 +13,8 @@ from shared.messages.instances import Instance, InstanceSet, InstanceState, Stag
 from shared.messages.pool import Holding, NodeGone, NodeInfo, Tier
 from shared.messages.scaling import EventState
 from simulation import loop
-from simulation.invariants import LEARN_S, Events, Pool, of_set
+from simulation.instance_sets import of_set
+from simulation.invariants import LEARN_S, Events, Pool
 from tests.unit.planner.records import event
 from tests.unit.registry.builders import info
 

@@ -290,7 +290,7 @@ def test_stopping_fails_what_runs() -> None:
         await worker.stop()
         await worker.stop()
         await waiter
-        assert net.failed == {"r": "peer_lost", "s": "peer_lost"}
+        assert net.failed == {"r": "not_found", "s": "not_found"}
         said = len(net.tokens["r"])
         with pytest.raises(Conflict):
             await net.go(submit("late"))

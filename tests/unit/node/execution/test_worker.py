@@ -322,7 +322,7 @@ async def test_a_step_floor_takes_calls_in_and_does_not_delay_the_stop() -> None
         assert nodes.workers["a"].load().waiting == 1
         await asyncio.wait_for(nodes.workers["a"].stop(), 10)
         for attempt in (held, late):
-            assert (await attempt.end()).code == "peer_lost"
+            assert (await attempt.end()).code == "not_found"
             assert not attempt.tokens
 
 
@@ -479,6 +479,6 @@ async def test_a_worker_stops_while_a_grammar_is_made() -> None:
         held = await nodes.submit(submit("held", WHOLE, rules=RULES))
         await making.begun.wait()
         stopped = asyncio.create_task(nodes.workers["a"].stop())
-        assert (await held.end()).code == "peer_lost"
+        assert (await held.end()).code == "not_found"
         making.end()
         await stopped
