@@ -65,7 +65,7 @@ class Row:
     """The strategy that `auto` chose."""
     makespans_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    """Of all processes, for each run."""
+    """Processor time of all processes, for each run."""
     first_bytes_s: list[float] = field(default_factory=list)
     """Seconds after the decision, for each run of our own strategies."""
 

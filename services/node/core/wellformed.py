@@ -76,7 +76,7 @@ def _check_forward(message: Forward) -> None:
 
 
 def _check_path(path: Path, stage: int) -> None:
-    """Of several stages, of which that one, not the first, is meant."""
+    """The path has several stages, and `stage` is one of them, but not the first."""
     stages = path.stages
     if not 0 < stage < len(stages):
         raise _malformed(f"stage {stage} of {len(stages)}")

@@ -62,7 +62,7 @@ class DecodeGraphs:
         """Whether every kernel has run before, so that `prepare` can record it."""
 
     def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> "GraphedStep | None":
-        """A step for these rows; None if this is no decode step, or one that is too large."""
+        """A step for these rows. None if they are no decode step, or too many for a graph."""
         if len(spans) > BATCHES[-1] or any(count != 1 for _, _, count in spans):
             return None
         step = self._of(next(batch for batch in BATCHES if batch >= len(spans)))

@@ -40,7 +40,7 @@ class Hosted:
     space: ModelSpace
     residency: Residency
     trace: str = ""
-    """Of the plan that is followed."""
+    """The trace of the plan that is followed."""
     promotion: Promotion | None = None
     bringing: asyncio.Task[None] | None = None
     """Of the tokenizer, for the engine."""
