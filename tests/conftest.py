@@ -7,7 +7,8 @@ import asyncio
 import ctypes
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
 from services.local.nats_server import NatsServer
+from shared import clock
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
@@ -71,6 +73,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, long in enumerate(begins) if long), len(LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Refuses a test that leaves its clock to the tests after it."""
+    yield
+    assert clock.wall_source is time.time_ns, "the test has replaced the wall clock and left it so"
 
 
 class VirtualTime(VirtualLoop):

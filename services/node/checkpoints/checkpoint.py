@@ -64,10 +64,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint, MissingTensor,
     CorruptCheckpoint. Each names the file or tensor at fault.
     """
-    if not path.is_dir():
-        if path.exists():
-            raise BadInput(f"{path} is a file; give the checkpoint's directory")
-        raise NotFound(f"there is no checkpoint directory {path}")
+    _check_directory(path)
     raw_config = _read_json(path / "config.json")
     classifies = is_classifier(raw_config)
     if classifies:
@@ -83,6 +80,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for unit in range(config.n_units)
     )
     return Checkpoint(config, raw_config, units, stored, {} if classifies else _text_files(path))
+
+
+def _check_directory(path: Path) -> None:
+    try:
+        if path.is_dir():
+            return
+        is_file = path.exists()
+    except OSError as error:  # the name is too long, or a folder above may not be searched
+        raise BadInput(f"there can be no checkpoint at {path}: {error.strerror}") from error
+    if is_file:
+        raise BadInput(f"{path} is a file; give the checkpoint's directory")
+    raise NotFound(f"there is no checkpoint directory {path}")
 
 
 class TensorReader:

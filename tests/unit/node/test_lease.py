@@ -208,8 +208,9 @@ def test_a_process_takes_a_greater_generation_than_every_earlier_one_whatever_it
     async def test(bucket: Bucket) -> None:
         today = clock.wall_ns()
         first = await next_generation(bucket.counters, NODE)
-        monkeypatch.setattr(clock, "wall_source", lambda: today - 86_400 * 10**9)
-        second = await next_generation(bucket.counters, NODE)
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "wall_source", lambda: today - 86_400 * 10**9)
+            second = await next_generation(bucket.counters, NODE)
         assert today < first < second  # today: a process of an earlier release, before the upgrade
 
     with_bucket(test)

@@ -266,8 +266,9 @@ async def test_a_node_on_a_clock_that_went_back_is_the_later_process(
         before = up.info("a")
         yesterday = clock.wall_ns() - 86_400 * 10**9
         await up.stop("a")
-        monkeypatch.setattr(clock, "wall_source", lambda: yesterday)
-        await up.start("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "wall_source", lambda: yesterday)
+            await up.start("a")
         assert up.info("a").generation > before.generation
 
 

@@ -104,6 +104,10 @@ def test_a_file_is_no_checkpoint(tiny: Path) -> None:
     refusal(tiny / "config.json", BadInput, "directory")
 
 
+def test_a_path_that_no_file_system_takes(tmp_path: Path) -> None:
+    refusal(tmp_path / ("x" * 256), BadInput, "too long")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": NaN}', '{"a": 1e', '{"a": "\\ud800"}'])
 def test_config_that_is_no_json_object(own: Path, content: str) -> None:
     (own / "config.json").write_text(content)
