@@ -15,6 +15,7 @@ REGISTRY_PULSE = f"{ROOT}.registry.pulse"
 """Ping, from the registry to itself."""
 REGISTRY_POOL = f"{ROOT}.registry.pool"
 REGISTRY_NODES = f"{ROOT}.registry.nodes"
+REGISTRY_STORY = f"{ROOT}.registry.story"
 
 # --- the pool's broadcasts ---
 POOL_STATUS = f"{ROOT}.pool.status"
@@ -79,6 +80,10 @@ def node_ping(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.ping"
 
 
+def node_story(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.story"
+
+
 def node_submit(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.submit"
 
@@ -89,3 +94,7 @@ def node_cancel(node: NodeId) -> str:
 
 def gateway_tokens(gateway: GatewayId) -> str:
     return f"{ROOT}.gateway.{gateway}.tokens"
+
+
+def gateway_story(gateway: GatewayId) -> str:
+    return f"{ROOT}.gateway.{gateway}.story"

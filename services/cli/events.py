@@ -28,10 +28,8 @@ from shared.messages.scaling import (
     EventRecord,
     PlannerQuery,
     PlannerState,
-    Step,
-    StoryQuery,
-    Told,
 )
+from shared.messages.story import Step, StoryQuery, Told
 from shared.span_file import WRITE_EVERY_S
 
 ROOT_SPAN = "scale_event"

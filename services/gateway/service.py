@@ -19,7 +19,7 @@ from services.gateway.http import Api
 from services.gateway.metrics import Metrics
 from shared import subjects
 from shared.bus.base import Bus, On
-from shared.clock import now
+from shared.clock import now, wall_ns
 from shared.config import GatewayConfig
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
@@ -34,6 +34,7 @@ from shared.messages.pool import (
     NodeGone,
 )
 from shared.messages.serving import Tokens
+from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 
 LOAD_S = 0.1
@@ -96,6 +97,7 @@ class GatewayService(Service):
         self.own(await bus.subscribe(subjects.INSTANCES, instances))
         tokens = On(Tokens, self.frontend.on_tokens)
         self.own(await bus.subscribe(subjects.gateway_tokens(self.id), tokens))
+        self.own(await bus.serve(subjects.gateway_story(self.id), StoryQuery, self._story))
         # Nodes must not go on for clients whose streams the end of this service cuts off.
         self.resources.push_async_callback(self.frontend.withdrawn)
         if self._listen:
@@ -224,6 +226,9 @@ class GatewayService(Service):
 
     async def _on_gone(self, message: NodeGone) -> None:
         self.frontend.run(self._dispatch.on_node_gone(message.node, now(), message.graceful))
+
+    async def _story(self, query: StoryQuery) -> Told:
+        return Told.of(self._dispatch.story(query.subject), now(), wall_ns())
 
     # --- time and load -------------------------------------------------------
 

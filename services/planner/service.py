@@ -31,10 +31,8 @@ from shared.messages.scaling import (
     PlannerState,
     PullFailed,
     SetInstances,
-    Step,
-    StoryQuery,
-    Told,
 )
+from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 
 
@@ -98,12 +96,7 @@ class PlannerService(Service):
         return InstanceSets(sets=self.core.sets())
 
     async def _story(self, message: StoryQuery) -> Message:
-        at, at_ns = now(), wall_ns()
-        steps = (
-            Step(at_ns - int((at - told.at) * 1e9), told.cause, told.subjects, told.text)
-            for told in self.core.story(message.subject)
-        )
-        return Told(steps=tuple(steps))
+        return Told.of(self.core.story(message.subject), now(), wall_ns())
 
 
 def settings(config: PlannerConfig, epoch: int) -> Settings:

@@ -41,6 +41,7 @@ from shared.messages.pool import (
     SourcesQuery,
     Unreserve,
 )
+from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 
 PULSE_S = 0.5
@@ -102,6 +103,7 @@ class RegistryService(Service):
         self.own(await bus.serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve))
         self.own(await bus.serve(subjects.REGISTRY_POOL, PoolQuery, self._view))
         self.own(await bus.serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes))
+        self.own(await bus.serve(subjects.REGISTRY_STORY, StoryQuery, self._story))
 
     async def drain(self) -> None:
         await self._outbox.join()
@@ -180,6 +182,9 @@ class RegistryService(Service):
     async def _nodes(self, request: NodesQuery) -> Nodes:
         await self._reconciled.wait()
         return Nodes(nodes=self.pool.leases.present)
+
+    async def _story(self, request: StoryQuery) -> Told:
+        return Told.of(self.pool.story.of(request.subject), clock.now(), clock.wall_ns())
 
     # --- what nodes say ---
 

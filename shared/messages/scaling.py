@@ -219,26 +219,3 @@ class PlannerState(Message, frozen=True, kw_only=True, tag="planner_state"):
     sets: tuple[InstanceSet, ...]
     events: tuple[EventRecord, ...]
     """Newest first."""
-
-
-class StoryQuery(Message, frozen=True, kw_only=True, tag="story_query"):
-    """-> Told, from the planner."""
-
-    subject: str
-    """The id of a scaling event or a node, or a model's name or id."""
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One transition of a state machine."""
-
-    at_ns: int
-    cause: str
-    """The id of the event that led to it, or the kind of the message."""
-    subjects: tuple[str, ...]
-    """Ids of what it concerns."""
-    text: str
-
-
-class Told(Message, frozen=True, kw_only=True, tag="told"):
-    steps: tuple[Step, ...]
-    """Oldest first; the last hundred. None: nothing is remembered of the subject."""

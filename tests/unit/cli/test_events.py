@@ -13,7 +13,8 @@ from services.cli.events import event_line, read_spans, story_lines, tree_lines
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
-from shared.messages.scaling import EventState, Step
+from shared.messages.scaling import EventState
+from shared.messages.story import Step
 from tests.unit.cli.records import record
 
 ROOT, PLAN, BLOCK, LOST = "1" * 16, "2" * 16, "3" * 16, "4" * 16

@@ -10,12 +10,14 @@ import pytest
 from services.gateway.service import GatewayService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.clock import wall_ns
 from shared.config import GatewayConfig
 from shared.errors import CapacityExceeded, ConfigError, PeerLost
 from shared.ids import ModelName, RequestId
 from shared.messages.instances import InstanceState
 from shared.messages.pool import ModelRemoved
 from shared.messages.serving import AttemptFailed, Cancel, Token, Tokens
+from shared.messages.story import StoryQuery, Told
 from tests.unit.gateway.reader import ASK, TEXT, Reader, nodes_of
 from tests.unit.gateway.support import (
     NAME,
@@ -354,6 +356,27 @@ async def test_two_gateways_of_one_configured_id_do_not_meet() -> None:
             node.resume.set()
             assert await reading == TEXT
         assert node.cancels == []
+
+
+async def test_the_gateway_tells_the_story_of_a_request() -> None:
+    async with running(replica(1)) as cluster:
+        (node,) = await nodes_of(cluster, 1, pause_at=None)
+        began = wall_ns()
+        assert await Reader(cluster).read() == TEXT
+        request = node.submits[0].request
+        subject = subjects.gateway_story(cluster.service.id)
+        told = {}
+        for about in (request, "nobody"):
+            query = StoryQuery(subject=about)
+            told[about] = (
+                await cluster.bus.request(subject, query, Told, timeout=PATIENCE_S)
+            ).steps
+        states = [step.text.split()[0] for step in told[request]]
+        assert states == ["submitted", "streaming", "done"]
+        times = [step.at_ns for step in told[request]]
+        assert times == sorted(times)
+        assert began <= times[0] <= times[-1] <= wall_ns()
+        assert told["nobody"] == ()
 
 
 async def test_a_stream_that_failed_is_not_counted_as_cancelled() -> None:

@@ -9,7 +9,8 @@ from shared.clock import wall_ns
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import Tier
-from shared.messages.scaling import EventState, StoryQuery, Told
+from shared.messages.scaling import EventState
+from shared.messages.story import StoryQuery, Told
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import (
     BLOCK_BYTES,

@@ -35,6 +35,7 @@ from shared.messages.pool import (
     Tier,
     Unreserve,
 )
+from shared.messages.story import StoryQuery, Told
 from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
 from tests.unit.registry.cluster import WAIT_S, FailingBus, Node, Observer
 
@@ -276,3 +277,14 @@ async def test_a_model_that_cannot_be_stored_is_not_published(
         assert await models(bus) == ["llama"]
     assert isinstance(await heard.next(), ModelAdded)
     assert heard.quiet
+
+
+async def test_the_registry_tells_the_story_of_a_node(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    await publish_model(bus)
+    await Node(bus, info("n1"), WHOLE).join()
+    assert await reserved(bus, reserve(count=1)) == ["n1"]
+    query = StoryQuery(subject="n1")
+    told = await bus.request(subjects.REGISTRY_STORY, query, Told, timeout=WAIT_S)
+    assert [step.cause for step in told.steps if step.text == "reserved"] == [EVENT]
