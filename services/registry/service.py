@@ -134,7 +134,7 @@ class RegistryService(Service):
         self.log.info("model added", model=record.name, model_id=record.model_id)
         self._send(
             subjects.POOL_MODELS,
-            ModelAdded(record=record, trace=request.trace, cause=request.cause),
+            ModelAdded(record=record, trace=request.trace, cause=request.origin),
         )
         return Ok()
 
@@ -148,7 +148,7 @@ class RegistryService(Service):
             name=record.name,
             model_id=record.model_id,
             trace=request.trace,
-            cause=request.cause,
+            cause=request.origin,
         )
         self._send(subjects.POOL_MODELS, removed)
         return Ok()
@@ -243,7 +243,7 @@ class RegistryService(Service):
 
     async def _reconcile(self) -> None:
         await self._leases_known.wait()
-        self._send(subjects.POOL_REPORT, ReportStatus())
+        self._send(subjects.POOL_REPORT, ReportStatus(cause="restart"))
         await asyncio.sleep(self._config.report_s)
         self._reconciled.set()
         self.log.info("reconciled", nodes=len(self.pool.leases.present))
@@ -253,8 +253,10 @@ class RegistryService(Service):
     def _follow(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
-                case NodeJoined(info=info):
-                    self.log.info("node joined", node=info.node, generation=info.generation)
+                case NodeJoined(info=info, cause=cause):
+                    self.log.info(
+                        "node joined", node=info.node, generation=info.generation, cause=cause
+                    )
                     self._store.node(info.node, self.pool.leases.info(info.node))
                     self._send(subjects.POOL_NODES, effect)
                 case NodeGone(node=node):
@@ -272,7 +274,11 @@ class RegistryService(Service):
 
     def _on_gone(self, gone: NodeGone) -> None:
         self.log.warning(
-            "node gone", node=gone.node, generation=gone.generation, reason=gone.reason
+            "node gone",
+            node=gone.node,
+            generation=gone.generation,
+            reason=gone.reason,
+            cause=gone.cause,
         )
         if not self._reconciled.is_set():
             return

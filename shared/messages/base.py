@@ -19,6 +19,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     trace: str = ""
     cause: str = ""
 
+    @property
+    def origin(self) -> str:
+        """The cause to name for what this message leads to: its own cause, or else its kind."""
+        return self.cause or str(self.__struct_config__.tag)
+
 
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):
     """Done. There is nothing more to say."""

@@ -102,4 +102,4 @@ def cause_of(stimulus: Stimulus) -> str:
         case Replied() | Pinged() | Planned() | Repaired() | PathsPlanned() | Failed():
             return stimulus.ticket.event or type(stimulus).__name__.lower()
         case _:
-            return stimulus.cause or str(stimulus.__struct_config__.tag)
+            return stimulus.origin

@@ -64,6 +64,11 @@ class Catalog:
         del self._by_id[record.model_id]
         return record
 
+    def validate(self) -> None:
+        """Raises AssertionError if names and ids do not stand for the same records."""
+        assert self._by_name == {record.name: record for record in self._by_id.values()}
+        assert self._by_id == {record.model_id: record for record in self._by_name.values()}
+
     def named(self, name: ModelName) -> ModelRecord:
         record = self._by_name.get(name)
         if record is None:

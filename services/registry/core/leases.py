@@ -11,6 +11,10 @@ place, but gets no new work, until its lease is back. A node that died is silent
 does not prolong its life by more than SILENCE_S after its last report. When nothing came from
 anybody, it is the registry that was cut off: silence counts from when it hears again.
 A generation that is over stays over; should it show up again, it is told so again.
+
+Causes, as changes and the story name them: a lease was put, deleted, found expired, or was missing
+when a watch began (`lease_put`, `lease_deleted`, `lease_expired`, `lease_watch`); time passed
+(`tick`); the registry started again (`restart`); a report came (`node_status`).
 """
 
 import enum
@@ -88,18 +92,18 @@ class Leases:
         """A lease was made or renewed."""
         self.hear(now)
         if self.is_over(info.node, info.generation):
-            return [self.gone_again(info.node, info.generation)]
+            return [self.gone_again(info.node, info.generation, "lease_put")]
         lease = self._leases.get(info.node)
         changes: list[Change] = []
         if lease is not None and lease.info.generation != info.generation:
             reason = f"a new process runs under its name ({info.generation})"
-            changes.append(self._end(lease, now, "lease", reason))
+            changes.append(self._end(lease, now, "lease_put", reason))
             lease = None
         if lease is None:
             lease = self._leases[info.node] = _Lease(info, renewed=now)
         if not lease.announced or lease.info != info:
-            changes.append(NodeJoined(info=info))
-        self._step(lease, State.STANDING, now, "lease")
+            changes.append(NodeJoined(info=info, cause="lease_put"))
+        self._step(lease, State.STANDING, now, "lease_put")
         lease.info, lease.renewed, lease.announced = info, now, True
         return changes
 
@@ -122,19 +126,19 @@ class Leases:
         if lease is None or lease.state is State.IN_DOUBT:
             return []
         if now - lease.renewed < OWN_DELETE_S:
-            gone = self._end(lease, now, "lease", "it gave its lease back")
+            gone = self._end(lease, now, "lease_deleted", "it gave its lease back")
             return [msgspec.structs.replace(gone, graceful=True)]
-        self._doubt(lease, now, "lease")
-        return self.overdue(now)
+        self._doubt(lease, now, "lease_expired")
+        return self.overdue(now, "lease_expired")
 
     def only(self, nodes: Collection[NodeId], now: float) -> list[Change]:
         """Only these nodes have leases (as a new watch tells)."""
         for node, lease in self._leases.items():
             if node not in nodes and lease.state is State.STANDING:
-                self._doubt(lease, now, "watch")
-        return self.overdue(now)
+                self._doubt(lease, now, "lease_watch")
+        return self.overdue(now, "lease_watch")
 
-    def overdue(self, now: float) -> list[Change]:
+    def overdue(self, now: float, cause: str = "tick") -> list[Change]:
         """Ends the leases whose doubt has lasted too long."""
         ended: list[Change] = []
         for lease in list(self._leases.values()):
@@ -142,19 +146,19 @@ class Leases:
                 continue
             if now - max(lease.heard, self._hears_since) >= SILENCE_S:
                 reason = "its lease expired and it is silent"
-                ended.append(self._end(lease, now, "time", reason))
+                ended.append(self._end(lease, now, cause, reason))
             elif now - lease.ended >= LEASELESS_S:
                 reason = f"it reports, but has renewed no lease for {LEASELESS_S:.0f} s"
-                ended.append(self._end(lease, now, "time", reason))
+                ended.append(self._end(lease, now, cause, reason))
         return ended
 
     def is_over(self, node: NodeId, generation: Generation) -> bool:
         return generation in self._over.get(node, ())
 
-    def gone_again(self, node: NodeId, generation: Generation) -> NodeGone:
+    def gone_again(self, node: NodeId, generation: Generation, cause: str) -> NodeGone:
         """The message for a process that lives on under a generation that is over."""
         reason = "this generation is over: go on under a new one"
-        return NodeGone(node=node, generation=generation, reason=reason)
+        return NodeGone(node=node, generation=generation, reason=reason, cause=cause)
 
     def info(self, node: NodeId) -> NodeInfo | None:
         lease = self._leases.get(node)
@@ -196,7 +200,7 @@ class Leases:
         self._over.move_to_end(node)
         if len(self._over) > REMEMBERED_NODES:
             self._over.popitem(last=False)
-        return NodeGone(node=node, generation=generation, reason=reason)
+        return NodeGone(node=node, generation=generation, reason=reason, cause=cause)
 
     def _step(self, lease: _Lease, to: State, now: float, cause: str, why: str = "") -> None:
         node = lease.info.node

@@ -85,12 +85,14 @@ class Pool:
             info = self.leases.info(held.node)
             if info is None or info.generation != held.generation:
                 self.reservations.lose(held.node, held.generation)
-                effects.append(self._ended(held, "its node did not outlive the restart"))
+                effects.append(
+                    self._ended(held, "its node did not outlive the restart", "lease_watch")
+                )
         return effects
 
     def status(self, status: NodeStatus, now: float) -> list[Effect]:
         if self.leases.is_over(status.node, status.generation):
-            return [self.leases.gone_again(status.node, status.generation)]
+            return [self.leases.gone_again(status.node, status.generation, status.origin)]
         if self.residency.report(status, now):
             self.leases.heard(status.node, status.generation, now)
         return []
@@ -110,13 +112,16 @@ class Pool:
             if isinstance(change, NodeGone):
                 lost = self.reservations.lose(change.node, change.generation)
                 if lost is not None:
-                    effects.append(self._ended(lost, f"its node is gone: {change.reason}"))
+                    reason = f"its node is gone: {change.reason}"
+                    effects.append(self._ended(lost, reason, change.cause))
         return effects
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
+        self.catalog.validate()
         self.leases.validate()
         self.residency.validate()
+        self.reservations.validate()
         for held in self.reservations.all:
             info = self.leases.info(held.node)
             assert info is not None
@@ -155,7 +160,7 @@ class Pool:
                     model_id=request.model_id,
                 )
                 self.reservations.add(made)
-                self.story.tell(self._at, made.event, "reserved", made.node, made.model_id)
+                self._tell(made, "reserved", request.origin)
                 effects.append(ReservationMade(made))
         return chosen, effects
 
@@ -165,12 +170,14 @@ class Pool:
 
     def unreserve(self, request: Unreserve) -> list[Effect]:
         ended = self.reservations.release(request.event, request.nodes)
-        return [self._ended(held, "unreserved") for held in ended]
+        return [self._ended(held, "unreserved", request.origin) for held in ended]
 
-    def _ended(self, held: Reservation, reason: str) -> ReservationEnded:
-        text = f"reservation ended: {reason}"
-        self.story.tell(self._at, held.event, text, held.node, held.model_id)
+    def _ended(self, held: Reservation, reason: str, cause: str) -> ReservationEnded:
+        self._tell(held, f"reservation ended: {reason}", cause)
         return ReservationEnded(held, reason)
+
+    def _tell(self, held: Reservation, text: str, cause: str) -> None:
+        self.story.tell(self._at, cause, text, held.event, held.node, held.model_id)
 
     def sources(self, model_id: ModelId) -> tuple[Source, ...]:
         senders = self._survey(model_id, None).senders()

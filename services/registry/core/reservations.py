@@ -71,6 +71,12 @@ class Reservations:
             return None
         return self._by_node.pop(node)
 
+    def validate(self) -> None:
+        """Raises AssertionError if an event moves two models, or a node is listed as another."""
+        assert all(held.node == node for node, held in self._by_node.items())
+        moved = {(held.event, held.model_id) for held in self._by_node.values()}
+        assert len(moved) == len({event for event, _ in moved})
+
     @property
     def all(self) -> tuple[Reservation, ...]:
         return tuple(self._by_node[node] for node in sorted(self._by_node))

@@ -10,7 +10,7 @@ from services.registry.core.leases import (
 )
 from shared.errors import IllegalTransition
 from shared.ids import Generation, NodeId
-from shared.messages.pool import NodeGone, NodeJoined
+from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
 from shared.story import Story
 from tests.unit.registry.builders import hear_others, info
 
@@ -27,30 +27,36 @@ def leases() -> Leases:
     return leases
 
 
+def joined(info: NodeInfo) -> NodeJoined:
+    return NodeJoined(info=info, cause="lease_put")
+
+
 def test_a_new_lease_is_announced_once() -> None:
     leases = Leases()
-    assert leases.put(info(), 0.0) == [NodeJoined(info=info())]
+    assert leases.put(info(), 0.0) == [joined(info())]
     assert leases.put(info(), 1.0) == []
     assert leases.standing == (info(),)
 
 
 def test_a_changed_address_is_announced(leases: Leases) -> None:
     moved = info(address="tcp://10.0.0.2:7001")
-    assert leases.put(moved, 1.0) == [NodeJoined(info=moved)]
+    assert leases.put(moved, 1.0) == [joined(moved)]
 
 
 def test_another_generation_ends_the_older_first(leases: Leases) -> None:
-    gone, joined = leases.put(info(generation=2), 1.0)
+    gone, came = leases.put(info(generation=2), 1.0)
     assert isinstance(gone, NodeGone)
     assert (gone.node, gone.generation) == (A, ONE)
-    assert joined == NodeJoined(info=info(generation=2))
+    assert came == joined(info(generation=2))
 
 
 def test_a_lease_given_back_ends_the_node_at_once(leases: Leases) -> None:
     leases.heard(A, ONE, 0.1)
     (gone,) = leases.dropped(A, 0.2)
     reason = "it gave its lease back"
-    assert gone == NodeGone(node=A, generation=ONE, reason=reason, graceful=True)
+    assert gone == NodeGone(
+        node=A, generation=ONE, reason=reason, graceful=True, cause="lease_deleted"
+    )
     assert leases.present == ()
 
 
@@ -60,6 +66,7 @@ def test_a_silent_node_is_gone_when_its_lease_expires(leases: Leases) -> None:
     (gone,) = leases.dropped(A, LATE)
     assert isinstance(gone, NodeGone)
     assert "silent" in gone.reason
+    assert gone.cause == "lease_expired"
 
 
 def test_after_an_outage_of_the_bus_nodes_have_time_to_speak(leases: Leases) -> None:
@@ -93,9 +100,9 @@ def test_the_story_says_what_became_of_a_node_and_why() -> None:
     hear_others(leases, LATE + SILENCE_S)
     leases.overdue(LATE + SILENCE_S)
     assert [(t.cause, t.text) for t in story.of("a")] == [
-        ("lease", "generation 1 standing"),
-        ("lease", "generation 1 in doubt"),
-        ("time", "generation 1 over: its lease expired and it is silent"),
+        ("lease_put", "generation 1 standing"),
+        ("lease_expired", "generation 1 in doubt"),
+        ("tick", "generation 1 over: its lease expired and it is silent"),
     ]
 
 
@@ -105,6 +112,14 @@ def test_a_step_that_the_table_does_not_have_tells_the_story(
     monkeypatch.setitem(leases_module._STEPS, State.STANDING, frozenset())
     with pytest.raises(IllegalTransition, match="so far: generation 1 standing"):
         leases.dropped(A, LATE)
+
+
+@pytest.mark.parametrize("to", [State.STANDING, State.IN_DOUBT])
+def test_what_is_over_has_no_next_state(leases: Leases, to: State) -> None:
+    lease = leases._leases[A]
+    leases.put(info(generation=2), 1.0)
+    with pytest.raises(IllegalTransition, match=r"a: State\.OVER ->"):
+        leases._step(lease, to, 2.0, "tick")
 
 
 def test_what_is_over_is_not_remembered_of_ever_more_names() -> None:
@@ -141,6 +156,7 @@ def test_reports_alone_do_not_keep_a_node_for_ever(leases: Leases) -> None:
     (gone,) = leases.overdue(LATE + LEASELESS_S)
     assert isinstance(gone, NodeGone)
     assert "renewed no lease" in gone.reason
+    assert gone.cause == "tick"
 
 
 def test_reports_of_another_generation_do_not_count(leases: Leases) -> None:
@@ -175,7 +191,7 @@ def test_a_restored_node_is_announced_again_when_its_lease_shows() -> None:
     leases = Leases()
     leases.restore(info(), 0.0)
     assert leases.standing == ()
-    assert leases.put(info(), 0.1) == [NodeJoined(info=info())]
+    assert leases.put(info(), 0.1) == [joined(info())]
 
 
 def test_a_restored_node_without_a_lease_is_gone_after_silence() -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -6,7 +8,7 @@ from services.registry.core.placement import Target
 from services.registry.core.pool import Pool, ReservationEnded, ReservationMade
 from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
-from shared.ids import EventId, NodeId
+from shared.ids import EventId, ModelName, NodeId
 from shared.messages.pool import NodeGone, NodeJoined, Profile, Tier, Unreserve
 from tests.unit.registry.builders import (
     EVENT,
@@ -165,6 +167,30 @@ def test_a_dead_node_loses_its_reservation(pool: Pool) -> None:
     assert [i.node for i in pool.leases.present] == ["a", "c"]
 
 
+def test_the_story_of_a_reservation_says_what_ended_it(pool: Pool) -> None:
+    pool.reserve(reserve(2))
+    hear_others(pool.leases, LATE)
+    pool.lease_dropped(NodeId("b"), LATE)
+    pool.unreserve(Unreserve(event=EVENT, cause=EVENT))
+    assert [(t.cause, t.subjects[1], t.text) for t in pool.story.of(EVENT)] == [
+        ("reserve", "b", "reserved"),
+        ("reserve", "a", "reserved"),
+        (
+            "lease_expired",
+            "b",
+            "reservation ended: its node is gone: its lease expired and it is silent",
+        ),
+        (EVENT, "a", "reservation ended: unreserved"),
+    ]
+
+
+def test_a_generation_that_is_over_is_told_so_by_cause_of_its_report(pool: Pool) -> None:
+    pool.lease_put(info("b", generation=2), 1.0)
+    (told,) = pool.status(status("b", seq=9), 1.1)
+    assert isinstance(told, NodeGone)
+    assert told.cause == "node_status"
+
+
 def test_a_node_that_is_gone_puts_only_what_it_held_at_risk(pool: Pool) -> None:
     hear_others(pool.leases, LATE)
     (gone,) = pool.lease_dropped(NodeId("b"), LATE)
@@ -228,6 +254,29 @@ def test_the_view_tells_of_the_kv_cache(pool: Pool) -> None:
 def kept(node: str, generation: int = 1) -> Reservation:
     of = info(node, generation)
     return Reservation(node=of.node, generation=of.generation, event=EVENT, model_id=MODEL)
+
+
+def mislabel(pool: Pool) -> None:
+    pool.catalog._by_name[ModelName("nobody")] = record()
+
+
+def move_two_models(pool: Pool) -> None:
+    pool.reserve(reserve(1))
+    pool.reservations.add(msgspec.structs.replace(kept("a"), model_id=OTHER))
+
+
+def reserve_who_is_not_there(pool: Pool) -> None:
+    pool.reservations.add(kept("x"))
+
+
+@pytest.mark.parametrize("corrupt", [mislabel, move_two_models, reserve_who_is_not_there])
+def test_parts_that_contradict_each_other_do_not_pass(
+    pool: Pool, corrupt: Callable[[Pool], None]
+) -> None:
+    pool.validate()
+    corrupt(pool)
+    with pytest.raises(AssertionError):
+        pool.validate()
 
 
 def test_after_a_restart_reservations_of_the_same_generation_hold() -> None:

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.registry import store as store_module
-from services.registry.core import leases as leases_module
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import KvOp, On
@@ -39,6 +37,7 @@ from shared.messages.story import StoryQuery, Told
 from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
 from tests.unit.registry.cluster import WAIT_S, FailingBus, Node, Observer
 
+pytestmark = pytest.mark.virtual_time
 CONFIG = RegistryConfig(report_s=0.02)
 WHOLE = holding(Tier.GPU, 0, 1, 2, 3)
 
@@ -96,7 +95,7 @@ async def test_a_node_joins_and_leaves(bus: MemoryBus, registry: RegistryService
     nodes = await Observer.of(bus, subjects.POOL_NODES)
     node = Node(bus, info())
     await node.join()
-    assert await nodes.next() == NodeJoined(info=info())
+    assert await nodes.next() == NodeJoined(info=info(), cause="lease_put")
     await node.renew()
     await node.leave()
     gone = await nodes.next()
@@ -105,9 +104,8 @@ async def test_a_node_joins_and_leaves(bus: MemoryBus, registry: RegistryService
 
 
 async def test_a_lease_that_expires_ends_the_node(
-    bus: MemoryBus, registry: RegistryService, monkeypatch: pytest.MonkeyPatch
+    bus: MemoryBus, registry: RegistryService
 ) -> None:
-    monkeypatch.setattr(leases_module, "SILENCE_S", 0.5)
     nodes = await Observer.of(bus, subjects.POOL_NODES)
     await Node(bus, info(), ttl=1).join()
     assert isinstance(await nodes.next(), NodeJoined)
@@ -122,7 +120,7 @@ async def test_a_node_whose_lease_expires_while_it_reports_may_take_it_again(
 ) -> None:
     nodes = await Observer.of(bus, subjects.POOL_NODES)
     await Node(bus, info("a"), ttl=1).join()  # its report counts for longer than its lease
-    assert await nodes.next() == NodeJoined(info=info("a"))
+    assert await nodes.next() == NodeJoined(info=info("a"), cause="lease_put")
     leases = await bus.kv(subjects.KV_LEASES)
     async with asyncio.timeout(WAIT_S):
         async for entry in leases.watch():
@@ -131,7 +129,7 @@ async def test_a_node_whose_lease_expires_while_it_reports_may_take_it_again(
     assert [view.info for view in (await pool(bus)).nodes] == [info("a")]
     await leases.create("a", msgspec.msgpack.encode(info("a")), ttl=60)
     await Node(bus, info("b")).join()
-    assert await nodes.next() == NodeJoined(info=info("b"))
+    assert await nodes.next() == NodeJoined(info=info("b"), cause="lease_put")
     assert registry.pool.leases.standing == (info("a"), info("b"))
 
 
@@ -144,7 +142,7 @@ async def test_leases_that_make_no_sense_are_ignored(
     await leases.put("other", msgspec.msgpack.encode(info("a")))
     await leases.put("a.b", msgspec.msgpack.encode(info("a.b")))
     await Node(bus, info("good")).join()
-    assert await nodes.next() == NodeJoined(info=info("good"))
+    assert await nodes.next() == NodeJoined(info=info("good"), cause="lease_put")
 
 
 async def test_models_are_added_once_and_removed(bus: MemoryBus, registry: RegistryService) -> None:
@@ -152,11 +150,11 @@ async def test_models_are_added_once_and_removed(bus: MemoryBus, registry: Regis
     await publish_model(bus)
     await publish_model(bus)
     assert await models(bus) == ["llama"]
-    remove = ModelRemove(name=ModelName("llama"))
+    remove = ModelRemove(name=ModelName("llama"), cause="ev-9")
     await bus.request(subjects.REGISTRY_MODEL_REMOVE, remove, Ok, timeout=WAIT_S)
     assert await models(bus) == []
-    assert await heard.next() == ModelAdded(record=record())
-    assert await heard.next() == ModelRemoved(name=ModelName("llama"), model_id=MODEL)
+    assert await heard.next() == ModelAdded(record=record(), cause="model_add")
+    assert await heard.next() == ModelRemoved(name=ModelName("llama"), model_id=MODEL, cause="ev-9")
 
 
 async def test_refusals_are_typed(bus: MemoryBus, registry: RegistryService) -> None:
@@ -225,13 +223,12 @@ async def test_a_restart_keeps_models_and_reservations(bus: MemoryBus, own: Fail
         assert [view.reserved_by for view in (await pool(bus)).nodes] == [None, EVENT]
         assert await reserved(bus, reserve(1, "a")) == ["b"]
     joined = [await nodes.next() for _ in range(4)]
-    assert joined == [NodeJoined(info=info(name)) for name in "abab"]
+    assert joined == [NodeJoined(info=info(name), cause="lease_put") for name in "abab"]
 
 
 async def test_a_node_that_died_while_no_registry_ran_is_told_to_be_gone(
-    bus: MemoryBus, own: FailingBus, monkeypatch: pytest.MonkeyPatch
+    bus: MemoryBus, own: FailingBus
 ) -> None:
-    monkeypatch.setattr(leases_module, "SILENCE_S", 0.1)
     nodes = await Observer.of(bus, subjects.POOL_NODES)
     node = Node(bus, info())
     async with RegistryService(own, CONFIG):
@@ -262,16 +259,14 @@ async def test_reservations_live_through_an_outage_of_the_store(
 
 
 async def test_a_model_that_cannot_be_stored_is_not_published(
-    bus: MemoryBus, own: FailingBus, monkeypatch: pytest.MonkeyPatch
+    bus: MemoryBus, own: FailingBus
 ) -> None:
-    monkeypatch.setattr(store_module, "MODEL_WAIT_S", 0.01)
     heard = await Observer.of(bus, subjects.POOL_MODELS)
     async with RegistryService(own, CONFIG):
         own.outage.on = True
         with pytest.raises(BusTimeout, match="nothing was changed"):
             await publish_model(bus)
         assert await models(bus) == []
-        monkeypatch.undo()
         own.outage.on = False
         await publish_model(bus)
         assert await models(bus) == ["llama"]

@@ -16,6 +16,7 @@ from shared.subjects import KV_MODELS, KV_RESERVATIONS
 from tests.unit.registry.builders import EVENT, MODEL, info, record
 from tests.unit.registry.cluster import WAIT_S, FailingBus
 
+pytestmark = pytest.mark.virtual_time
 A = NodeId("a")
 
 
@@ -79,10 +80,7 @@ async def test_an_outage_delays_writes_and_loses_none(bus: FailingBus) -> None:
     assert (await load(bus)).reservations == [reservation("b")]
 
 
-async def test_a_model_that_cannot_be_stored_is_refused_and_undone(
-    bus: FailingBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "MODEL_WAIT_S", 0.01)
+async def test_a_model_that_cannot_be_stored_is_refused_and_undone(bus: FailingBus) -> None:
     async with running(bus) as store:
         bus.outage.on = True
         with pytest.raises(BusTimeout, match="nothing was changed, try again"):
@@ -92,12 +90,9 @@ async def test_a_model_that_cannot_be_stored_is_refused_and_undone(
     assert (await load(bus)).models == []
 
 
-async def test_a_removal_that_cannot_be_stored_is_undone(
-    bus: FailingBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_removal_that_cannot_be_stored_is_undone(bus: FailingBus) -> None:
     async with running(bus) as store:
         await store.model(MODEL, record(), None)
-        monkeypatch.setattr(store_module, "MODEL_WAIT_S", 0.01)
         bus.outage.on = True
         with pytest.raises(BusTimeout):
             await store.model(MODEL, None, record())
