@@ -1,18 +1,17 @@
 """The state of one scaling event, its open questions, and its record.
 
-Its steps are in `event_machine` (the table, and the course of an event that goes well) and
-`mending` (what is done when it does not).
+Its phases are in `event_phases`, and what it does in `event_machine` (the course of an event that
+goes well) and `mending` (what is done when it does not).
 """
 
-import enum
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import Desk
+from services.planner.core.event_phases import STEPS, Case, Dropped, Effect, Freed, Phase
 from services.planner.core.links import Links
 from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
@@ -22,7 +21,7 @@ from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import pool
-from shared.messages.pool import ModelRecord, NodeGone, NodeInfo, Tier
+from shared.messages.pool import ModelRecord, NodeGone, Tier
 from shared.messages.scaling import EventRecord, EventState, PullFailed
 
 STALL_S = 5.0
@@ -35,75 +34,6 @@ THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
 IN_MEMORY = (Tier.GPU, Tier.HOST)
 NEVER = float("inf")
-
-
-class Phase(enum.Enum):
-    RESERVING = "reserving"
-    PLANNING = "planning"
-    FORMING = "forming"
-    SENDING = "sending"
-    LOADING = "loading"
-    JUDGING = "judging"
-    REPAIRING = "repairing"
-    OVER = "over"
-
-
-_P = Phase
-STEPS: dict[Phase, frozenset[Phase]] = {
-    _P.RESERVING: frozenset({_P.PLANNING, _P.OVER}),
-    _P.PLANNING: frozenset({_P.FORMING, _P.OVER}),
-    _P.FORMING: frozenset({_P.SENDING, _P.OVER}),
-    _P.SENDING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
-    _P.LOADING: frozenset({_P.JUDGING, _P.REPAIRING, _P.OVER}),
-    _P.JUDGING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
-    _P.REPAIRING: frozenset({_P.SENDING, _P.LOADING, _P.OVER}),
-    _P.OVER: frozenset(),
-}
-"""`event_machine` says what the phases are."""
-
-
-# --- what the event tells its model ---
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The node is a target now."""
-
-    info: NodeInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The node is no longer a target, by its own fault."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """The event failed before this target was complete: what it holds may be freed."""
-
-    node: NodeId
-
-
-Effect = Joined | Dropped | Freed
-
-
-@dataclass(slots=True)
-class Case:
-    """Something that went wrong, while it is looked into."""
-
-    why: str
-    failures: tuple[PullFailed, ...] = ()
-    gone: frozenset[NodeId] = frozenset()
-    slow: frozenset[NodeId] = frozenset()
-    """Nodes to be relieved if that is possible. Nothing else is wrong with them."""
-    silent: set[NodeId] = field(default_factory=set)
-    """Nodes that did not answer a ping."""
-    receiving: tuple[NodeId, ...] = ()
-    """The targets of the next revision."""
-    since_ns: int = 0
-    """When its plan was asked for."""
 
 
 class EventBase:

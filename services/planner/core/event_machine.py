@@ -1,15 +1,4 @@
-r"""One scaling event, from its decision to its end.
-
-    reserving -> planning -> forming -> sending -> loading <-> judging
-                                          ^   \      ^ |        /
-                                          |    v     | v       /
-                                          +---- repairing <---+
-reserving: the registry sets targets aside and names sources. planning: a thread chooses how blocks
-spread. forming: a group takes its time to form, before anything moves. sending: targets are given
-their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
-pinged. repairing: a thread plans again, from what every participant holds. Every phase may end in
-`over`: complete, failed or cancelled. The table is `event_base.STEPS`; what others see of an event
-is its record, with a table of its own (`events.TRANSITIONS`).
+"""The course of one scaling event, from its decision to its end (`event_phases` has the table).
 
 Trouble that comes in another phase than loading waits for it, and is answered with one revision.
 """
@@ -19,7 +8,8 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from services.planner.core import commands, events
-from services.planner.core.event_base import ASK_S, NEVER, THINK_S, Case, Joined, Phase
+from services.planner.core.event_base import ASK_S, NEVER, THINK_S
+from services.planner.core.event_phases import Case, Joined, Phase
 from services.planner.core.forecast import later
 from services.planner.core.mending import Mending
 from services.planner.core.placement import Plan, Roles, assign_roles

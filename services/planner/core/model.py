@@ -9,8 +9,9 @@ from collections.abc import Collection
 
 from services.planner.core import commands
 from services.planner.core.desk import Desk
-from services.planner.core.event_base import IN_MEMORY, Dropped, Freed, Joined
+from services.planner.core.event_base import IN_MEMORY
 from services.planner.core.event_machine import EventMachine
+from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
 from services.planner.core.instances import Member
 from services.planner.core.multicast.strategies import LOCAL

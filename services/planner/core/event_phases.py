@@ -1,0 +1,88 @@
+r"""The phases of a scaling event, what it tells its model, and a case of trouble.
+
+    reserving -> planning -> forming -> sending -> loading <-> judging
+                                          ^   \      ^ |        /
+                                          |    v     | v       /
+                                          +---- repairing <---+
+reserving: the registry sets targets aside and names sources. planning: a thread chooses how blocks
+spread. forming: a group takes its time to form, before anything moves. sending: targets are given
+their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
+pinged. repairing: a thread plans again, from what every participant holds. Every phase may end in
+`over`: complete, failed or cancelled. What others see of an event is its record, with a table of
+its own (`events.TRANSITIONS`).
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from shared.ids import NodeId
+from shared.messages.pool import NodeInfo
+from shared.messages.scaling import PullFailed
+
+
+class Phase(enum.Enum):
+    RESERVING = "reserving"
+    PLANNING = "planning"
+    FORMING = "forming"
+    SENDING = "sending"
+    LOADING = "loading"
+    JUDGING = "judging"
+    REPAIRING = "repairing"
+    OVER = "over"
+
+
+_P = Phase
+STEPS: dict[Phase, frozenset[Phase]] = {
+    _P.RESERVING: frozenset({_P.PLANNING, _P.OVER}),
+    _P.PLANNING: frozenset({_P.FORMING, _P.OVER}),
+    _P.FORMING: frozenset({_P.SENDING, _P.OVER}),
+    _P.SENDING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
+    _P.LOADING: frozenset({_P.JUDGING, _P.REPAIRING, _P.OVER}),
+    _P.JUDGING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
+    _P.REPAIRING: frozenset({_P.SENDING, _P.LOADING, _P.OVER}),
+    _P.OVER: frozenset(),
+}
+
+
+# --- what the event tells its model ---
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The node is a target now."""
+
+    info: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The node is no longer a target, by its own fault."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The event failed before this target was complete: what it holds may be freed."""
+
+    node: NodeId
+
+
+Effect = Joined | Dropped | Freed
+
+
+@dataclass(slots=True)
+class Case:
+    """Something that went wrong, while it is looked into."""
+
+    why: str
+    failures: tuple[PullFailed, ...] = ()
+    gone: frozenset[NodeId] = frozenset()
+    slow: frozenset[NodeId] = frozenset()
+    """Nodes to be relieved if that is possible. Nothing else is wrong with them."""
+    silent: set[NodeId] = field(default_factory=set)
+    """Nodes that did not answer a ping."""
+    receiving: tuple[NodeId, ...] = ()
+    """The targets of the next revision."""
+    since_ns: int = 0
+    """When its plan was asked for."""
