@@ -28,6 +28,7 @@ REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
 Blocks = frozenset[int]
+IN_MEMORY = (Tier.GPU, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)

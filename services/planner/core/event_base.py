@@ -21,7 +21,7 @@ from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import pool
-from shared.messages.pool import ModelRecord, NodeGone, Tier
+from shared.messages.pool import ModelRecord, NodeGone
 from shared.messages.scaling import EventRecord, EventState, PullFailed
 
 STALL_S = 5.0
@@ -32,7 +32,6 @@ ASK_S = 5.0
 """Seconds after which an answer of the registry, or to a ping, counts as lost."""
 THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
-IN_MEMORY = (Tier.GPU, Tier.HOST)
 NEVER = float("inf")
 
 

@@ -9,8 +9,9 @@ A new revision of the plan is no new state.
 import msgspec
 
 from shared.errors import IllegalTransition
-from shared.ids import NodeId
-from shared.messages.scaling import EventRecord, EventState, Transfer
+from shared.ids import EventId, NodeId
+from shared.messages.pool import ModelRecord
+from shared.messages.scaling import EventRecord, EventState, Timings, Transfer
 
 _S = EventState
 TRANSITIONS: dict[EventState, frozenset[EventState]] = {
@@ -23,6 +24,41 @@ TRANSITIONS: dict[EventState, frozenset[EventState]] = {
     _S.CANCELLED: frozenset(),
 }
 TERMINAL = frozenset({_S.COMPLETE, _S.FAILED, _S.CANCELLED})
+
+
+def begin(
+    id_: EventId,
+    model: ModelRecord,
+    *,
+    strategy: str,
+    cause: str,
+    detected_ns: int,
+    decided_ns: int,
+    trace: str,
+) -> EventRecord:
+    """The record of an event that was just decided."""
+    return EventRecord(
+        id=id_,
+        name=model.name,
+        model_id=model.model_id,
+        state=EventState.DECIDED,
+        cause=cause,
+        revision=0,
+        sources=(),
+        targets=(),
+        strategy=strategy,
+        transfers=(),
+        n_blocks=model.n_blocks,
+        nbytes=model.nbytes,
+        detected_ns=detected_ns,
+        decided_ns=decided_ns,
+        history=((EventState.DECIDED, decided_ns),),
+        predicted=Timings(),
+        actual=Timings(),
+        physical_limit_s=None,
+        bytes_moved=0,
+        trace=trace,
+    )
 
 
 def advance(record: EventRecord, state: EventState, at_ns: int, *, error: str = "") -> EventRecord:

@@ -8,7 +8,8 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable
 
 from services.planner.core import commands, events
-from services.planner.core.event_base import ASK_S, IN_MEMORY, THINK_S, EventBase
+from services.planner.core.cluster import IN_MEMORY
+from services.planner.core.event_base import ASK_S, THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase
 from services.planner.core.stimuli import Answer, Pinged
 from shared.errors import LambdaScaleError, PlanError

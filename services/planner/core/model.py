@@ -7,36 +7,30 @@ while is over (`next_wake`).
 
 from collections.abc import Collection
 
-from services.planner.core import commands
+from services.planner.core import events
 from services.planner.core.desk import Desk
-from services.planner.core.event_base import IN_MEMORY
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
 from services.planner.core.instances import Member
-from services.planner.core.multicast.strategies import LOCAL
-from services.planner.core.scaling import Decision, Policy, Scaler, decide
+from services.planner.core.releases import Releases
+from services.planner.core.scaling import Decision
+from services.planner.core.sizing import Sizing
 from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed, PathsPlanned
-from shared.errors import BadInput, Conflict, StaleEpoch
+from shared.errors import BadInput, Conflict
 from shared.ids import EventId, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
 from shared.messages.scaling import (
     BlockArrived,
-    EventRecord,
     EventState,
     FirstPartialToken,
     PullFailed,
-    ReleaseModel,
-    Timings,
 )
 
 RETRY_S = 1.0
 """Seconds between a failed event and the next one. It doubles with each further failure."""
 RETRY_MAX_S = 30.0
-DRAIN_LIMIT_S = 60.0
-RELEASE_S = 12.0
-"""Seconds after which an answer to a release counts as lost."""
 NEVER = float("inf")
 
 
@@ -47,8 +41,9 @@ class ModelMachine:
         """The last event, over or not."""
         self.fleet = Fleet(desk, record)
         self.standing = Standing(desk.story)
+        self._releases = Releases(desk, record, self.fleet, self.standing)
         self._desk = desk
-        self._scaler = Scaler()
+        self._sizing = Sizing(desk)
         self._failed = 0
         """How many events have failed in a row."""
         self._retry_at = float("-inf")
@@ -75,14 +70,7 @@ class ModelMachine:
         if self._removed:
             return NEVER
         event = self.event.next_wake if self.event is not None else NEVER
-        standing = self.standing.next_wake(self._desk.at)
-        drains = (
-            each.since.at + DRAIN_LIMIT_S
-            for node in self.standing.in_state(State.DRAINING)
-            if (each := self.standing.of(node)) is not None
-        )
-        limit = min((at for at in drains if at > self._desk.at), default=NEVER)
-        return min(self._decide_at, self.fleet.next_wake, event, standing, limit)
+        return min(self._decide_at, self.fleet.next_wake, event, self._releases.next_wake)
 
     # --- what happens to it ---
 
@@ -101,7 +89,7 @@ class ModelMachine:
                 self.event.on_holdings(node, gained, at_ns or self._desk.now.wall_ns)
             if lost and not self._loads(node):
                 self._log("warning", "a member lost blocks", node=node)
-                self._leave(node)
+                self._releases.leave(node)
             self.decide_soon()
         elif len(held) == self.record.n_blocks and self.standing.fit(node, self._desk.at):
             self._log("info", "complete copy found", node=node)
@@ -166,7 +154,9 @@ class ModelMachine:
         else:
             if isinstance(answer, Failed):
                 self.fleet.on_not_planned(ticket.number)
-            self._on_release_answered(answer)
+            released = self._releases.on_answer(answer)
+            if released is not None:
+                self._note_released(released)
 
     def set_fixed(self, count: int | None) -> EventId | None:
         """Sets the operator's number of replicas. Returns the event that this begins, if any."""
@@ -207,9 +197,10 @@ class ModelMachine:
             self.event.wake()
         self._take_effects()
         for node in self.standing.due(at):
-            self._ask_release(node)
+            self._releases.ask(node)
         for node in self.standing.in_state(State.DRAINING):
-            self._drain(node)
+            if self.event is None or not self.event.sends(node):
+                self._releases.drain(node)
         if at >= self._decide_at:
             self._decide()
         for path in self.fleet.settle():
@@ -229,9 +220,9 @@ class ModelMachine:
                     self.fleet.join(info, self.fleet.cause)
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)
-                    self._free(node)
+                    self._releases.free(node)
                 case Freed(node):
-                    self._free(node)
+                    self._releases.free(node)
         if event.over and not self._ended:
             self._ended = True
             self._on_event_over(event)
@@ -259,42 +250,18 @@ class ModelMachine:
         have = len(self.fleet.replicas)
         draining = sum(m.draining for m in members.values())
         coming = len(members) - have - draining
-        policy = self._policy()
-        self._scaler, decision = decide(
-            self._scaler,
-            self._desk.cluster.demand(self.record.name),
-            policy,
-            have=have,
-            coming=coming,
-            leaving=self.standing.count,
-            now=at,
+        decision = self._sizing.decide(
+            self.record, have=have, coming=coming, leaving=self.standing.count
         )
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
-        elif self._scaler.surplus_since is not None:  # the next one goes when this one has
+        elif self._sizing.surplus:  # the next one goes when this one has
             self._decide_by(at + config.tick_s)
         missing = decision.replicas - have - coming
         if missing > 0:
             self._grow(decision, missing)
         elif decision.replicas < have and not self.scaling:
             self._shrink(decision)
-
-    def _policy(self) -> Policy:
-        cluster, settings = self._desk.cluster, self._desk.settings
-        nodes = len(cluster.nodes)
-        return Policy(
-            min_instances=self.record.min_instances,
-            max_instances=min(self.record.max_instances or nodes, nodes),
-            slots=cluster.slots,
-            kv_tokens=cluster.kv_tokens(self.record.model_id),
-            queue_per_instance=settings.queue_per_instance,
-            prefill_wait_s=settings.prefill_wait_s,
-            prefill_s_per_token=cluster.prefill_s_per_token(self.record.model_id),
-            scale_up_hold_s=settings.scale_up_hold_s,
-            horizon_s=settings.horizon_s,
-            idle_s=settings.idle_s,
-            fixed=self.fixed,
-        )
 
     def _grow(self, decision: Decision, missing: int) -> None:
         for node in self.standing.in_state(State.DRAINING):
@@ -314,26 +281,13 @@ class ModelMachine:
     def _begin(self, decision: Decision, missing: int) -> None:
         now, settings = self._desk.now, self._desk.settings
         detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
-        record = EventRecord(
-            id=EventId(settings.new_id("ev")),
-            name=self.record.name,
-            model_id=self.record.model_id,
-            state=EventState.DECIDED,
-            cause=decision.cause,
-            revision=0,
-            sources=(),
-            targets=(),
+        record = events.begin(
+            EventId(settings.new_id("ev")),
+            self.record,
             strategy=settings.strategy,
-            transfers=(),
-            n_blocks=self.record.n_blocks,
-            nbytes=self.record.nbytes,
+            cause=decision.cause,
             detected_ns=detected_ns,
             decided_ns=now.wall_ns,
-            history=((EventState.DECIDED, now.wall_ns),),
-            predicted=Timings(),
-            actual=Timings(),
-            physical_limit_s=None,
-            bytes_moved=0,
             trace=settings.new_trace(),
         )
         self._tell(f"begins {record.id} for {missing} more replicas", record.id)
@@ -363,30 +317,8 @@ class ModelMachine:
         self.standing.drain(victim.node, self._desk.now, victim.trace)
         self.fleet.drain(victim.node)
 
-    def _drain(self, node: NodeId) -> None:
-        """Lets the node go once nothing runs over it and no event reads from it."""
-        known = self.standing.of(node)
-        if known is None or (self.event is not None and self.event.sends(node)):
-            return
-        if self._desk.at - known.since.at < DRAIN_LIMIT_S and self.fleet.uses(node):
-            return
-        self.fleet.leave(node)
-        self._release(node)
-
-    def _leave(self, node: NodeId) -> None:
-        self.standing.stay(node)
-        self.fleet.leave(node)
-
-    def _free(self, node: NodeId) -> None:
-        """Releases a node that serves nothing any more."""
-        self._leave(node)
-        if node in self._desk.cluster.nodes:
-            self._release(node)
-
     def free_stray(self, node: NodeId) -> None:
-        if not self.standing.leaving(node):
-            self._log("info", "memory without use is given back", node=node)
-            self._release(node)
+        self._releases.free_stray(node)
 
     def owns(self, node: NodeId, holding: Holding) -> bool:
         """Whether what a node holds of the model in memory is there for a reason."""
@@ -395,82 +327,13 @@ class ModelMachine:
         if self.event is not None and self.event.sends(node):
             return True
         whole = len(holding.blocks) == self.record.n_blocks
-        return holding.tier is Tier.HOST and whole and self._keep(node) is Tier.HOST
-
-    def _keep(self, node: NodeId) -> Tier | None:
-        """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
-        on the host; it does not apply if every node loads from its own disk or cache."""
-        if self._desk.settings.strategy == LOCAL:
-            return None
-        holders = self._desk.cluster.holders(self.record.model_id, IN_MEMORY)
-        for other, held in holders.items():
-            staying = self.standing.of(other) is None
-            if other != node and staying and len(held) == self.record.n_blocks:
-                return None
-        return Tier.HOST
-
-    def _release(self, node: NodeId) -> None:
-        """Frees what the node holds. The node is asked until it has done it, or is gone."""
-        keep = self._keep(node)
-        kept = f", a copy is kept in {keep.value} memory" if keep else ""
-        self._tell(f"is released{kept}", node)
-        self.standing.release(node, keep, self._desk.now, self.fleet.cause.trace)
-        self._ask_release(node)
-
-    def _ask_release(self, node: NodeId) -> None:
-        info, known = self._desk.cluster.nodes.get(node), self.standing.of(node)
-        if info is None or known is None:
-            self.standing.forget(node)
-            return
-        release = ReleaseModel(
-            node=node,
-            generation=info.generation,
-            epoch=self._desk.settings.epoch,
-            model_id=self.record.model_id,
-            keep=known.keep,
-            trace=self.fleet.cause.trace,
-            cause=self._desk.cause,
-        )
-        ticket = self._desk.ask(within=RELEASE_S, model=self.record.model_id)
-        self.standing.asked(node, ticket.number)
-        self._desk.do(commands.Release(ticket=ticket, message=release, cause=self._desk.cause))
-
-    def _on_release_answered(self, answer: Answer) -> None:
-        released = (
-            node
-            for node in self.standing.in_state(State.RELEASING)
-            if (each := self.standing.of(node)) is not None and each.number == answer.ticket.number
-        )
-        node = next(released, None)
-        if node is None:
-            return
-        if isinstance(answer, Failed) and not isinstance(answer.error, StaleEpoch):
-            error = answer.error
-            self._log("warning", "release failed", node=node, code=error.code, error=str(error))
-            self.standing.refused(node, self._desk.at)
-            return
-        known = self.standing.of(node)
-        self.standing.answered(node)
-        if known is not None and known.drained:
-            kept = known.keep.value if known.keep else ""
-            attributes = {"node": node, "model": self.record.name, "keep": kept}
-            self._desk.span(
-                "drain", known.trace, since_ns=known.since.wall_ns, attributes=attributes
-            )
-        self._desk.cluster.on_released(node, self.record.model_id, self._desk.at)
-        self._note_released(node)
-
-    def _note_released(self, node: NodeId) -> None:
-        """Notes that the node's memory is free. Only its own report says so; until then it is
-        leaving."""
-        known = self.standing.of(node)
-        hosts = self._desk.cluster.hosts(node, self.record.model_id)
-        if known is not None and known.state is State.ANSWERED and not hosts:
-            self._tell("has freed its memory", node)
-            self.standing.stay(node)
-            self.decide_soon()
+        return holding.tier is Tier.HOST and whole and self._releases.keep(node) is Tier.HOST
 
     # --- helpers ---
+
+    def _note_released(self, node: NodeId) -> None:
+        if self._releases.freed(node):
+            self.decide_soon()
 
     def _held(self, node: NodeId) -> frozenset[int]:
         every = range(self.record.n_blocks)

@@ -1,0 +1,148 @@
+"""Lets nodes go: those that drain, those that hold something without use, and what they keep.
+
+`standing` has the states. A release is repeated until the node's own report says that the memory is
+free.
+"""
+
+from services.planner.core import commands
+from services.planner.core.cluster import IN_MEMORY
+from services.planner.core.desk import Desk
+from services.planner.core.fleet import Fleet
+from services.planner.core.multicast.strategies import LOCAL
+from services.planner.core.standing import Standing, State
+from services.planner.core.stimuli import Answer, Failed
+from shared.errors import StaleEpoch
+from shared.ids import NodeId
+from shared.messages.pool import ModelRecord, Tier
+from shared.messages.scaling import ReleaseModel
+
+DRAIN_LIMIT_S = 60.0
+RELEASE_S = 12.0
+"""Seconds after which an answer to a release counts as lost."""
+NEVER = float("inf")
+
+
+class Releases:
+    def __init__(self, desk: Desk, record: ModelRecord, fleet: Fleet, standing: Standing) -> None:
+        self._desk = desk
+        self._record = record
+        self._fleet = fleet
+        self._standing = standing
+
+    @property
+    def next_wake(self) -> float:
+        drains = (
+            each.since.at + DRAIN_LIMIT_S
+            for node in self._standing.in_state(State.DRAINING)
+            if (each := self._standing.of(node)) is not None
+        )
+        limit = min((at for at in drains if at > self._desk.at), default=NEVER)
+        return min(self._standing.next_wake(self._desk.at), limit)
+
+    def drain(self, node: NodeId) -> None:
+        """Lets a draining node go once nothing runs over it."""
+        known = self._standing.of(node)
+        if known is None:
+            return
+        if self._desk.at - known.since.at < DRAIN_LIMIT_S and self._fleet.uses(node):
+            return
+        self._fleet.leave(node)
+        self._release(node)
+
+    def leave(self, node: NodeId) -> None:
+        self._standing.stay(node)
+        self._fleet.leave(node)
+
+    def free(self, node: NodeId) -> None:
+        """Releases a node that serves nothing any more."""
+        self.leave(node)
+        if node in self._desk.cluster.nodes:
+            self._release(node)
+
+    def free_stray(self, node: NodeId) -> None:
+        if not self._standing.leaving(node):
+            self._log("info", "memory without use is given back", node=node)
+            self._release(node)
+
+    def keep(self, node: NodeId) -> Tier | None:
+        """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
+        on the host; it does not apply if every node loads from its own disk or cache."""
+        if self._desk.settings.strategy == LOCAL:
+            return None
+        holders = self._desk.cluster.holders(self._record.model_id, IN_MEMORY)
+        for other, held in holders.items():
+            staying = self._standing.of(other) is None
+            if other != node and staying and len(held) == self._record.n_blocks:
+                return None
+        return Tier.HOST
+
+    def _release(self, node: NodeId) -> None:
+        """Frees what the node holds. The node is asked until it has done it, or is gone."""
+        keep = self.keep(node)
+        kept = f", a copy is kept in {keep.value} memory" if keep else ""
+        self._tell(f"is released{kept}", node)
+        self._standing.release(node, keep, self._desk.now, self._fleet.cause.trace)
+        self.ask(node)
+
+    def ask(self, node: NodeId) -> None:
+        info, known = self._desk.cluster.nodes.get(node), self._standing.of(node)
+        if info is None or known is None:
+            self._standing.forget(node)
+            return
+        release = ReleaseModel(
+            node=node,
+            generation=info.generation,
+            epoch=self._desk.settings.epoch,
+            model_id=self._record.model_id,
+            keep=known.keep,
+            trace=self._fleet.cause.trace,
+            cause=self._desk.cause,
+        )
+        ticket = self._desk.ask(within=RELEASE_S, model=self._record.model_id)
+        self._standing.asked(node, ticket.number)
+        self._desk.do(commands.Release(ticket=ticket, message=release, cause=self._desk.cause))
+
+    def on_answer(self, answer: Answer) -> NodeId | None:
+        """Takes in the answer to a release. Returns the node that has taken it, if it has."""
+        released = (
+            node
+            for node in self._standing.in_state(State.RELEASING)
+            if (each := self._standing.of(node)) is not None and each.number == answer.ticket.number
+        )
+        node = next(released, None)
+        if node is None:
+            return None
+        if isinstance(answer, Failed) and not isinstance(answer.error, StaleEpoch):
+            error = answer.error
+            self._log("warning", "release failed", node=node, code=error.code, error=str(error))
+            self._standing.refused(node, self._desk.at)
+            return None
+        known = self._standing.of(node)
+        self._standing.answered(node)
+        if known is not None and known.drained:
+            kept = known.keep.value if known.keep else ""
+            attributes = {"node": node, "model": self._record.name, "keep": kept}
+            self._desk.span(
+                "drain", known.trace, since_ns=known.since.wall_ns, attributes=attributes
+            )
+        self._desk.cluster.on_released(node, self._record.model_id, self._desk.at)
+        return node
+
+    def freed(self, node: NodeId) -> bool:
+        """Whether the node's memory has become free. Only its own report says so; until then it is
+        leaving."""
+        known = self._standing.of(node)
+        hosts = self._desk.cluster.hosts(node, self._record.model_id)
+        if known is None or known.state is not State.ANSWERED or hosts:
+            return False
+        self._tell("has freed its memory", node)
+        self._standing.stay(node)
+        return True
+
+    # --- for people ---
+
+    def _tell(self, text: str, *subjects: str) -> None:
+        self._desk.tell(text, self._record.model_id, *subjects)
+
+    def _log(self, level: str, text: str, **fields: str | int | float | None) -> None:
+        self._desk.log(level, text, model=self._record.name, **fields)

@@ -1,0 +1,47 @@
+"""Decides how many replicas one model needs, from what the cluster knows of its load (`scaling` has
+the rule)."""
+
+from services.planner.core.desk import Desk
+from services.planner.core.scaling import Decision, Policy, Scaler, decide
+from shared.messages.pool import ModelRecord
+
+
+class Sizing:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._scaler = Scaler()
+
+    @property
+    def surplus(self) -> bool:
+        """Whether there were more replicas than wanted at the last decision."""
+        return self._scaler.surplus_since is not None
+
+    def decide(self, record: ModelRecord, *, have: int, coming: int, leaving: int) -> Decision:
+        """See `scaling.decide`."""
+        self._scaler, decision = decide(
+            self._scaler,
+            self._desk.cluster.demand(record.name),
+            self._policy(record),
+            have=have,
+            coming=coming,
+            leaving=leaving,
+            now=self._desk.at,
+        )
+        return decision
+
+    def _policy(self, record: ModelRecord) -> Policy:
+        cluster, settings = self._desk.cluster, self._desk.settings
+        nodes = len(cluster.nodes)
+        return Policy(
+            min_instances=record.min_instances,
+            max_instances=min(record.max_instances or nodes, nodes),
+            slots=cluster.slots,
+            kv_tokens=cluster.kv_tokens(record.model_id),
+            queue_per_instance=settings.queue_per_instance,
+            prefill_wait_s=settings.prefill_wait_s,
+            prefill_s_per_token=cluster.prefill_s_per_token(record.model_id),
+            scale_up_hold_s=settings.scale_up_hold_s,
+            horizon_s=settings.horizon_s,
+            idle_s=settings.idle_s,
+            fixed=self._desk.archive.fixed.get(record.model_id),
+        )
