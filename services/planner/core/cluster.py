@@ -6,22 +6,16 @@ said before. What they say is sorted by model when it changes, so that a questio
 costs what concerns that model.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median_low
 
-from services.planner.core.scaling import Demand
-from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
-from shared.messages.load import GatewayLoad, ModelLoad
+from services.planner.core.load_reports import LoadReports
+from services.planner.core.measured import Measured
+from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, Profile, Tier
 from shared.messages.scaling import BlockArrived
 
-FRESH_S = 2.0
-"""A gateway that is silent for so long, while others are heard, no longer counts."""
-BLIND_S = 1.5
-"""When nobody is heard for so long it is the planner who is cut off from the bus, and nothing is
-known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
 ARRIVAL_S = 1.0
 """A report that lacks a block which arrived less than this ago was made before it arrived."""
 REMEMBER_S = 600.0
@@ -29,14 +23,6 @@ REMEMBER_S = 600.0
 
 Blocks = frozenset[int]
 IN_MEMORY = (Tier.GPU, Tier.HOST)
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    at: float
-    fresh_from: float
-    """Its age counts from here: later than `at` if nobody could be heard for a while."""
-    models: dict[ModelName, ModelLoad]
 
 
 @dataclass(slots=True)
@@ -71,22 +57,16 @@ class Cluster:
 
     def __init__(self) -> None:
         self.nodes: dict[NodeId, NodeInfo] = {}
+        self.loads = LoadReports()
+        self.measured = Measured()
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """Nodes that say they hold something of the model, of whatever generation."""
         self._slots: int | None = None
         """Of most nodes; None: to be found anew."""
-        self._kv: dict[ModelId, int] = {}
-        """KV positions of a replica, as a node that has the model open said last."""
-        self._prefill: dict[ModelId, float] = {}
-        """Seconds a prompt token takes, as a node that ran the model said last."""
-        self._decode: dict[ModelId, float] = {}
-        """Seconds a pass of one token takes, as such a node said."""
-        self._loads: dict[GatewayId, _Report] = {}
         self.over: dict[NodeId, Generation] = {}
         """The generation of each node that ended last: news of it that comes late is none."""
         self._over_at: dict[NodeId, float] = {}
-        self._heard_at = float("-inf")
 
     # --- what happens ---
 
@@ -127,7 +107,7 @@ class Cluster:
             del self.over[info.node], self._over_at[info.node]
 
     def on_status(self, status: NodeStatus, now: float) -> Change:
-        self.on_sign_of_life(now)
+        self.loads.on_sign_of_life(now)
         if self.over.get(status.node) == status.generation:
             return NO_CHANGE
         said = self._said.get(status.node)
@@ -135,9 +115,7 @@ class Cluster:
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
             return NO_CHANGE
         if known is None or status.profile != known.profile:
-            for each in status.profile.models:
-                self._prefill[each.model_id] = each.prefill_s_per_token
-                self._decode[each.model_id] = each.decode_s
+            self.measured.on_profile(status.profile)
         was = _on_device(said)
         before = was if known and known.generation == status.generation else {}
         if said is not None and not said.arrived and status.holdings == said.status.holdings:
@@ -146,7 +124,7 @@ class Cluster:
             self._sort(status, now)
         after = _on_device(self._said[status.node])
         if status.kv_capacity:
-            self._kv.update(dict.fromkeys(after, status.kv_capacity))
+            self.measured.on_kv(after, status.kv_capacity)
         gained = {
             model: new
             for model, blocks in after.items()
@@ -186,7 +164,7 @@ class Cluster:
 
     def on_arrived(self, message: BlockArrived, now: float) -> bool:
         """Whether the block is one more in the device memory of a node that lives."""
-        self.on_sign_of_life(now)
+        self.loads.on_sign_of_life(now)
         node, model = message.node, message.model_id
         info, said = self.nodes.get(node), self._said.get(node)
         if info is None or info.generation != message.generation:
@@ -211,24 +189,6 @@ class Cluster:
         said.arrived = {key: at for key, at in said.arrived.items() if key[0] != model}
         self._sort(said.status, now)
 
-    def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
-        """The models of which the gateway says something else than it said before."""
-        self.on_sign_of_life(now)
-        before = self._loads.get(load.gateway)
-        known: Mapping[ModelName, ModelLoad] = before.models if before is not None else {}
-        models = {each.model: each for each in load.models}
-        self._loads[load.gateway] = _Report(now, now, models)
-        names = models.keys() | known.keys()
-        return frozenset(name for name in names if models.get(name) != known.get(name))
-
-    def on_sign_of_life(self, now: float) -> None:
-        """Something came over the bus."""
-        live = {gateway: r for gateway, r in self._loads.items() if self._counts(r)}
-        if self.blind(now):
-            live = {gateway: replace(r, fresh_from=now) for gateway, r in live.items()}
-        self._loads = live
-        self._heard_at = now
-
     def forget(self, now: float, models: Collection[ModelId]) -> None:
         """Lets go of what can no longer matter; `models` are those that there are."""
         for node in [node for node, at in self._over_at.items() if now - at > REMEMBER_S]:
@@ -236,15 +196,9 @@ class Cluster:
         for node, said in list(self._said.items()):
             if node not in self.nodes and now - said.at > REMEMBER_S:
                 self._unsort(self._said.pop(node))
-        for measured in (self._kv, self._prefill, self._decode):
-            for model in measured.keys() - set(models):
-                del measured[model]
+        self.measured.forget(models)
 
     # --- what is known ---
-
-    def blind(self, now: float) -> bool:
-        """Nothing was heard from anybody: what is known may be long over."""
-        return now - self._heard_at > BLIND_S
 
     def held(self, node: NodeId, model: ModelId, tiers: Iterable[Tier]) -> Blocks:
         """Blocks that a live node holds in any of the tiers."""
@@ -282,18 +236,6 @@ class Cluster:
             self._slots = median_low([info.slots for info in self.nodes.values()] or [1])
         return max(1, self._slots)
 
-    def kv_tokens(self, model: ModelId) -> int:
-        """KV positions of a complete replica; 0: not known."""
-        return self._kv.get(model, 0)
-
-    def prefill_s_per_token(self, model: ModelId) -> float:
-        """Of a complete replica; 0: not known."""
-        return self._prefill.get(model, 0.0)
-
-    def decode_s(self, model: ModelId) -> float:
-        """A pass of one token through a complete replica; 0: not known."""
-        return self._decode.get(model, 0.0)
-
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:
@@ -301,33 +243,6 @@ class Cluster:
             for holding in said.status.holdings if said is not None else ():
                 if holding.tier is not Tier.DISK:
                     yield node, holding
-
-    def demand(self, model: ModelName) -> Demand:
-        loads = self._of(model)
-        return Demand(
-            queued_requests=sum(load.queued_requests for load in loads),
-            queued_tokens=sum(load.queued_tokens for load in loads),
-            running_requests=sum(load.running_requests for load in loads),
-            running_tokens=sum(load.running_tokens for load in loads),
-            prompt_tokens=sum(load.prompt_tokens for load in loads),
-        )
-
-    def running(self, model: ModelName) -> Mapping[InstanceId, int]:
-        """Requests in flight on the model's instances, as the gateways last said."""
-        loads = self._of(model)
-        if len(loads) == 1:
-            return loads[0].instance_requests
-        total: Counter[InstanceId] = Counter()
-        for load in loads:
-            total.update(load.instance_requests)
-        return total
-
-    def requests_on(self, model: ModelName, instance: InstanceId) -> int:
-        return self.running(model).get(instance, 0)
-
-    def reported_since(self, at: float) -> bool:
-        """Whether what gateways say is later than that, of all who still count."""
-        return self._heard_at > at and all(report.at > at for report in self._reports())
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
@@ -351,17 +266,6 @@ class Cluster:
     def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, Blocks]]:
         said = self._of_node(node)
         return said.models if said is not None else {}
-
-    def _counts(self, report: _Report) -> bool:
-        return self._heard_at - report.fresh_from <= FRESH_S
-
-    def _reports(self) -> list[_Report]:
-        """Of the gateways that still count."""
-        return [report for report in self._loads.values() if self._counts(report)]
-
-    def _of(self, model: ModelName) -> list[ModelLoad]:
-        loads = (report.models.get(model) for report in self._reports())
-        return [load for load in loads if load is not None]
 
 
 def _on_device(said: _Said | None) -> dict[ModelId, Blocks]:

@@ -164,7 +164,7 @@ class Fleet:
     def busy(self, instance: InstanceId) -> bool:
         """Whether requests run on the instance, as far as is known."""
         retired_at = self._retired.get(instance, NEVER)
-        settled = self._desk.cluster.reported_since(retired_at + SETTLE_S)
+        settled = self._desk.cluster.loads.reported_since(retired_at + SETTLE_S)
         return not settled or self._requests_on(instance) > 0
 
     def uses(self, node: NodeId) -> bool:
@@ -178,7 +178,7 @@ class Fleet:
         return [i for i in self.instances if any(stage.node == node for stage in i.stages)]
 
     def _requests_on(self, instance: InstanceId) -> int:
-        return self._desk.cluster.requests_on(self._record.name, instance)
+        return self._desk.cluster.loads.requests_on(self._record.name, instance)
 
     @property
     def next_wake(self) -> float:
@@ -247,8 +247,8 @@ class Fleet:
             instances=self.instances,
             node_slots=instances.node_slots(self.instances, self.members),
             fixed=self._desk.archive.fixed.get(model),
-            decode_s=cluster.decode_s(model),
-            prefill_s_per_token=cluster.prefill_s_per_token(model),
+            decode_s=cluster.measured.decode_s(model),
+            prefill_s_per_token=cluster.measured.prefill_s_per_token(model),
             trace=self.cause.trace,
             cause=self.cause.event or "",
         )

@@ -64,7 +64,7 @@ class Mending(EventBase):
     def _stalled(self) -> None:
         """Looks into the event because no block has arrived for long."""
         self._news_at = self._desk.at
-        if self._desk.cluster.blind(self._desk.at):
+        if self._desk.cluster.loads.blind(self._desk.at):
             return  # cut off from the bus: silence says nothing
         self._stalls += 1
         waiting = ", ".join(self._incomplete)
@@ -97,7 +97,7 @@ class Mending(EventBase):
 
     def _on_ping(self, node: NodeId, answer: Answer) -> None:
         there = isinstance(answer, Pinged) and answer.there
-        if not there and not self._desk.cluster.blind(self._desk.at):
+        if not there and not self._desk.cluster.loads.blind(self._desk.at):
             self._case.silent.add(node)
         self._judged()
 

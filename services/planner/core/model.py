@@ -104,7 +104,7 @@ class ModelMachine:
 
     def on_load(self) -> None:
         """Its load has changed: waiting requests are answered at once."""
-        demand = self._desk.cluster.demand(self.record.name)
+        demand = self._desk.cluster.loads.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()
         else:
@@ -243,7 +243,7 @@ class ModelMachine:
     def _decide(self) -> None:
         at, config = self._desk.at, self._desk.settings
         self._decided_at, self._decide_at = at, at + REPUBLISH_S
-        if self._desk.cluster.blind(at):
+        if self._desk.cluster.loads.blind(at):
             self._decide_by(at + config.tick_s)
             return
         members = self.fleet.members

@@ -252,7 +252,7 @@ class Planner:
 
     def _free_strays(self) -> None:
         """Finds what lies in arenas without use, in part or of models that are gone."""
-        if not self._ready or self._cluster.blind(self._desk.at):
+        if not self._ready or self._cluster.loads.blind(self._desk.at):
             return
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
         for node, holding in self._cluster.in_memory():
@@ -442,7 +442,7 @@ class Planner:
         model.remove()
 
     def _on_load(self, load: GatewayLoad) -> None:
-        for name in sorted(self._cluster.on_load(load, self._desk.at)):
+        for name in sorted(self._cluster.loads.on_load(load, self._desk.at)):
             if model := self._models.get(name):
                 self._tell(model, lambda model: model.on_load())
 
@@ -452,7 +452,7 @@ class Planner:
             self._tell(model, lambda model: model.on_block(message, gained))
 
     def _on_news(self, message: PullFailed | FirstPartialToken) -> None:
-        self._cluster.on_sign_of_life(self._desk.at)
+        self._cluster.loads.on_sign_of_life(self._desk.at)
         for model in list(self._models.values()):
             if model.event is not None and model.event.record.id == message.event:
                 self._tell(model, lambda model: model.on_news(message))
@@ -467,7 +467,7 @@ class Planner:
 
     def _on_suspect_pinged(self, node: NodeId, answer: Answer) -> None:
         there = isinstance(answer, Pinged) and answer.there
-        if not there and not self._cluster.blind(self._desk.at):
+        if not there and not self._cluster.loads.blind(self._desk.at):
             self._desk.log("warning", "node does not answer", node=node)
             self._desk.tell("does not answer", node)
             self._tell_all(lambda model: model.on_suspect(node))

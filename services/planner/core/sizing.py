@@ -20,7 +20,7 @@ class Sizing:
         """See `scaling.decide`."""
         self._scaler, decision = decide(
             self._scaler,
-            self._desk.cluster.demand(record.name),
+            self._desk.cluster.loads.demand(record.name),
             self._policy(record),
             have=have,
             coming=coming,
@@ -36,10 +36,10 @@ class Sizing:
             min_instances=record.min_instances,
             max_instances=min(record.max_instances or nodes, nodes),
             slots=cluster.slots,
-            kv_tokens=cluster.kv_tokens(record.model_id),
+            kv_tokens=cluster.measured.kv_tokens(record.model_id),
             queue_per_instance=settings.queue_per_instance,
             prefill_wait_s=settings.prefill_wait_s,
-            prefill_s_per_token=cluster.prefill_s_per_token(record.model_id),
+            prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id),
             scale_up_hold_s=settings.scale_up_hold_s,
             horizon_s=settings.horizon_s,
             idle_s=settings.idle_s,

@@ -1,12 +1,9 @@
 """What the planner knows: live nodes only, by their newest word; loads of gateways that speak."""
 
 import msgspec
-import pytest
 
-from services.planner.core.cluster import BLIND_S, FRESH_S, Cluster
-from services.planner.core.scaling import Demand
-from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
-from shared.messages.load import GatewayLoad, ModelLoad
+from services.planner.core.cluster import Cluster
+from shared.ids import Generation, InstanceId, ModelName, NodeId
 from shared.messages.pool import Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
@@ -21,18 +18,6 @@ def cluster(*holdings: Holding, generation: int = 1) -> Cluster:
     found.on_joined(info("a", generation))
     found.on_status(status("a", *holdings, generation=generation), now=0.0)
     return found
-
-
-def load(gateway: str, queued: int = 0, on: int = 0, model: str = LLAMA) -> GatewayLoad:
-    of_model = ModelLoad(
-        model=ModelName(model),
-        queued_requests=queued,
-        queued_tokens=queued * 10,
-        running_requests=on,
-        running_tokens=on * 5,
-        instance_requests={ON: on},
-    )
-    return GatewayLoad(gateway=GatewayId(gateway), models=(of_model,))
 
 
 def test_blocks_by_model_and_tier() -> None:
@@ -72,11 +57,14 @@ def test_what_a_node_measured_is_its_last_word_of_it() -> None:
     assert found.profile(A) == Profile()
     ran = ModelProfile(model_id=MODEL, prefill_s_per_token=0.001, decode_s=0.02)
     fast = Profile(in_bytes_per_s=1e9, models=(ran,))
-    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.0, 0.0)
+    assert (found.measured.decode_s(MODEL), found.measured.prefill_s_per_token(MODEL)) == (0.0, 0.0)
     said = status("a", holding(Tier.GPU, 0), seq=2)
     found.on_status(msgspec.structs.replace(said, profile=fast), now=1.0)
     assert found.profile(A) == fast
-    assert (found.decode_s(MODEL), found.prefill_s_per_token(MODEL)) == (0.02, 0.001)
+    assert (found.measured.decode_s(MODEL), found.measured.prefill_s_per_token(MODEL)) == (
+        0.02,
+        0.001,
+    )
     found.on_joined(info("a", generation=2))
     assert found.profile(A) == Profile()
 
@@ -98,14 +86,14 @@ def test_slots_are_those_of_the_node_in_the_middle() -> None:
 def test_a_node_with_the_model_open_says_how_much_kv_a_replica_has() -> None:
     found = Cluster()
     found.on_joined(info("a"))
-    assert found.kv_tokens(MODEL) == 0
+    assert found.measured.kv_tokens(MODEL) == 0
     found.on_status(status("a", holding(Tier.HOST, 0)), 0.0)
     opened = status("a", holding(Tier.GPU, 0), seq=2)
     found.on_status(msgspec.structs.replace(opened, kv_capacity=640), 0.1)
-    assert (found.kv_tokens(MODEL), found.kv_tokens(OTHER)) == (640, 0)
+    assert (found.measured.kv_tokens(MODEL), found.measured.kv_tokens(OTHER)) == (640, 0)
     closed = status("a", holding(Tier.HOST, 0), seq=3)
     found.on_status(msgspec.structs.replace(closed, kv_capacity=96), 0.2)  # of another model
-    assert found.kv_tokens(MODEL) == 640
+    assert found.measured.kv_tokens(MODEL) == 640
 
 
 def test_an_older_report_that_comes_late_changes_nothing() -> None:
@@ -158,69 +146,3 @@ def test_a_generation_may_be_revived_by_the_registry() -> None:
     found.on_revived(info("a", generation=1))
     found.on_joined(info("a", generation=1))
     assert A in found.nodes
-
-
-def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:
-    found = cluster()
-    found.on_load(load("one", queued=1, on=2), now=0.0)
-    found.on_load(load("two", queued=3, on=4), now=0.5)
-    found.on_load(load("two", queued=5, on=4), now=1.0)
-    assert found.demand(LLAMA) == Demand(6, 60, 6, 30)
-    assert found.requests_on(LLAMA, ON) == 6
-    found.on_load(load("two", queued=5, on=4), now=FRESH_S + 0.1)
-    assert found.demand(LLAMA) == Demand(5, 50, 4, 20)
-    assert found.demand(ModelName("other")).idle
-
-
-@pytest.mark.parametrize("silence", [0.5, BLIND_S, BLIND_S + 0.1, 100.0])
-def test_when_nobody_was_heard_silence_is_no_news_of_gateways(silence: float) -> None:
-    found = cluster()
-    found.on_load(load("one", on=2), now=1.0)
-    back = 1.0 + silence
-    assert found.blind(back) == (silence > BLIND_S)
-    assert found.requests_on(LLAMA, ON) == 2
-    found.on_status(status("a", seq=2), now=back)
-    assert not found.blind(back)
-    found.on_status(status("a", seq=3), now=back + 0.1)
-    assert found.requests_on(LLAMA, ON) == 2
-    found.on_status(status("a", seq=4), now=back + 1.1)
-    found.on_status(status("a", seq=5), now=back + 2.1)
-    assert found.requests_on(LLAMA, ON) == 0
-
-
-def test_reports_are_later_than_a_moment_when_those_of_all_gateways_are() -> None:
-    found = cluster()
-    assert not found.reported_since(0.0)
-    found.on_status(status("a", seq=2), now=0.1)
-    assert found.reported_since(0.0), "there is no gateway"
-    found.on_load(load("one"), now=1.0)
-    found.on_load(load("two"), now=1.2)
-    assert found.reported_since(0.9)
-    assert not found.reported_since(1.1)
-    found.on_load(load("two"), now=2.2)
-    assert not found.reported_since(1.1)
-    found.on_load(load("two"), now=1.1 + FRESH_S)
-    assert found.reported_since(1.1), "the first has been forgotten"
-
-
-def test_a_silence_brings_no_forgotten_gateway_back() -> None:
-    found = cluster()
-    found.on_load(load("one", queued=1), now=1.0)
-    for seq in range(2, 6):
-        found.on_status(status("a", seq=seq), now=float(seq))
-    assert found.demand(LLAMA).idle
-    found.on_status(status("a", seq=6), now=100.0)
-    assert found.demand(LLAMA).idle
-
-
-def test_after_a_silence_reports_are_as_old_as_they_are() -> None:
-    found = cluster()
-    found.on_load(load("one"), now=1.0)
-    found.on_status(status("a", seq=2), now=10.0)
-    assert not found.reported_since(2.0)
-    found.on_load(load("one"), now=10.1)
-    assert found.reported_since(2.0)
-
-
-def test_a_planner_that_has_heard_nothing_is_blind() -> None:
-    assert Cluster().blind(0.0)

@@ -1,0 +1,92 @@
+"""The load that gateways report, and whether anything is heard over the bus at all.
+
+Reports come every 100 ms from every gateway, mostly to say what they said before.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.planner.core.scaling import Demand
+from shared.ids import GatewayId, InstanceId, ModelName
+from shared.messages.load import GatewayLoad, ModelLoad
+
+FRESH_S = 2.0
+"""A gateway that is silent for so long, while others are heard, no longer counts."""
+BLIND_S = 1.5
+"""When nobody is heard for so long it is the planner who is cut off from the bus, and nothing is
+known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    at: float
+    fresh_from: float
+    """Its age counts from here: later than `at` if nobody could be heard for a while."""
+    models: dict[ModelName, ModelLoad]
+
+
+class LoadReports:
+    def __init__(self) -> None:
+        self._loads: dict[GatewayId, _Report] = {}
+        self._heard_at = float("-inf")
+
+    def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
+        """The models of which the gateway says something else than it said before."""
+        self.on_sign_of_life(now)
+        before = self._loads.get(load.gateway)
+        known: Mapping[ModelName, ModelLoad] = before.models if before is not None else {}
+        models = {each.model: each for each in load.models}
+        self._loads[load.gateway] = _Report(now, now, models)
+        names = models.keys() | known.keys()
+        return frozenset(name for name in names if models.get(name) != known.get(name))
+
+    def on_sign_of_life(self, now: float) -> None:
+        """Something came over the bus."""
+        live = {gateway: r for gateway, r in self._loads.items() if self._counts(r)}
+        if self.blind(now):
+            live = {gateway: replace(r, fresh_from=now) for gateway, r in live.items()}
+        self._loads = live
+        self._heard_at = now
+
+    def blind(self, now: float) -> bool:
+        """Nothing was heard from anybody: what is known may be long over."""
+        return now - self._heard_at > BLIND_S
+
+    def demand(self, model: ModelName) -> Demand:
+        loads = self._of(model)
+        return Demand(
+            queued_requests=sum(load.queued_requests for load in loads),
+            queued_tokens=sum(load.queued_tokens for load in loads),
+            running_requests=sum(load.running_requests for load in loads),
+            running_tokens=sum(load.running_tokens for load in loads),
+            prompt_tokens=sum(load.prompt_tokens for load in loads),
+        )
+
+    def running(self, model: ModelName) -> Mapping[InstanceId, int]:
+        """Requests in flight on the model's instances, as the gateways last said."""
+        loads = self._of(model)
+        if len(loads) == 1:
+            return loads[0].instance_requests
+        total: Counter[InstanceId] = Counter()
+        for load in loads:
+            total.update(load.instance_requests)
+        return total
+
+    def requests_on(self, model: ModelName, instance: InstanceId) -> int:
+        return self.running(model).get(instance, 0)
+
+    def reported_since(self, at: float) -> bool:
+        """Whether what gateways say is later than that, of all who still count."""
+        return self._heard_at > at and all(report.at > at for report in self._reports())
+
+    def _counts(self, report: _Report) -> bool:
+        return self._heard_at - report.fresh_from <= FRESH_S
+
+    def _reports(self) -> list[_Report]:
+        """Of the gateways that still count."""
+        return [report for report in self._loads.values() if self._counts(report)]
+
+    def _of(self, model: ModelName) -> list[ModelLoad]:
+        loads = (report.models.get(model) for report in self._reports())
+        return [load for load in loads if load is not None]

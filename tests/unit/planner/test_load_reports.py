@@ -1,0 +1,89 @@
+"""Loads add up over the gateways that speak; silence of the whole bus is no news."""
+
+import pytest
+
+from services.planner.core.load_reports import BLIND_S, FRESH_S, LoadReports
+from services.planner.core.scaling import Demand
+from shared.ids import GatewayId, InstanceId, ModelName
+from shared.messages.load import GatewayLoad, ModelLoad
+
+LLAMA = ModelName("llama")
+ON = InstanceId("replica-a")
+
+
+def load(gateway: str, queued: int = 0, on: int = 0, model: str = LLAMA) -> GatewayLoad:
+    of_model = ModelLoad(
+        model=ModelName(model),
+        queued_requests=queued,
+        queued_tokens=queued * 10,
+        running_requests=on,
+        running_tokens=on * 5,
+        instance_requests={ON: on},
+    )
+    return GatewayLoad(gateway=GatewayId(gateway), models=(of_model,))
+
+
+def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:
+    found = LoadReports()
+    found.on_load(load("one", queued=1, on=2), now=0.0)
+    found.on_load(load("two", queued=3, on=4), now=0.5)
+    found.on_load(load("two", queued=5, on=4), now=1.0)
+    assert found.demand(LLAMA) == Demand(6, 60, 6, 30)
+    assert found.requests_on(LLAMA, ON) == 6
+    found.on_load(load("two", queued=5, on=4), now=FRESH_S + 0.1)
+    assert found.demand(LLAMA) == Demand(5, 50, 4, 20)
+    assert found.demand(ModelName("other")).idle
+
+
+@pytest.mark.parametrize("silence", [0.5, BLIND_S, BLIND_S + 0.1, 100.0])
+def test_when_nobody_was_heard_silence_is_no_news_of_gateways(silence: float) -> None:
+    found = LoadReports()
+    found.on_load(load("one", on=2), now=1.0)
+    back = 1.0 + silence
+    assert found.blind(back) == (silence > BLIND_S)
+    assert found.requests_on(LLAMA, ON) == 2
+    found.on_sign_of_life(back)
+    assert not found.blind(back)
+    found.on_sign_of_life(back + 0.1)
+    assert found.requests_on(LLAMA, ON) == 2
+    found.on_sign_of_life(back + 1.1)
+    found.on_sign_of_life(back + 2.1)
+    assert found.requests_on(LLAMA, ON) == 0
+
+
+def test_reports_are_later_than_a_moment_when_those_of_all_gateways_are() -> None:
+    found = LoadReports()
+    assert not found.reported_since(0.0)
+    found.on_sign_of_life(0.1)
+    assert found.reported_since(0.0), "there is no gateway"
+    found.on_load(load("one"), now=1.0)
+    found.on_load(load("two"), now=1.2)
+    assert found.reported_since(0.9)
+    assert not found.reported_since(1.1)
+    found.on_load(load("two"), now=2.2)
+    assert not found.reported_since(1.1)
+    found.on_load(load("two"), now=1.1 + FRESH_S)
+    assert found.reported_since(1.1), "the first has been forgotten"
+
+
+def test_a_silence_brings_no_forgotten_gateway_back() -> None:
+    found = LoadReports()
+    found.on_load(load("one", queued=1), now=1.0)
+    for seq in range(2, 6):
+        found.on_sign_of_life(float(seq))
+    assert found.demand(LLAMA).idle
+    found.on_sign_of_life(100.0)
+    assert found.demand(LLAMA).idle
+
+
+def test_after_a_silence_reports_are_as_old_as_they_are() -> None:
+    found = LoadReports()
+    found.on_load(load("one"), now=1.0)
+    found.on_sign_of_life(10.0)
+    assert not found.reported_since(2.0)
+    found.on_load(load("one"), now=10.1)
+    assert found.reported_since(2.0)
+
+
+def test_a_planner_that_has_heard_nothing_is_blind() -> None:
+    assert LoadReports().blind(0.0)
