@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from services.cli import story
 from services.cli.client import (
     add_cluster_options,
     add_json_option,
@@ -24,17 +25,11 @@ from services.local.asking import ask
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound
-from shared.messages.scaling import (
-    EventRecord,
-    PlannerQuery,
-    PlannerState,
-)
-from shared.messages.story import Step, StoryQuery, Told
+from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 from shared.span_file import WRITE_EVERY_S
 
 ROOT_SPAN = "scale_event"
 ALL = 1000
-LAST = "last"
 PIPED_WIDTH = 120
 
 Span = dict[str, Any]
@@ -43,15 +38,24 @@ Span = dict[str, Any]
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events = commands.add_parser(
-        "events", help="list the scaling events, newest first, or tell the story of one"
+        "events",
+        help="list the scaling events, newest first, or tell the story of one",
+        description="Lists the scaling events, newest first. With --story it asks the planner, the "
+        "registry, the nodes and the gateways what they did lately about ID, and prints their "
+        "steps by time: time of day, who took the step, its cause, what it concerns, what changed. "
+        "Exits with 1 if a service does not answer; it then shows what the others say.",
     )
     events.add_argument(
-        "id", nargs="?", metavar="ID", help="only this event; with --story also a node or a model"
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="only this event (or `last`); with --story also a node, a model, an instance or a "
+        "request",
     )
     events.add_argument(
         "--story",
         action="store_true",
-        help="what the planner did lately about ID, with the cause of each step",
+        help="what every service did lately about ID, and why",
     )
     events.add_argument(
         "--limit", type=int, default=20, metavar="N", help="how many events (default: %(default)s)"
@@ -86,7 +90,7 @@ def _events(args: argparse.Namespace) -> int:
         return _story(args)
     records = asyncio.run(_records(args, args.limit if args.id is None else ALL))
     if args.id is not None:
-        records = tuple(r for r in records if r.id == args.id or args.id == LAST)[:1]
+        records = tuple(r for r in records if r.id == args.id or args.id == story.LAST)[:1]
         if not records:
             raise NotFound(f"no event {args.id!r}; see `lambdascale events`")
     if args.json:
@@ -101,40 +105,25 @@ def _events(args: argparse.Namespace) -> int:
 
 def _story(args: argparse.Namespace) -> int:
     if args.id is None:
-        raise BadInput("--story: of what? Name an event, a node or a model")
-    steps = asyncio.run(_steps(args))
-    if args.json:
-        print_json(steps)
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in story_lines(steps))
-    return 0
-
-
-async def _steps(args: argparse.Namespace) -> tuple[Step, ...]:
-    async with connect(args) as bus:
-        subject = args.id
-        if subject == LAST:
-            query = PlannerQuery(events=1)
-            newest = (await ask(bus, subjects.PLANNER_STATE, query, PlannerState)).events
-            subject = newest[0].id if newest else subject
-        told = await ask(bus, subjects.PLANNER_STORY, StoryQuery(subject=subject), Told)
+        raise BadInput("--story: of what? Name an event, a node, a model or a request")
+    told = asyncio.run(_gathered(args))
+    for error in told.errors:
+        say(f"lambdascale: {error}")
     if not told.steps:
         raise NotFound(
-            f"the planner remembers nothing of {subject!r}: name an event, a node or a model; "
-            "what an earlier planner did is forgotten"
+            f"nobody remembers anything of {args.id!r}: name an event, a node, a model or a "
+            "request; what a service did before it was last started is forgotten"
         )
-    return told.steps
+    if args.json:
+        print_json(told.steps)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in story.lines(told.steps))
+    return 1 if told.errors else 0
 
 
-def story_lines(steps: Iterable[Step]) -> Iterator[str]:
-    """Time of day, cause and text of each step, in columns."""
-    steps = tuple(steps)
-    width = max((len(step.cause) for step in steps), default=0)
-    for step in steps:
-        seconds, ms = divmod(step.at_ns // 1_000_000, 1000)
-        at = time.strftime("%H:%M:%S", time.localtime(seconds))
-        about = " ".join(subject for subject in step.subjects if subject != step.cause)
-        yield f"{at}.{ms:03}  {step.cause:<{width}}  {about}: {step.text}"
+async def _gathered(args: argparse.Namespace) -> story.Merged:
+    async with connect(args) as bus:
+        return await story.gather(bus, args.id)
 
 
 def event_line(record: EventRecord) -> str:
@@ -178,14 +167,14 @@ def _elsewhere(args: argparse.Namespace) -> str:
 def _finished(directory: Path, event: str) -> str | None:
     """The trace of a finished event. Its root span is written when it ends."""
     roots = [span for span in read_spans(directory, ROOT_SPAN) if span["name"] == ROOT_SPAN]
-    found = [span for span in roots if event in (span["attributes"].get("event"), LAST)]
+    found = [span for span in roots if event in (span["attributes"].get("event"), story.LAST)]
     return str(found[-1]["trace_id"]) if found else None
 
 
 async def _unfinished(args: argparse.Namespace) -> str:
     state_of(args)
     for record in await _records(args, ALL):
-        if args.event in (record.id, LAST):
+        if args.event in (record.id, story.LAST):
             return record.trace.split("-")[1]
     raise NotFound(f"no event {args.event!r}; see `lambdascale events`")
 

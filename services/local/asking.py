@@ -18,6 +18,6 @@ async def ask(
     try:
         return await bus.request(subject, message, reply, timeout=timeout)
     except (NoResponders, BusTimeout) as error:
-        _, service, name, *_ = subject.split(".")
-        who = f"node {name}" if service == "node" else f"the {service}"
+        _, service, *name, _ = subject.split(".")
+        who = " ".join((service, *name)) if name else f"the {service}"
         raise BusError(f"{who} does not answer: `lambdascale status` shows what runs") from error

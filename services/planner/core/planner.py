@@ -166,9 +166,8 @@ class Planner:
         return fitting(newest[: max(0, count)])
 
     def story(self, subject: str) -> tuple[Transition, ...]:
-        """The last transitions that concern an event, a node, a model (by name or id)."""
-        model = self._models.get(ModelName(subject))
-        return self._desk.story.of(model.record.model_id if model is not None else subject)
+        """The last transitions that concern an event, a node or a model (by its id)."""
+        return self._desk.story.of(subject)
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""

@@ -9,12 +9,11 @@ import pytest
 import structlog
 
 from services.cli import events
-from services.cli.events import event_line, read_spans, story_lines, tree_lines
+from services.cli.events import event_line, read_spans, tree_lines
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
 from shared.messages.scaling import EventState
-from shared.messages.story import Step
 from tests.unit.cli.records import record
 
 ROOT, PLAN, BLOCK, LOST = "1" * 16, "2" * 16, "3" * 16, "4" * 16
@@ -155,17 +154,6 @@ def test_the_line_of_an_event_says_when_where_and_why() -> None:
 def test_a_limit_below_one_is_bad_input() -> None:
     with pytest.raises(BadInput, match="--limit 0"):
         run("events", "--limit", "0")
-
-
-def test_a_story_names_the_cause_of_every_step() -> None:
-    second = 1_700_000_000 * 10**9
-    steps = (
-        Step(second + 4_000_000, "gateway_load", ("llama", "ev-1"), "begins"),
-        Step(second + 9_000_000, "ev-1", ("ev-1", "node-1"), "goes on without node-1"),
-    )
-    first, then = story_lines(steps)
-    assert first.endswith(".004  gateway_load  llama ev-1: begins")
-    assert then.endswith(".009  ev-1          node-1: goes on without node-1")
 
 
 def test_a_story_is_of_something() -> None:

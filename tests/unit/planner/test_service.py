@@ -16,7 +16,6 @@ from tests.unit.planner.scripted import (
     BLOCK_BYTES,
     BLOCKS,
     MODEL,
-    NAME,
     SLOTS,
     ScriptedGateway,
     record,
@@ -104,14 +103,14 @@ async def test_the_planner_tells_the_story_of_an_event_a_node_and_a_model(
     await cluster.until_event(EventState.COMPLETE)
     assert event is not None
     told = {}
-    for subject in (event, "n1", NAME, "nobody"):
+    for subject in (event, "n1", MODEL, "nobody"):
         query = StoryQuery(subject=subject)
         told[subject] = (await cluster.ask(subjects.PLANNER_STORY, query, Told)).steps
     assert told[event][0].cause == "operator"
     assert told[event][-1].text == "complete"
     assert told[event][-1].at_ns <= wall_ns()
     assert "joined as generation" in told["n1"][0].text
-    assert set(told[event]) <= set(told[NAME])
+    assert set(told[event]) <= set(told[MODEL])
     assert told["nobody"] == ()
 
 
