@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.gateway.core.commands import Command, Emit, End, Scored, Send, Withdraw
 from services.gateway.core.dispatch import Dispatch
-from services.gateway.core.model import Rules
+from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request, State
 from shared.errors import (
     BusTimeout,

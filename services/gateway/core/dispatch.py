@@ -12,7 +12,8 @@ from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import admission, streams, validation
 from services.gateway.core.commands import Broken, Command, End, Withdraw
-from services.gateway.core.model import Ledger, Model, Rules
+from services.gateway.core.ledger import Ledger, Rules
+from services.gateway.core.model import Model
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import IllegalTransition, LambdaScaleError, NotFound, from_code

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from math import isclose
 
-from services.gateway.core.model import Ledger, Model
+from services.gateway.core.ledger import Ledger
+from services.gateway.core.model import Model
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import Node, Route
 from shared.ids import RequestId

@@ -13,7 +13,8 @@ from services.gateway.core.commands import (
     Withdraw,
 )
 from services.gateway.core.dispatch import Dispatch
-from services.gateway.core.model import SILENCE_S, Rules
+from services.gateway.core.ledger import Rules
+from services.gateway.core.model import SILENCE_S
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import AVOID_S, PROMPTS_AHEAD, Switch
 from services.gateway.core.streams import Verdict, judge

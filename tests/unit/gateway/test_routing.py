@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.model import Ledger
+from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import (
     AVOID_MAX_S,

@@ -1,0 +1,140 @@
+"""The attempts of one model's requests: how each begins, takes over, is given up and ends.
+
+Every step here keeps three places together: the request, the routes that it runs on, and the
+commands that tell nodes and client.
+"""
+
+from services.gateway.core.commands import End, Resumed, Send, Withdraw
+from services.gateway.core.ledger import Ledger, Rules
+from services.gateway.core.requests import Move, Request, State
+from services.gateway.core.routing import Route, Table
+from shared.errors import LambdaScaleError, NotFound
+from shared.ids import ModelName
+from shared.messages.serving import Cancel, Submit
+
+
+class Attempts:
+    def __init__(self, name: ModelName, table: Table, rules: Rules, ledger: Ledger) -> None:
+        self._name = name
+        self._table = table
+        self._rules = rules
+        self._ledger = ledger
+        self._out = ledger.out
+
+    def start(self, request: Request, route: Route, now: float) -> None:
+        instance = route.instance
+        request.submissions += 1
+        request.attempt = request.submissions
+        request.instance = instance.id
+        self._ledger.step(request, State.SUBMITTED, instance.id)
+        request.progress_at = request.submitted_at = now
+        request.asked_at = None
+        request.charge = request.work
+        self._trace(request, route)
+        request.prefill = len(request.prompt) + len(request.tokens)
+        route.begin(request, request.charge, request.prefill)
+        self._out.append(Send(instance.leader, self.submit(request, route)))
+
+    def begin_move(self, request: Request, target: Route, now: float) -> None:
+        request.submissions += 1
+        instance = target.instance
+        prefill = len(request.prompt) + len(request.tokens)
+        move = Move(request.submissions, instance.id, request.work, prefill, now)
+        self._ledger.step(request, State.MOVING, f"to {instance.id}")
+        request.move = move
+        target.begin(request, move.charge, move.prefill)
+        self._out.append(Send(instance.leader, self.submit(request, target)))
+
+    def take_over(self, source: Route, request: Request, reason: str, now: float) -> None:
+        """The attempt of its move is the request's from now on."""
+        move = request.move
+        assert move is not None
+        self.withdraw(source, request)
+        source.end(request, request.charge, request.prefill)
+        self._out.append(Resumed(self._name, reason, f"to {move.instance}"))
+        request.move = None
+        self._ledger.step(request, State.SUBMITTED, f"{reason}, on {move.instance}")
+        request.attempt, request.instance = move.attempt, move.instance
+        request.charge, request.prefill = move.charge, move.prefill
+        request.waiting_since += now - request.progress_at
+        request.progress_at, request.submitted_at, request.asked_at = now, move.since, None
+        self._trace(request, self._table.routes.get(move.instance))
+
+    def stay(self, target: Route, request: Request, why: str) -> None:
+        """The move comes to nothing: the request goes on where it is."""
+        self._drop_move(target, request)
+        self._ledger.step(request, State.STREAMING if request.has_token else State.SUBMITTED, why)
+
+    def take_off(self, route: Route, request: Request, why: str, now: float) -> None:
+        """Ends the attempt on its instance, so that the next one can begin."""
+        request.waiting_since += now - request.progress_at
+        self.withdraw(route, request)
+        self._detach(route, request)
+        self._ledger.step(request, State.QUEUED, why)
+
+    def fail(self, request: Request, error: LambdaScaleError) -> None:
+        self._out.append(End(request.id, error))
+        self.close(request, State.FAILED, str(error))
+
+    def close(self, request: Request, state: State, why: str) -> None:
+        if request.move is not None:
+            self._drop_move(self._table.routes[request.move.instance], request)
+        if request.running:
+            self._detach(self.route(request), request)
+        self._ledger.step(request, state, why)
+        del self._ledger.requests[request.id]
+
+    def withdraw(self, route: Route, request: Request) -> None:
+        cause = self._ledger.cause
+        cancel = Cancel(request=request.id, attempt=request.attempt, cause=cause)
+        self._out.append(Withdraw(route.instance.leader, cancel))
+
+    def submit(self, request: Request, route: Route) -> Submit:
+        """The request's attempt on this instance."""
+        move = request.move
+        moves = move is not None and move.instance == route.instance.id
+        return Submit(
+            cause=self._ledger.cause,
+            request=request.id,
+            attempt=move.attempt if move is not None and moves else request.attempt,
+            gateway=self._rules.gateway,
+            model_id=request.model_id,
+            instance=route.instance.id,
+            stages=route.instance.stages,
+            tokens=(*request.prompt, *request.tokens),
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+            rules=request.rules,
+            image=request.image,
+            score_from=request.score_from,
+        )
+
+    def route(self, request: Request) -> Route:
+        if request.instance is None:
+            raise NotFound(f"request {request.id} is on no instance")
+        return self._table.routes[request.instance]
+
+    def route_of(self, request: Request, attempt: int) -> Route:
+        """Where that attempt of the request runs."""
+        if request.move is not None and attempt == request.move.attempt:
+            return self._table.routes[request.move.instance]
+        return self.route(request)
+
+    def _drop_move(self, target: Route, request: Request) -> None:
+        move = request.move
+        assert move is not None
+        cancel = Cancel(request=request.id, attempt=move.attempt)
+        self._out.append(Withdraw(target.instance.leader, cancel))
+        target.end(request, move.charge, move.prefill)
+        request.move = None
+
+    def _detach(self, route: Route, request: Request) -> None:
+        route.end(request, request.charge, request.prefill)
+        request.charge = request.prefill = 0
+        request.instance = None
+
+    def _trace(self, request: Request, route: Route | None) -> None:
+        if route is not None and route.instance.event is not None:
+            request.traces[route.trace] = None

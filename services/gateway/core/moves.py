@@ -1,0 +1,107 @@
+"""Which requests leave an instance that moves, when, and what is told of it."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from services.gateway.core import routing
+from services.gateway.core.attempts import Attempts
+from services.gateway.core.commands import Command, Switched
+from services.gateway.core.requests import Request
+from services.gateway.core.routing import Route, Table
+from shared.ids import ModelName
+from shared.messages.instances import InstanceState
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A request whose instance moves."""
+
+    request: Request
+    source: Route
+    costs: routing.Switch | None
+    """None: not measured yet, or it has no KV yet."""
+    stays: bool
+
+
+class Moves:
+    def __init__(
+        self, name: ModelName, table: Table, attempts: Attempts, out: list[Command]
+    ) -> None:
+        self._name = name
+        self._table = table
+        self._attempts = attempts
+        self._out = out
+
+    def begin(self, now: float) -> list[Judged]:
+        """Resumes elsewhere what is worth moving, as far as there is room.
+
+        What finds no room goes on where it is: that is better for it than to wait.
+        """
+        judged: list[Judged] = []
+        routes = self._table.routes.values()
+        moving = [
+            (request, route)
+            for route in routes
+            if _is_moving(route)
+            for request in route.runs()
+            if request.move is None
+        ]
+        for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
+            target = routing.refuge(routes, now)
+            if target is None:
+                break
+            costs = None
+            if request.has_token:
+                context = len(request.prompt) + len(request.tokens)
+                costs = routing.switch(
+                    self._table, source, target, remaining=request.remaining, context=context
+                )
+            stays = costs is not None and costs.stays
+            judged.append(Judged(request, source, costs, stays))
+            if not stays:
+                self._attempts.begin_move(request, target, now)
+        return judged
+
+    def tell(self, judged: list[Judged], trace: str) -> None:
+        """Of requests that moved, and the first time of those that all stay."""
+        if all(each.stays and each.source.told for each in judged):
+            return
+        for each in judged:
+            each.source.told = True
+        moved = [each for each in judged if not each.stays]
+        stayed = [each for each in judged if each.stays]
+        left = sum(
+            request.move is None
+            for route in self._table.routes.values()
+            if _is_moving(route)
+            for request in route.runs()
+        )
+        switched = Switched(
+            name=self._name,
+            trace=trace,
+            moved=tuple(each.request.id for each in moved),
+            stayed=len(stayed),
+            waiting=left - len(stayed),
+            sources=tuple(dict.fromkeys(each.source.instance.id for each in judged)),
+            moved_costs=_mean(moved),
+            stayed_costs=_mean(stayed),
+        )
+        self._out.append(switched)
+
+
+def _mean(judged: list[Judged]) -> routing.Switch | None:
+    costs = [each.costs for each in judged if each.costs is not None]
+    if not costs:
+        return None
+    return routing.Switch(fmean(c.stay_s for c in costs), fmean(c.move_s for c in costs))
+
+
+def _turn(request: Request) -> tuple[bool, int, int]:
+    """Who moves first: requests that wait for their first token, and then those with the least KV
+    to compute anew and the most tokens to come."""
+    context = len(request.prompt) + len(request.tokens)
+    return request.has_token, context, -request.remaining
+
+
+def _is_moving(route: Route) -> bool:
+    return route.instance.state is InstanceState.MOVING
