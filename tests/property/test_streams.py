@@ -37,8 +37,8 @@ from shared.messages.serving import (
 )
 
 MODEL, NAME = ModelId("m0"), ModelName("m")
-CHUNK = 64
-"""Tokens of a prompt that are scored at once."""
+CHUNKS = 64, 40, 1
+"""Tokens of a prompt that are scored at once, by attempt."""
 PATIENCE_S, STALL_S, MAX_ATTEMPTS = 50.0, 20.0, 5
 ERRORS = (CapacityExceeded, NotFound, NoResponders, BusTimeout, PeerLost)
 
@@ -235,7 +235,7 @@ class Streams(RuleBasedStateMachine):
     def score(self, attempt: Attempt) -> Scores:
         """Token i of a prompt has the log probability i."""
         submit, first = attempt.submit, attempt.next
-        attempt.next = min(first + CHUNK, 0)
+        attempt.next = min(first + CHUNKS[submit.attempt % len(CHUNKS)], 0)
         numbers = range(submit.prompt_tokens + first, submit.prompt_tokens + attempt.next)
         logprobs = tuple(Logprobs(float(number), ()) for number in numbers)
         scores = Scores(submit.request, submit.attempt, first, logprobs)

@@ -79,8 +79,9 @@ class Model:
         """Takes the log probabilities of the next tokens of the request's prompt."""
         if scores.attempt != request.attempt:
             self.taken(request, now)
-        request.score_from += len(scores.logprobs)
-        self._out.append(Scored(request.id, scores.logprobs))
+        logprobs = scores.logprobs[request.due - scores.index : -scores.index]
+        request.score_from += len(logprobs)
+        self._out.append(Scored(request.id, logprobs))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
         """Takes the request's next token; says whether its instance has more room now."""
@@ -96,9 +97,7 @@ class Model:
         request.tokens.append(token.token)
         request.progress_at = request.waiting_since = now
         request.asked_at = None
-        route.refusals = request.refusals = 0
-        if request.shunned:
-            request.shunned.clear()
+        route.refusals = 0
         route.charge(request.remaining - request.charge)
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
@@ -110,6 +109,8 @@ class Model:
         elif first:
             route.prefill(-request.prefill)
             request.prefill = 0
+            request.refusals = 0
+            request.shunned.clear()
             if request.move is None:
                 self._ledger.step(request, State.STREAMING, "first token")
         return first or bool(finish)
@@ -142,6 +143,7 @@ class Model:
     ) -> None:
         """The attempt is; the request goes on with its other one, if it has one."""
         if attempt != request.attempt:
+            _shun(route, request, detail, now)
             self._attempts.stay(route, request, detail)
         elif request.move is not None:
             self._attempts.take_over(route, request, reason, now)
@@ -237,9 +239,7 @@ class Model:
         self, route: Route, request: Request, reason: str, detail: str, now: float
     ) -> None:
         """Ends the attempt; the request keeps away from its instance for a while."""
-        request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
-        request.refusals += 1
-        request.refusal = detail
+        _shun(route, request, detail, now)
         self._attempts.take_off(route, request, detail, now)
         self._requeue([request], reason, detail)
 
@@ -265,3 +265,11 @@ class Model:
             else:
                 self._out.append(Resumed(self.name, reason, detail))
                 self.queue.appendleft(request)
+
+
+def _shun(route: Route, request: Request, why: str, now: float) -> None:
+    """The request keeps away from an instance that did not take it, longer each time. It does so
+    for twice as long as others, so that they go first: the request may be too large for it."""
+    request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
+    request.refusals += 1
+    request.refusal = why

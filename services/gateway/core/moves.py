@@ -47,9 +47,11 @@ class Moves:
             if request.move is None
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
-            target = routing.refuge(routes, now)
+            target = routing.refuge(routes, now, request.shunned)
+            if target is None and not request.shunned:
+                break  # nobody has room
             if target is None:
-                break
+                continue
             costs = None
             if request.has_token:
                 context = len(request.prompt) + len(request.tokens)

@@ -83,7 +83,7 @@ class Request:
     """The number of the current attempt, or of the last one; 0 before the first."""
     failures: int = 0
     refusals: int = 0
-    """How many of its attempts were refused since its last token."""
+    """How many of its attempts were refused since one of them gave its first token."""
     refusal: str = ""
     """The message of the last refusal."""
     shunned: dict[InstanceId, float] = field(default_factory=dict)

@@ -15,8 +15,7 @@ from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.slots import Account, weight
 
 AVOID_S = 0.05
-"""How long an instance is left alone after a refusal; doubles with each one that follows. The
-request that it refused keeps away twice as long, so that others go first: it may be too large."""
+"""How long an instance is left alone after its first refusal."""
 AVOID_MAX_S = 1.0
 SMOOTHING = 16
 """Tokens over which the time between two is averaged."""
@@ -131,8 +130,11 @@ class Route:
         self.token_s = before + (token_s - before) / SMOOTHING
 
     def avoid(self, now: float) -> None:
-        self.avoid_until = now + pause(self.refusals)
-        self.refusals += 1
+        """Nothing is sent here for a while, which doubles with each refusal that follows. Refusals
+        that come meanwhile answer attempts of before, and say nothing new."""
+        if now >= self.avoid_until:
+            self.avoid_until = now + pause(self.refusals)
+            self.refusals += 1
 
 
 class Table:
@@ -226,9 +228,7 @@ def choose(
     `first` and `second` are uniform in [0, 1); `shunned` names instances that are no candidates
     before some time.
     """
-    candidates = [
-        route for route in routes if route.takes(now) and shunned.get(route.instance.id, now) <= now
-    ]
+    candidates = [route for route in routes if _is_free(route, now, shunned)]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     i = int(first * len(candidates))
@@ -239,15 +239,22 @@ def choose(
     return a if a.load <= b.load else b
 
 
-def refuge(routes: Iterable[Route], now: float) -> Route | None:
+def refuge(
+    routes: Iterable[Route], now: float, shunned: Mapping[InstanceId, float]
+) -> Route | None:
     """Where a request goes that must leave its path: the replica with the least load.
 
-    Paths are taken only where no replica serves at all; None while all that serve are full.
+    Paths are taken only where no replica serves at all. None: all that serve are full, or are
+    shunned (see `choose`).
     """
     serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
     replicas = [route for route in serving if route.instance.is_replica]
-    free = [route for route in replicas or serving if route.takes(now)]
+    free = [route for route in replicas or serving if _is_free(route, now, shunned)]
     return min(free, key=lambda route: (route.load, len(route.requests)), default=None)
+
+
+def _is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> bool:
+    return route.takes(now) and shunned.get(route.instance.id, now) <= now
 
 
 @dataclass(frozen=True, slots=True)

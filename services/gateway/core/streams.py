@@ -15,6 +15,8 @@ from shared.messages.serving import Scores, Token
 
 class Verdict(enum.Enum):
     NEXT = "next"
+    """It has what is due. The beginning of scores may have been seen: where a request moves, its
+    old and its new attempt may cut the prompt differently."""
     DUPLICATE = "duplicate"
     STALE = "stale"
     GAP = "gap"
@@ -24,9 +26,16 @@ def judge(request: Request, piece: Scores | Token) -> Verdict:
     if not request.speaks(piece.attempt):
         return Verdict.STALE
     due = request.due
-    if piece.index == due:
-        return Verdict.NEXT
-    return Verdict.DUPLICATE if piece.index < due else Verdict.GAP
+    if piece.index > due:
+        return Verdict.GAP
+    return Verdict.NEXT if due < _end(piece) else Verdict.DUPLICATE
+
+
+def _end(piece: Scores | Token) -> int:
+    """The index after the last one of the piece. That of scores is 0 at most."""
+    if isinstance(piece, Token):
+        return piece.index + 1
+    return min(piece.index + len(piece.logprobs), 0)
 
 
 def finish_of(request: Request, token: Token) -> str:

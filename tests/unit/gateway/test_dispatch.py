@@ -1,5 +1,7 @@
 """Single steps of the dispatch core that the property test does not pin down."""
 
+from itertools import pairwise
+
 import pytest
 
 from services.gateway.core.commands import (
@@ -233,6 +235,18 @@ def test_each_score_is_taken_once_and_the_rest_asked_for_elsewhere() -> None:
     (send,) = driver.publish(replica(2))[-1:]
     assert isinstance(send, Send)
     assert send.submit.score_from == 6
+
+
+def test_of_scores_that_overlap_at_a_move_each_counts_once() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a", prompt=6, score_from=1)
+    (send,) = sent(driver.publish(MOVING, replica(3)))
+    assert send == ("a", "replica-3", 2)
+    assert told(driver.score("a", 1, -5, 0.1, 0.2)) == [0.1, 0.2], "the source goes on meanwhile"
+    assert told(driver.score("a", 2, -5, 0.1, 0.2, 0.3, 0.4)) == [0.3, 0.4]
+    assert told(driver.score("a", 2, -4, 0.2, 0.3, 0.4)) == []
+    assert told(driver.score("a", 2, -1, 0.5)) == [0.5]
+    assert emitted(driver.give("a", 2, 0))
 
 
 @pytest.mark.parametrize("lost", ["score", "all"])
@@ -568,7 +582,49 @@ def test_a_move_that_is_refused_costs_nothing(
     assert withdrawn(commands) == [("node-3", 2)]
     assert on_instances(driver) == {"path-1-2": 1}
     assert emitted(driver.give("a", 1, len(tokens)))
-    assert sent(driver.later(AVOID_S)) == [("a", "replica-3", 3)], "and is tried again"
+    assert sent(driver.later(2 * AVOID_S)) == [("a", "replica-3", 3)], "and is tried again"
+
+
+def test_a_target_that_refused_one_request_takes_others() -> None:
+    driver = moving(0)
+    driver.refuse("a", 2)
+    driver.later(AVOID_S)
+    assert sent(driver.admit("b")) == [("b", "replica-3", 1)]
+    assert sent(driver.later(0.0)) == [], "it keeps away twice as long"
+    assert sent(driver.later(AVOID_S)) == [("a", "replica-3", 3)]
+
+
+def test_a_request_that_one_replica_refuses_moves_to_another() -> None:
+    driver = moving(0)
+    driver.publish(MOVING, replica(3), replica(4))
+    error = NotReady("no tokenizer here")
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 2, error, driver.now)
+    assert sent(commands) == [("a", "replica-4", 3)]
+
+
+def test_a_move_to_a_node_that_is_not_ready_is_tried_ever_more_rarely() -> None:
+    """Although the request gets tokens where it is."""
+    driver, at, attempt = moving(0), [0.0], 2
+    for index in range(1, 100):
+        error = NotReady("no tokenizer yet")
+        commands = driver.dispatch.on_not_taken(RequestId("a"), attempt, error, driver.now)
+        commands += driver.give("a", 1, index)
+        commands += driver.later(AVOID_S / 5)
+        for _, _, number in sent(commands):
+            attempt = number
+            at.append(driver.now)
+    pauses = [after - before for before, after in pairwise(at)]
+    assert pauses == sorted(pauses)
+    assert min(pauses) >= 2 * AVOID_S
+    assert len(pauses) < 6
+
+
+def test_refusals_of_one_burst_count_once() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a", "b", "c", "d", "e")
+    for name in "abcde":
+        driver.refuse(name, 1)
+    assert len(sent(driver.later(2 * AVOID_S))) == 5
 
 
 def test_a_token_of_the_target_says_that_it_has_accepted() -> None:

@@ -115,15 +115,17 @@ def test_only_serving_instances_take_requests(state: InstanceState) -> None:
 
 
 def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
-    one = route(replica(1))
+    one, now = route(replica(1)), 100.0
     waits = []
     for _ in range(10):
-        one.avoid(100.0)
-        waits.append(one.avoid_until - 100.0)
+        one.avoid(now)
+        one.avoid(now)  # of the same burst
+        waits.append(one.avoid_until - now)
+        assert choose([one], now + 0.9 * waits[-1], 0.0, 0.0, {}) is None
+        now = one.avoid_until
+        assert choose([one], now, 0.0, 0.0, {}) is one
     assert waits[:3] == pytest.approx([AVOID_S, 2 * AVOID_S, 4 * AVOID_S])
-    assert waits[-1] == AVOID_MAX_S
-    assert choose([one], 100.5, 0.0, 0.0, {}) is None
-    assert choose([one], 101.0, 0.0, 0.0, {}) is one
+    assert waits[-1] == pytest.approx(AVOID_MAX_S)
 
 
 def test_a_request_keeps_away_from_what_refused_it() -> None:
@@ -139,10 +141,13 @@ def test_the_refuge_is_the_emptiest_replica() -> None:
         route(replica(2), tokens=20),
         route(replica(3, state=InstanceState.DRAINING)),
     ]
-    assert refuge(routes, 0.0) is routes[2]
-    assert refuge(routes[:1], 0.0) is routes[0]
+    assert refuge(routes, 0.0, {}) is routes[2]
+    assert refuge(routes[:1], 0.0, {}) is routes[0]
     full = route(replica(1, slots=1), requests=1)
-    assert refuge([routes[0], full], 0.0) is None
+    assert refuge([routes[0], full], 0.0, {}) is None
+    shunned = {replica(2).id: 6.0}
+    assert refuge(routes, 5.0, shunned) is routes[1]
+    assert refuge(routes, 6.0, shunned) is routes[2]
 
 
 SECONDS = st.floats(1e-5, 10)
