@@ -14,6 +14,11 @@ from shared.messages.instances import InstanceSet
 from shared.messages.scaling import EventChanged, EventRecord
 from shared.story import Story
 
+ASK_S = 5.0
+"""Seconds after which an answer of the registry, or to a ping, counts as lost."""
+RELEASE_S = 12.0
+"""Seconds after which an answer to a release counts as lost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:

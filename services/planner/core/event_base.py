@@ -10,7 +10,7 @@ import msgspec
 
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
-from services.planner.core.desk import Desk
+from services.planner.core.desk import ASK_S, Desk
 from services.planner.core.event_phases import STEPS, Case, Dropped, Effect, Freed, Phase
 from services.planner.core.links import Links
 from services.planner.core.orders import Orders
@@ -28,8 +28,6 @@ STALL_S = 5.0
 STALL_BYTES_PER_S = 20_000_000
 """If no block arrives for STALL_S and the time of one block at this rate, the event is planned
 again."""
-ASK_S = 5.0
-"""Seconds after which an answer of the registry, or to a ping, counts as lost."""
 THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
 NEVER = float("inf")

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from services.planner.core import commands, events
-from services.planner.core.event_base import ASK_S, NEVER, THINK_S
+from services.planner.core.desk import ASK_S
+from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase
 from services.planner.core.forecast import later
 from services.planner.core.mending import Mending

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable
 
 from services.planner.core import commands, events
 from services.planner.core.cluster import IN_MEMORY
-from services.planner.core.event_base import ASK_S, THINK_S, EventBase
+from services.planner.core.desk import ASK_S
+from services.planner.core.event_base import THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase
 from services.planner.core.stimuli import Answer, Pinged
 from shared.errors import LambdaScaleError, PlanError

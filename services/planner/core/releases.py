@@ -6,7 +6,7 @@ free.
 
 from services.planner.core import commands
 from services.planner.core.cluster import IN_MEMORY
-from services.planner.core.desk import Desk
+from services.planner.core.desk import RELEASE_S, Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.multicast.strategies import LOCAL
 from services.planner.core.standing import Standing, State
@@ -17,8 +17,6 @@ from shared.messages.pool import ModelRecord, Tier
 from shared.messages.scaling import ReleaseModel
 
 DRAIN_LIMIT_S = 60.0
-RELEASE_S = 12.0
-"""Seconds after which an answer to a release counts as lost."""
 NEVER = float("inf")
 
 

@@ -6,9 +6,11 @@ import pytest
 from services.planner.core import commands
 from services.planner.core.cluster import REMEMBER_S
 from services.planner.core.commands import Command, Publish
+from services.planner.core.desk import ASK_S
 from services.planner.core.fleet import PACE_S
+from services.planner.core.machines import BROKEN_S
 from services.planner.core.model import ModelMachine
-from services.planner.core.planner import ASK_S, BROKEN_S, LOST_S
+from services.planner.core.planner import LOST_S
 from services.planner.core.standing import AVOID_S
 from services.planner.core.stimuli import Asked, Failed, Replied
 from shared.errors import BusTimeout, Conflict, LambdaScaleError

@@ -1,0 +1,124 @@
+"""One machine for each model: what happens to a model is told here, and one that fails begins anew.
+
+A machine that raises is made anew from what nodes hold, as by a planner that starts, and the others
+go on.
+"""
+
+from collections.abc import Callable, Iterator
+
+from services.planner.core.alarms import NEVER, Alarms
+from services.planner.core.desk import Desk
+from services.planner.core.event_machine import EventMachine
+from services.planner.core.model import ModelMachine
+from shared.errors import LambdaScaleError
+from shared.ids import ModelId, ModelName
+from shared.messages.pool import ModelRecord
+
+BROKEN_S = 1.0
+"""A model whose machine raised is left alone for this long; doubles each time."""
+BROKEN_MAX_S = 60.0
+
+
+class Machines:
+    def __init__(self, desk: Desk, alarms: Alarms) -> None:
+        """A model's alarm is its id."""
+        self.named: dict[ModelName, ModelMachine] = {}
+        self.by_id: dict[ModelId, ModelMachine] = {}
+        self.broken: set[ModelId] = set()
+        """Models whose machines raised, until they are made anew."""
+        self._times_broken: dict[ModelId, int] = {}
+        self._desk = desk
+        self._alarms = alarms
+
+    def events(self) -> Iterator[EventMachine]:
+        """The last event of each model, over or not."""
+        return (model.event for model in self.named.values() if model.event is not None)
+
+    def tell(self, model: ModelMachine, act: Callable[[ModelMachine], None]) -> None:
+        """Something happens to a model, and it does all that is due."""
+        id_ = model.record.model_id
+        if id_ in self.broken:
+            return
+        mark = len(self._desk.out)
+        try:
+            act(model)
+            model.settle()
+        except Exception as error:
+            del self._desk.out[mark:]
+            self._break(model, error)
+        else:
+            self._alarms.set(id_, model.next_wake)
+
+    def tell_all(self, act: Callable[[ModelMachine], None]) -> None:
+        for model in list(self.named.values()):
+            self.tell(model, act)
+
+    def _break(self, model: ModelMachine, error: Exception) -> None:
+        """Leaves the model alone for a while; then it is made anew."""
+        id_, desk = model.record.model_id, self._desk
+        desk.complain("a model's machine failed", error, model=model.record.name)
+        times = self._times_broken.get(id_, 0)
+        self._times_broken[id_] = times + 1
+        self.broken.add(id_)
+        self._alarms.set(id_, desk.at + min(BROKEN_S * 2**times, BROKEN_MAX_S))
+        if model.event is None or model.event.over:
+            return
+        mark = len(desk.out)
+        try:
+            model.event.fail(LambdaScaleError(f"the planner failed: {error!r}"))
+        except Exception as again:
+            del desk.out[mark:]
+            desk.complain("an event could not be ended", again, model=model.record.name)
+
+    def renew(self, id_: ModelId) -> None:
+        broken = self.by_id[id_]
+        self.broken.discard(id_)
+        try:
+            model = ModelMachine(self._desk, broken.record)
+        except Exception as error:
+            self._break(broken, error)
+            return
+        self.named[model.record.name] = self.by_id[id_] = model
+        self.tell(model, lambda _: None)
+
+    # --- which models there are ---
+
+    def add(self, record: ModelRecord) -> None:
+        if not 0 < record.n_blocks == len(record.block_bytes):
+            sizes = len(record.block_bytes)
+            self._desk.log("warning", "not a model", name=record.name, sizes=sizes)
+            return
+        known = self.named.get(record.name)
+        if known is not None and known.record.model_id != record.model_id:
+            self.remove(record.name)
+            known = None
+        if known is not None:
+            known.record = record
+            self.tell(known, lambda model: model.decide_soon())
+            return
+        self._desk.tell(f"published as {record.name}", record.model_id)
+        model = ModelMachine(self._desk, record)
+        self.named[record.name] = self.by_id[record.model_id] = model
+        self.tell(model, lambda _: None)
+
+    def remove(self, name: ModelName) -> None:
+        model = self.named.pop(name, None)
+        if model is None:
+            return
+        id_ = model.record.model_id
+        del self.by_id[id_]
+        self._alarms.set(id_, NEVER)
+        self.broken.discard(id_)
+        self._times_broken.pop(id_, None)
+        self._desk.tell("removed", id_)
+        model.remove()
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        assert {m.record.name for m in self.by_id.values()} == set(self.named)
+        for id_, model in self.by_id.items():
+            assert model.record.model_id == id_
+            if id_ not in self.broken:
+                model.validate()
+        running = [event.record.id for event in self.events() if not event.over]
+        assert len(set(running)) == len(running)
