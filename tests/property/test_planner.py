@@ -334,7 +334,7 @@ class PlannerMachine(RuleBasedStateMachine):
                     nodes.gpu[node].add(block)
                     self._tell_arrival(node, block, source)
             driver.wait(0.25)
-        machine = driver.core._models[ModelName(NAME)]
+        machine = driver.core._machines.named[ModelName(NAME)]
         story = [f"{told.at:.2f} {told.cause}: {told.text}" for told in driver.core.story(NAME)]
         assert not machine.standing.count, story
         if nodes.sources():

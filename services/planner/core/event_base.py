@@ -172,6 +172,14 @@ class EventBase:
                 self._span_of_plan(error=repr(error))
             self._finish(EventState.FAILED, str(error))
 
+    def abandon(self, error: LambdaScaleError) -> None:
+        """Ends the event whose end in order has failed: only its record says so. The registry's
+        next answer ends its reservations."""
+        self.phase, self._waits = Phase.OVER, {}
+        if self.record.state not in events.TERMINAL:
+            at = self._desk.now.wall_ns
+            self._set(events.advance(self.record, EventState.FAILED, at, error=str(error)))
+
     def _finish(self, state: EventState, error: str = "") -> None:
         at = self._desk.now.wall_ns
         lost = list(self._incomplete)

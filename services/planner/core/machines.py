@@ -61,14 +61,28 @@ class Machines:
         self._times_broken[id_] = times + 1
         self.broken.add(id_)
         self._alarms.set(id_, desk.at + min(BROKEN_S * 2**times, BROKEN_MAX_S))
-        if model.event is None or model.event.over:
-            return
-        mark = len(desk.out)
+        self._end(model, LambdaScaleError(f"the planner failed: {error!r}"))
+
+    def _end(self, model: ModelMachine, error: LambdaScaleError) -> None:
+        """Ends the event of a machine that has failed."""
+        event = model.event
+        if event is not None and not event.over:
+            in_order = self._attempt(
+                "an event could not be ended", model, lambda: event.fail(error)
+            )
+            if not in_order:
+                self._attempt("nor abandoned", model, lambda: event.abandon(error))
+
+    def _attempt(self, text: str, model: ModelMachine, act: Callable[[], object]) -> bool:
+        """Whether it raised nothing. Otherwise it has commanded nothing, but for a complaint."""
+        mark = len(self._desk.out)
         try:
-            model.event.fail(LambdaScaleError(f"the planner failed: {error!r}"))
-        except Exception as again:
-            del desk.out[mark:]
-            desk.complain("an event could not be ended", again, model=model.record.name)
+            act()
+        except Exception as error:
+            del self._desk.out[mark:]
+            self._desk.complain(text, error, model=model.record.name)
+            return False
+        return True
 
     def renew(self, id_: ModelId) -> None:
         broken = self.by_id[id_]
@@ -96,8 +110,12 @@ class Machines:
             known.record = record
             self.tell(known, lambda model: model.decide_soon())
             return
+        try:
+            model = ModelMachine(self._desk, record)
+        except Exception as error:  # the registry's next answer names the model again
+            self._desk.complain("a model's machine failed", error, model=record.name)
+            return
         self._desk.tell(f"published as {record.name}", record.model_id)
-        model = ModelMachine(self._desk, record)
         self.named[record.name] = self.by_id[record.model_id] = model
         self.tell(model, lambda _: None)
 
@@ -111,7 +129,10 @@ class Machines:
         self.broken.discard(id_)
         self._times_broken.pop(id_, None)
         self._desk.tell("removed", id_)
-        model.remove()
+        if not self._attempt("a model's machine failed", model, model.remove):
+            self._end(model, LambdaScaleError("the model was removed"))
+            self._attempt("a model's gateways were not told", model, model.fleet.close)
+        self._desk.do(*self._desk.archive.fix(id_, None, self._desk.cause))
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""

@@ -158,18 +158,14 @@ class ModelMachine:
             if released is not None:
                 self._note_released(released)
 
-    def set_fixed(self, count: int | None) -> EventId | None:
-        """Sets the operator's number of replicas. Returns the event that this begins, if any."""
+    def check_fixed(self, count: int | None) -> None:
+        """Refuses an operator's number of replicas that cannot be (BadInput), or not now
+        (Conflict)."""
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
             raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
         if self.scaling:
             raise Conflict(f"a scaling event of {self.record.name} is running: wait for its end")
-        before = self.event
-        self._desk.do(*self._desk.archive.fix(self.record.model_id, count, self._desk.cause))
-        self.on_joined()
-        self.settle()
-        return self.event.record.id if self.event is not None and self.event is not before else None
 
     def remove(self) -> None:
         """The model was removed: nothing serves it from now on. Nodes forget it by themselves."""
@@ -178,7 +174,6 @@ class ModelMachine:
             self.event.effects.clear()
         self._removed = True
         self.fleet.close()
-        self._desk.do(*self._desk.archive.fix(self.record.model_id, None, self._desk.cause))
 
     # --- what is due ---
 
@@ -197,7 +192,7 @@ class ModelMachine:
             self.event.wake()
         self._take_effects()
         for node in self.standing.due(at):
-            self._releases.ask(node)
+            self._releases.again(node)
         for node in self.standing.in_state(State.DRAINING):
             if self.event is None or not self.event.sends(node):
                 self._releases.drain(node)
@@ -326,8 +321,11 @@ class ModelMachine:
             return True
         if self.event is not None and self.event.sends(node):
             return True
-        whole = len(holding.blocks) == self.record.n_blocks
-        return holding.tier is Tier.HOST and whole and self._releases.keep(node) is Tier.HOST
+        if len(holding.blocks) < self.record.n_blocks:
+            return False
+        if holding.tier is Tier.GPU:  # it serves as soon as its node is no longer avoided
+            return True
+        return holding.tier is Tier.HOST and self._releases.keep(node) is Tier.HOST
 
     # --- helpers ---
 

@@ -58,6 +58,8 @@ LOOKS_PER_STRAY = 10
 """How often all arenas are looked through in `planner.stray_s`."""
 LOST_S = 1.0
 """How often questions are looked for whose answers count as lost."""
+AGAIN_S = 1.0
+"""How long after an error an alarm is due again."""
 LEAST_WAIT_S = 0.001
 NEVER = float("inf")
 ANSWERS = (Replied, Pinged, Planned, Repaired, PathsPlanned, Failed)
@@ -144,21 +146,30 @@ class Planner:
 
     def _on_wake(self, _: Wake) -> None:
         self._woken_at = NEVER
+        for name in self._alarms.due(self._desk.at):
+            mark = len(self._desk.out)
+            try:
+                self._on_alarm(name)
+            except Exception as error:  # the other alarms are due all the same
+                del self._desk.out[mark:]
+                self._desk.complain("an alarm was not answered", error, alarm=name)
+                self._alarms.set(name, self._desk.at + AGAIN_S)
+
+    def _on_alarm(self, name: str) -> None:
         at = self._desk.at
-        for name in self._alarms.due(at):
-            if name == REFRESH:
-                self._pool.refresh()
-            elif name == STRAYS:
-                self._alarms.set(STRAYS, at + self._desk.settings.stray_s / LOOKS_PER_STRAY)
-                self._free_strays()
-            elif name == LOST:
-                self._alarms.set(LOST, at + LOST_S)
-                for ticket in self._desk.lost():
-                    self._on_answer(Failed(ticket, BusTimeout("no answer came")))
-            elif (id_ := ModelId(name)) in self._machines.broken:
-                self._machines.renew(id_)
-            elif (model := self._machines.by_id.get(id_)) is not None:
-                self._machines.tell(model, lambda _: None)
+        if name == REFRESH:
+            self._pool.refresh()
+        elif name == STRAYS:
+            self._alarms.set(STRAYS, at + self._desk.settings.stray_s / LOOKS_PER_STRAY)
+            self._free_strays()
+        elif name == LOST:
+            self._alarms.set(LOST, at + LOST_S)
+            for ticket in self._desk.lost():
+                self._on_answer(Failed(ticket, BusTimeout("no answer came")))
+        elif (id_ := ModelId(name)) in self._machines.broken:
+            self._machines.renew(id_)
+        elif (model := self._machines.by_id.get(id_)) is not None:
+            self._machines.tell(model, lambda _: None)
 
     def _free_strays(self) -> None:
         """Finds what lies in arenas without use, in part or of models that are gone."""
@@ -240,10 +251,15 @@ class Planner:
     # --- the operator ---
 
     def _on_asked(self, asked: Asked) -> None:
+        mark = len(self._desk.out)
         try:
             reply: ScaleAccepted | LambdaScaleError = self._scale(asked)
         except LambdaScaleError as error:
             reply = error
+        except Exception as error:
+            del self._desk.out[mark:]
+            self._desk.complain("an operator's request failed", error)
+            reply = LambdaScaleError(f"the planner failed: {error!r}")
         self._desk.do(commands.Answer(number=asked.number, reply=reply, cause=self._desk.cause))
 
     def _scale(self, asked: Asked) -> ScaleAccepted:
@@ -254,11 +270,19 @@ class Planner:
         nodes = len(self._cluster.nodes)
         if count is not None and not 0 <= count <= nodes:
             raise BadInput(f"{count} instances asked for, {nodes} nodes are there")
-        if model.record.model_id in self._machines.broken:
+        id_ = model.record.model_id
+        if id_ in self._machines.broken:
             raise NotReady(f"the planner failed at {name}, and begins it anew: try again")
-        event = model.set_fixed(count)
-        self._alarms.set(model.record.model_id, model.next_wake)
-        return ScaleAccepted(event=event)
+        model.check_fixed(count)
+        before = model.event
+        self._desk.do(*self._desk.archive.fix(id_, count, self._desk.cause))
+        self._machines.tell(model, lambda model: model.on_joined())
+        if id_ in self._machines.broken:
+            raise NotReady(
+                f"the planner failed at {name}, and begins it anew; it keeps the number {count}"
+            )
+        begun = model.event is not None and model.event is not before
+        return ScaleAccepted(event=model.event.record.id if model.event and begun else None)
 
 
 def _free_stray(node: NodeId, model: ModelMachine) -> None:

@@ -80,9 +80,18 @@ class Releases:
         kept = f", a copy is kept in {keep.value} memory" if keep else ""
         self._tell(f"is released{kept}", node)
         self._standing.release(node, keep, self._desk.now, self._fleet.cause.trace)
-        self.ask(node)
+        self._ask(node)
 
-    def ask(self, node: NodeId) -> None:
+    def again(self, node: NodeId) -> None:
+        """Asks a node again that refused, or that still holds what it was asked to free."""
+        known = self._standing.of(node)
+        if known is not None and known.state is State.ANSWERED:
+            self._log("warning", "a node holds a model that it had freed", node=node)
+            self._release(node)
+        else:
+            self._ask(node)
+
+    def _ask(self, node: NodeId) -> None:
         info, known = self._desk.cluster.nodes.get(node), self._standing.of(node)
         if info is None or known is None:
             self._standing.forget(node)
@@ -116,13 +125,13 @@ class Releases:
             self._standing.refused(node, self._desk.at)
             return None
         known = self._standing.of(node)
-        self._standing.answered(node)
         if known is not None and known.drained:
             kept = known.keep.value if known.keep else ""
             attributes = {"node": node, "model": self._record.name, "keep": kept}
             self._desk.span(
                 "drain", known.trace, since_ns=known.since.wall_ns, attributes=attributes
             )
+        self._standing.answered(node, self._desk.at)
         self._desk.cluster.on_released(node, self._record.model_id, self._desk.at)
         return node
 

@@ -4,7 +4,9 @@
 
 A draining node serves the requests that it has, and may be needed again (then it has no state
 here). A releasing node was asked to free the model's memory, and is asked again until it has. The
-answer alone does not free it: the node's own report must say so, too. A node in any state may go.
+answer alone does not free it: the node's own report must say so, too. If the report does not say so
+for a while (a plan that was under way may have reached the node after the release, and begun a new
+copy), the node is released again. A node in any state may go.
 """
 
 import enum
@@ -19,6 +21,9 @@ from shared.story import Story
 AVOID_S = 10.0
 """Seconds for which a node that failed an event, or did not answer, is not used."""
 RELEASE_RETRY_S = 0.5
+HOLDS_STILL_S = 5.0
+"""Seconds after its answer in which the node's report should show that the memory is free. Reports
+come every second."""
 RELEASE_WAIT_S = 1.0
 """Seconds that a new event waits for memory that is being released. Then it does without."""
 
@@ -48,6 +53,7 @@ class Leaving:
     trace: str = ""
     """The trace of the event that loaded a node which drained."""
     drained: bool = False
+    """Whether it drained, and has not answered its release yet."""
     number: int = 0
     """The number of the open question; 0: none."""
     retry_at: float = float("inf")
@@ -141,10 +147,11 @@ class Standing:
         known = self._leaving[node]
         known.number, known.retry_at = 0, now + RELEASE_RETRY_S
 
-    def answered(self, node: NodeId) -> None:
+    def answered(self, node: NodeId, now: float) -> None:
         self._step(node, State.ANSWERED)
         known = self._leaving[node]
-        known.state, known.number = State.ANSWERED, 0
+        known.state, known.number, known.retry_at = State.ANSWERED, 0, now + HOLDS_STILL_S
+        known.drained = False
 
     def avoid(self, node: NodeId, now: float) -> None:
         self._avoid = {each: until for each, until in self._avoid.items() if now < until}
@@ -167,8 +174,13 @@ class Standing:
         assert set(self.in_state(State.DRAINING)) == set(draining)
         assert not set(self.released) & set(members)
         for each in self._leaving.values():
-            if each.state is State.RELEASING:
-                assert bool(each.number) != (each.retry_at < float("inf"))
-            else:
-                assert not each.number
-                assert each.retry_at == float("inf")
+            waits, again = bool(each.number), each.retry_at < float("inf")
+            match each.state:
+                case State.DRAINING:
+                    assert not waits
+                    assert not again
+                case State.RELEASING:
+                    assert waits != again
+                case State.ANSWERED:
+                    assert again
+                    assert not waits

@@ -1,5 +1,7 @@
 """The planner's core by itself: what it commands, at which time, and what it ignores."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -302,6 +304,18 @@ def test_a_suspect_that_does_not_answer_is_not_used_for_a_while_whatever_it_repo
         assert driver.replicas() == set()
     driver.wait(AVOID_S - 8.0)
     driver.holds("a")
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+def test_the_whole_copy_of_a_suspect_is_no_stray() -> None:
+    driver = serving(Driver(replace(settings(), stray_s=2.0)), "b")
+    driver.feed(PeerSuspect(reporter=B, node=A, reason="reset"))
+    driver.ping(there=False)
+    for _ in range(int(AVOID_S) + 2):
+        driver.wait(1.0)
+        driver.holds("a")
+        assert not driver.all_asked(commands.Release)
     driver.wait(0.1)
     assert driver.replicas() == {"a"}
 

@@ -57,6 +57,7 @@ def test_variables_are_converted_to_the_type_of_the_key() -> None:
         ('[node]\nid = "a\\n"\n', r"node\.id"),
         ("[planner]\nidle_s = -1\n", r"planner\.idle_s"),
         ("[planner]\nidle_s = nan\n", r"planner\.idle_s"),
+        ("[planner]\nstray_s = 0\n", r"planner\.stray_s"),
         ("[planner]\ntick_s = inf\n", r"planner\.tick_s"),
         ("[planner]\ntick_s = 0.0\n", r"planner\.tick_s"),
         ("[gateway]\napi_keys = 'aa'\n", r"gateway\.api_keys"),
