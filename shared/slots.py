@@ -1,5 +1,6 @@
 """How many sequences instances and nodes take. By this one rule the planner grants slots, gateways
-route, and leaders admit.
+route, and the nodes of a path admit, its leader and the others (`services.node.core.room`, where a
+node also counts KV).
 
 A node has a number of slots for a model: the sequences that it runs at once as a complete replica.
 On a path of S stages a token takes about S passes, and a node is busy with it in one of them, for

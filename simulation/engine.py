@@ -202,8 +202,11 @@ class ModelledEngine:
     def kv_capacity(self) -> int:
         return self._kv_capacity
 
-    def keeps(self, model_id: ModelId) -> bool:
-        return True
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
+        model = self._models.get(model_id)
+        if model is None or stop > model.manifest.n_blocks:
+            return True
+        return model.layers[stop] > model.layers[start]
 
     # --- for sweeps ---------------------------------------------------------
 

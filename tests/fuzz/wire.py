@@ -11,7 +11,14 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["services.node", "shared"]):
-    from services.node.core.microbatches import Failed, Free, Sampled, StageMessage
+    from services.node.core.microbatches import (
+        Admit,
+        Admitted,
+        Failed,
+        Free,
+        Sampled,
+        StageMessage,
+    )
     from services.node.execution import activations
     from services.node.transport import wire
     from services.node.transport.direct import Place
@@ -66,6 +73,8 @@ def examples() -> list[bytes]:
     """What is right, to begin with."""
     stage_messages: list[StageMessage] = [
         FORWARD,
+        Admit(FORWARD.path, 1, "r1#1", 3, 9),
+        Admitted(1, "r1#1"),
         Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
         Free(("r1#1",)),
         Failed(("r1#1",), "capacity", "no room"),

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from services.node.core.batching import Batcher
 from services.node.core.kv import PAGE, whole_pages
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Emit,
+    Failed,
     Failure,
     Part,
     Prepare,
@@ -87,7 +90,7 @@ class CheckedEngine:
             self.kv[key] = (found, found, limit)
         return found
 
-    def keeps(self, model_id: ModelId) -> bool:
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True
 
     def join(self, part: Part) -> None:
@@ -189,6 +192,8 @@ class Network:
         """Accepted attempts that have not ended, by sequence key."""
         self.next_index: dict[str, int] = {}
         self.failed: list[AttemptFailed] = []
+        self.admitted: set[tuple[str, str]] = set()
+        """(node, sequence): the node, a later stage, has room for it."""
 
     # --- what may happen ---
 
@@ -230,7 +235,10 @@ class Network:
         if message is None:
             self.do(target, batcher.peer_lost(f"mem://{sender}", Failure("peer_lost", sender)))
         else:
-            self.do(target, batcher.received(message))
+            commands = batcher.received(message)
+            if isinstance(message, Admit):
+                self.check_answer(target, message, commands)
+            self.do(target, commands)
 
     def prepare(self, name: str, failure: Failure | None = None) -> None:
         """A grammar is made, or cannot be."""
@@ -343,6 +351,18 @@ class Network:
         if what.finish:
             del self.open[key]
 
+    def check_answer(self, name: str, asked: Admit, commands: list[Command]) -> None:
+        """A stage answers at once: it has the KV for what the sequence begins with, or nothing of
+        the sequence was run anywhere."""
+        key, engine = asked.sequence, self.nodes[name].engine
+        (answer,) = [command.message for command in commands if isinstance(command, Send)]
+        if isinstance(answer, Admitted):
+            assert engine.kv_used + whole_pages(asked.tokens) <= engine.kv_capacity
+            self.admitted.add((name, key))
+        else:
+            assert isinstance(answer, Failed)
+            assert not any(key in node.engine.made for node in self.nodes.values())
+
     def check_parts(self, node: Node, sweep: Sweep, parts: tuple[Part, ...]) -> None:
         keys = [key for part in (*sweep.parts, *parts) for key in part.keys]
         assert len(set(keys)) == len(keys)
@@ -356,6 +376,8 @@ class Network:
                 assert context is None or row.sequence in node.ruled
             if part.stage > 0:
                 continue
+            later = [stage.node for stage in part.path.stages[1:]]
+            assert all((other, key) in self.admitted for other in later for key in part.keys)
             assert node.batcher.flights(part.path) <= len(part.path.stages)
             prompts += sum(row.count for row in part.rows if row.count > 1)
         assert prompts <= STEP_TOKENS

@@ -8,8 +8,9 @@ import pytest
 from services.gateway.core import model, routing
 from services.gateway.core.commands import Resumed
 from services.node.core.batching import Batcher
-from services.node.core.microbatches import Command, Failed, Failure, Part, Send
+from services.node.core.microbatches import Command, Emit, Failed, Failure, Part, Send
 from shared.ids import ModelName
+from shared.messages.serving import AttemptFailed
 from simulation.chaos import play
 from simulation.cluster import PLANNER
 from simulation.faults import Crash, Fault, Restart, Whom
@@ -99,6 +100,8 @@ def test_requests_that_lose_their_kv_on_paths_are_resumed(monkeypatch: pytest.Mo
     def watched(self: Batcher, part: Part, why: Failure) -> list[Command]:
         commands = no_room(self, part, why)
         for each in commands:
+            if isinstance(each, Emit) and isinstance(each.what, AttemptFailed):
+                lost.append(each.what.request)
             if isinstance(each, Send) and isinstance(each.message, Failed):
                 lost.extend(each.message.sequences)
         return commands

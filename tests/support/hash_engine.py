@@ -258,7 +258,7 @@ class HashEngine:
     def kv_capacity(self) -> int:
         return self._kv_capacity
 
-    def keeps(self, model_id: ModelId) -> bool:
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True
 
     def wait_until_free(self, timeout: float = 10) -> bool:

@@ -15,10 +15,9 @@ answered by `prepared`. Events may come in between: rows of sequences that end m
 ignored.
 
 When the KV cache has no page left, the sequence that began here last gives its pages back. If this
-node leads it, it is preempted. If this node follows, the sequence fails at its leader for lack of
-capacity, and its gateway takes it elsewhere or brings it again after a pause (here it could only
-wait for something that its leader does not see). Neither loses anything, and the sequence that
-began first always goes on, so all of them end.
+node runs it alone, it is preempted, and waits here until it begins again. On a path it fails for
+lack of capacity, and its gateway takes it elsewhere or brings it again after a pause. Neither loses
+anything, and the sequence that began first always goes on, so all of them end.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,8 @@ from services.node.core.following import Follower
 from services.node.core.kv import Kv
 from services.node.core.leading import Leader
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Failed,
     Failure,
@@ -39,6 +40,7 @@ from services.node.core.microbatches import (
     Send,
     StageMessage,
 )
+from services.node.core.room import Claim, Room
 from services.node.core.rows import Row, SequenceKey
 from services.node.core.sequences import Lane
 from services.node.core.speculation import STEP_POSITIONS
@@ -52,8 +54,9 @@ class Batcher:
         self, node: NodeId, *, slots: int, step_tokens: int, speculation: int = 0, kv: Kv
     ) -> None:
         """`speculation`: the most tokens that are proposed for a sequence in a step."""
-        self._leader = Leader(node, slots=slots, speculation=speculation, kv=kv)
-        self._follower = Follower(node, kv)
+        self._room = Room(node, slots, kv, self._claims)
+        self._leader = Leader(node, speculation=speculation, kv=kv, room=self._room)
+        self._follower = Follower(node, kv, self._room)
         self._step_tokens = step_tokens
         self._speculative = min(STEP_POSITIONS, step_tokens) if speculation else 0
         """The number of positions up to which proposals fill a step."""
@@ -74,6 +77,11 @@ class Batcher:
 
     def received(self, message: StageMessage, hidden: Hidden | None = None) -> list[Command]:
         match message:
+            case Admit():
+                return self._follower.admit(message, self._tick())
+            case Admitted():
+                self._leader.admitted(message, self._tick())
+                return []
             case Forward():
                 return self._follower.forward(message, hidden, self._tick())
             case Sampled():
@@ -180,7 +188,7 @@ class Batcher:
         newest = max(reversed(followed), key=lambda key: followed[key].since, default=None)
         if newest is None or (last and last.admitted > followed[newest].since):
             assert last
-            return self._leader.preempt(last)
+            return self._leader.preempt(last, why)
         return self._follower.failed(followed[newest].path, [newest], why)
 
     def live(self, part: Part) -> Part:
@@ -224,6 +232,10 @@ class Batcher:
         lane = self._leader.lanes.get(path)
         return len(lane.flights) if lane else 0
 
+    def _claims(self) -> Iterator[Claim]:
+        yield from self._leader.sequences()
+        yield from self._follower.sequences.values()
+
     def _tick(self) -> int:
         self._ticks += 1
         return self._ticks
@@ -248,7 +260,7 @@ class Batcher:
         runs."""
         parts = tuple(parts)
         spare = self._speculative - sum(part.positions for part in parts)
-        speculates = spare > 0 and self._leader.kv_room() >= 0
+        speculates = spare > 0 and self._room.free_kv() >= 0
         for part in parts:
             if speculates and part.stage == 0:
                 plain = part.positions

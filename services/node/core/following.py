@@ -1,6 +1,9 @@
 """A node as a later stage of others' paths: what it keeps of their sequences, and what waits to
 run.
 
+A leader asks for room before it begins a sequence, and is answered at once. From then on the
+sequence has a claim here (`services.node.core.room`).
+
 Micro-batches come from the stage before, and the news that a sequence is over comes from the
 leader: the two can overtake each other. So the keys of ended sequences are remembered for a while.
 A row that comes after the end makes no KV; its leader is told, and ignores that if it knows.
@@ -9,8 +12,10 @@ A row that comes after the end makes no KV; its leader is told, and ignores that
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from services.node.core.kv import Kv
+from services.node.core.kv import Kv, whole_pages
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Failed,
     Failure,
@@ -24,29 +29,48 @@ from services.node.core.microbatches import (
     Send,
 )
 from services.node.core.recent import Recent
+from services.node.core.room import Room, kv_soon
 from services.node.core.rows import Row, SequenceKey
-from shared.errors import CapacityExceeded, ProtocolViolation
+from shared.errors import CapacityExceeded, Conflict, NotFound, ProtocolViolation
 from shared.ids import ModelId, NodeId
 
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence of another leader that has begun here."""
+    """A sequence of another leader for which this node keeps room, or which has begun here."""
 
+    key: SequenceKey
     path: Path
+    stage: int
     limit: int
+    tokens: int
+    """How many tokens it begins with."""
+    keeps_kv: bool
+    """Whether it has KV here."""
     since: int
-    """When it began to run here, in the scheduler's ticks."""
+    """When it came, in the scheduler's ticks."""
     certain: int = 0
     """Positions that stay. The positions after them hold proposed tokens."""
     position: int = 0
     """Positions that were run here or are queued."""
+    ran: int = 0
+    """Positions that were run here."""
+    waits: bool = False
+
+    @property
+    def kv_soon(self) -> int:
+        return kv_soon(max(self.tokens, self.position), self.limit) if self.keeps_kv else 0
+
+    @property
+    def kv_taken(self) -> int:
+        return whole_pages(self.ran) if self.keeps_kv else 0
 
 
 class Follower:
-    def __init__(self, node: NodeId, kv: Kv) -> None:
+    def __init__(self, node: NodeId, kv: Kv, room: Room) -> None:
         self._node = node
         self._kv = kv
+        self._room = room
         self.sequences: dict[SequenceKey, Followed] = {}
         self.queue: list[tuple[int, Part]] = []
         """(tick of arrival, micro-batch), in order."""
@@ -54,27 +78,40 @@ class Follower:
         """Rows whose grammars are being made. After that they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
 
+    def admit(self, message: Admit, tick: int) -> list[Command]:
+        """Keeps room for a sequence, or tells its leader why not. ProtocolViolation if the question
+        is not for this node."""
+        path, key = message.path, message.sequence
+        stage = path.stages[message.stage]
+        self._check_mine(path, message.stage)
+        if key in self.sequences or key in self._over:
+            return [_failed(path, [key], Failure(Conflict.code, f"{key} came here before"))]
+        keeps_kv = self._kv.keeps(path.model_id, stage.start, stage.stop)
+        if keeps_kv and not self._kv.kv_capacity:
+            why = Failure(NotFound.code, f"node {self._node} has not opened {path.model_id}")
+            return [_failed(path, [key], why)]
+        followed = Followed(key, path, message.stage, message.limit, message.tokens, keeps_kv, tick)
+        try:
+            self._room.check(followed)
+        except CapacityExceeded as error:
+            return [_failed(path, [key], Failure(error.code, str(error)))]
+        self.sequences[key] = followed
+        return [Send(path.leader, Admitted(message.stage, key))]
+
     def forward(self, message: Forward, hidden: Hidden | None, tick: int) -> list[Command]:
         """Takes in a micro-batch to run. ProtocolViolation if it is not for this node."""
-        if message.path.stages[message.stage].node != self._node:
-            raise ProtocolViolation(
-                f"a micro-batch for {message.path.stages[message.stage].node} came to {self._node}"
-            )
-        # Without capacity no model with KV is open. The engine says so when the part comes to it.
-        capacity = self._kv.kv_capacity if self._kv.keeps(message.path.model_id) else 0
-        large = [row.sequence for row in message.rows if 0 < capacity < row.limit]
+        self._check_mine(message.path, message.stage)
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
-        part = Part.of(message, hidden).without({*large, *astray})
+        part = Part.of(message, hidden).without(astray)
         for row in part.rows:
-            followed = self.sequences.setdefault(
-                row.sequence, Followed(message.path, row.limit, tick)
-            )
+            followed = self.sequences[row.sequence]
             followed.position = row.position + row.count
             followed.certain = followed.position - row.proposed
-        return [
-            *self._queue(part, tick),
-            *self._refused(message.path, large, astray),
-        ]
+        return [*self._queue(part, tick), *self._refused(message.path, astray)]
+
+    def _check_mine(self, path: Path, stage: int) -> None:
+        if (node := path.stages[stage].node) != self._node:
+            raise ProtocolViolation(f"a message for {node} came to {self._node}")
 
     def _queue(self, part: Part, tick: int) -> list[Command]:
         """Queues the rows. A row whose grammar is followed here is queued later, once the grammar
@@ -99,36 +136,20 @@ class Follower:
         self.queue.append((tick, part))
         return []
 
-    def _refused(
-        self, path: Path, large: list[SequenceKey], astray: list[SequenceKey]
-    ) -> list[Command]:
-        return self._refuse(
-            path,
-            large,
-            Failure(
-                CapacityExceeded.code,
-                f"node {self._node} has {self._kv.kv_capacity} positions of KV cache, fewer than "
-                f"the sequence may come to: raise node.kv_bytes",
-            ),
-        ) + self._refuse(
-            path,
-            [key for key in astray if key not in large],
-            Failure("not_found", f"node {self._node} does not have the sequence at that position"),
-        )
-
-    def _refuse(self, path: Path, keys: list[SequenceKey], why: Failure) -> list[Command]:
-        if not keys:
+    def _refused(self, path: Path, astray: list[SequenceKey]) -> list[Command]:
+        if not astray:
             return []
-        ours = [key for key in keys if self._path_of(key) in (None, path)]
-        return [*self.end(ours), _failed(path, keys, why)]
+        ours = [key for key in astray if self._path_of(key) in (None, path)]
+        why = f"node {self._node} does not have the sequence at that position"
+        return [*self.end(ours), _failed(path, astray, Failure(NotFound.code, why))]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
         """Whether the row continues its sequence. A leader has one micro-batch of a sequence under
         way at a time."""
         followed = self.sequences.get(row.sequence)
         if followed is None:
-            return row.position == 0 and row.sequence not in self._over
-        fits = row.position + row.count <= followed.limit
+            return False
+        fits = row.position + row.count <= followed.limit == row.limit
         follows = followed.certain <= row.position <= followed.position
         waits = row.sequence in self.preparing
         return followed.path == path and follows and fits and not waits
@@ -139,11 +160,13 @@ class Follower:
 
     def with_kv(self) -> dict[SequenceKey, Followed]:
         """The sequences that may have pages here."""
-        known = self.sequences.items()
-        return {key: each for key, each in known if self._kv.keeps(each.path.model_id)}
+        return {key: each for key, each in self.sequences.items() if each.keeps_kv}
 
     def take(self, parts: Collection[Part]) -> None:
         """Takes parts that are being run out of the queue."""
+        for part in parts:
+            for row in part.rows if part.stage else ():
+                self.sequences[row.sequence].ran = row.position + row.count
         taken = {id(part) for part in parts}
         self.queue = [queued for queued in self.queue if id(queued[1]) not in taken]
 
@@ -194,7 +217,9 @@ class Follower:
             assert row.position + row.count == followed.position, "rows do not follow each other"
         for key, followed in self.sequences.items():
             assert key not in self._over, "a sequence is over and goes on"
+            assert key == followed.key
             assert 0 <= followed.certain <= followed.position <= followed.limit
+            assert followed.ran <= followed.limit
 
     def end(self, keys: Collection[SequenceKey]) -> list[Command]:
         """Forgets sequences, takes their rows out of the queue, and frees their KV."""

@@ -29,9 +29,9 @@ class Kv(Protocol):
     def kv_capacity(self) -> int:
         """0 if no model that keeps KV is open."""
 
-    def keeps(self, model_id: ModelId) -> bool:
-        """Whether the model's sequences have KV. Images have none, and any number of positions.
-        True if the model is not open."""
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
+        """Whether the model's sequences have KV in blocks start <= block < stop. Images have none,
+        and any number of positions. True if the model is not open."""
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

@@ -1,17 +1,20 @@
 """A node as leader: takes attempts in, keeps their paths busy, turns drawn tokens into messages.
 
-An attempt waits (first for its grammar, if that is followed here), runs, and ends exactly once:
-with its last token, with a failure, or forgotten (cancelled, or replaced by a newer attempt of its
-request). In each case its KV is freed here and on every other stage of its path at that moment.
-What is still in flight for it is ignored when it comes back.
+An attempt is prepared (its grammar is made, if that is followed here; on a path, the other stages
+are asked for room), may wait for KV, runs, and ends exactly once: with its last token, with a
+failure, or forgotten (cancelled, or replaced by a newer attempt of its request). In each case its
+KV is freed here and on every other stage of its path at that moment. What is still in flight for it
+is ignored when it comes back.
 
-An attempt that does not fit into the node's slots (`shared.slots`) or its KV cache is refused at
-once, so that its gateway can bring it to an instance that begins it. At most one attempt waits for
-KV.
+An attempt that does not fit into the node's room (`services.node.core.room`), or into that of
+another stage of its path, is refused before anything of it is run, so that its gateway can bring it
+to an instance that begins it. At most one attempt waits here for KV, one that this node runs alone:
+so a long prompt has its turn even if short ones keep coming.
 
-KV is not reserved: an attempt is admitted when the pages for its tokens, and a few for those that
-run already, are free. When pages run out later, attempts are preempted: their KV is freed
-everywhere, they go back to the head of the queue, and their tokens so far are prefilled again.
+KV is not reserved for what an attempt may come to. When pages run out later, attempts are
+preempted: their KV is freed everywhere. Those that this node runs alone go back to the head of the
+queue, and their tokens so far are prefilled again. Those on paths go back to their gateway, since
+other instances may have room.
 """
 
 from collections import deque
@@ -21,6 +24,8 @@ from itertools import zip_longest
 
 from services.node.core.kv import Kv
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Emit,
     Failure,
@@ -30,16 +35,17 @@ from services.node.core.microbatches import (
     Prepare,
     Release,
     Sampled,
+    Send,
     frees,
 )
 from services.node.core.recent import Recent
+from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
-from services.node.core.sequences import Lane, Sequence, limit_of, weight_of
+from services.node.core.sequences import Lane, Sequence
 from services.node.core.wellformed import END, wrong_rules, wrong_sampling
-from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch, TransportTimeout
+from shared.errors import BadInput, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Token
-from shared.slots import Account
 
 WRONG_TOKENS = Failure(
     "protocol",
@@ -48,15 +54,21 @@ WRONG_TOKENS = Failure(
 )
 
 
+ASKING = -1
+"""In place of a micro-batch: the other stages are being asked for room."""
+
+
 class Leader:
-    def __init__(self, node: NodeId, *, slots: int, speculation: int, kv: Kv) -> None:
+    def __init__(self, node: NodeId, *, speculation: int, kv: Kv, room: Room) -> None:
         self._node = node
-        self._slots = slots
         self._speculation = speculation
         self._kv = kv
+        self._room = room
         self.preparing: dict[SequenceKey, Sequence] = {}
-        """Sequences whose grammars are being made. After that they wait."""
+        """Sequences whose grammars are being made, which wait after that, and sequences for which
+        other stages were asked for room, which run once all have it."""
         self.waiting: deque[Sequence] = deque()
+        """Sequences that this node runs alone, and that it has no KV for yet."""
         self.running: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
@@ -86,7 +98,7 @@ class Leader:
                 f"node {self._node} does not hold blocks {missing} of model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
             )
-        older = [s for s in self._all() if s.submit.request == submit.request]
+        older = [s for s in self.sequences() if s.submit.request == submit.request]
         newest = self._attempts.get(submit.request)
         for sequence in older:
             known = sequence.submit
@@ -97,47 +109,52 @@ class Leader:
             raise StaleEpoch(
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
             )
-        self._check_room(submit)
+        sequence = Sequence.of(submit, self._speculation)
+        self._room.check(sequence, [s.key for s in older])
         self._attempts[submit.request] = submit.attempt
         commands = self.end(older, None)
-        return commands + self._prepare(Sequence.of(submit, self._speculation))
-
-    def _check_room(self, submit: Submit) -> None:
-        if not submit.image and limit_of(submit) > self._kv.kv_capacity:
-            raise CapacityExceeded(
-                f"request {submit.request} needs a KV cache of {limit_of(submit)} positions, "
-                f"node {self._node} has {self._kv.kv_capacity}: raise node.kv_bytes"
-            )
-        others = [s for s in self._all() if s.submit.request != submit.request]
-        account = Account(self._slots)
-        for other in others:
-            if other.submit.model_id == submit.model_id:
-                account.add(len(other.path.stages), other.weight)
-        if not account.has_room(len(submit.stages), weight_of(submit)):
-            raise CapacityExceeded(
-                f"node {self._node} leads {len(others)} sequences, all that its slots take: "
-                f"submit elsewhere"
-            )
-        if sum(s.kv_soon for s in self.waiting) > self.kv_room():
-            raise CapacityExceeded(
-                f"node {self._node} has no KV cache left for the {len(self.waiting)} sequences "
-                f"that wait for it: submit elsewhere"
-            )
+        return commands + self._prepare(sequence)
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
         newest = self._attempts.get(request)
         self._attempts[request] = attempt if newest is None else max(newest, attempt)
         return self.end(
-            [s for s in self._all() if (s.submit.request, s.submit.attempt) == (request, attempt)],
+            [
+                s
+                for s in self.sequences()
+                if (s.submit.request, s.submit.attempt) == (request, attempt)
+            ],
             None,
         )
 
     def _prepare(self, sequence: Sequence) -> list[Command]:
+        if sequence.path.followers:
+            return self._ask(sequence)
         if context := sequence.grammar:
             self.preparing[sequence.key] = sequence
             return [Prepare(sequence.submit.model_id, sequence.key, context)]
         self._wait(sequence)
         return []
+
+    def _ask(self, sequence: Sequence) -> list[Command]:
+        """Asks the other stages for room."""
+        self.preparing[sequence.key] = sequence
+        others = list(enumerate(sequence.path.stages))[1:]
+        sequence.unanswered = {stage for stage, _ in others}
+        path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
+        return [
+            Send(each.address, Admit(path, stage, key, tokens, limit)) for stage, each in others
+        ]
+
+    def admitted(self, message: Admitted, tick: int) -> None:
+        """A stage has room. The sequence begins when all have said so."""
+        sequence = self.preparing.get(message.sequence)
+        if sequence is None or message.stage not in sequence.unanswered:
+            return
+        sequence.unanswered.remove(message.stage)
+        if not sequence.unanswered:
+            del self.preparing[sequence.key]
+            self._begin(sequence, tick)
 
     def prepared(self, key: SequenceKey, failure: Failure | None) -> list[Command]:
         """The grammar of a preparing sequence is made, or cannot be made."""
@@ -153,31 +170,27 @@ class Leader:
             self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
-        """Starts waiting sequences, in order, as KV allows.
-
-        The beginning of a sequence may be cached. The cache is asked only for paths of one stage:
-        otherwise all stages would need the pages, and such paths are short-lived.
-        """
-        while self.waiting and self.waiting[0].kv_soon <= self.kv_room():
+        """Starts waiting sequences, in order, as KV allows. The beginning of each may be cached."""
+        while self.waiting and self.waiting[0].kv_soon <= self._room.free_kv():
             sequence = self.waiting.popleft()
-            sequence.admitted = sequence.admitted or tick
-            sequence.ready = tick
-            if len(sequence.path.stages) == 1:
-                sequence.position = self._kv.adopt(
-                    sequence.submit.model_id, sequence.key, sequence.reusable, sequence.limit
-                )
-            if not sequence.preempted:
-                self.prompt_tokens += len(sequence.tokens)
-                sequence.cached = sequence.position
-                self.cached_tokens += sequence.cached
-            self.running[sequence.key] = sequence
-            lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
-            lane.sequences[sequence.key] = sequence
+            sequence.position = self._kv.adopt(
+                sequence.submit.model_id, sequence.key, sequence.reusable, sequence.limit
+            )
+            self._begin(sequence, tick)
 
-    def kv_room(self) -> int:
-        """Free positions, less those that the running sequences here will soon take."""
-        free = self._kv.kv_capacity - self._kv.kv_used
-        return free - sum(max(0, s.kv_soon - s.kv_taken) for s in self.running.values())
+    def _begin(self, sequence: Sequence, tick: int) -> None:
+        """The cache was asked only for sequences that this node runs alone: on a path all stages
+        would need the pages, and paths are short-lived."""
+        sequence.admitted = sequence.admitted or tick
+        sequence.ready = tick
+        sequence.begun = True
+        if not sequence.preempted:
+            self.prompt_tokens += len(sequence.tokens)
+            sequence.cached = sequence.position
+            self.cached_tokens += sequence.cached
+        self.running[sequence.key] = sequence
+        lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
+        lane.sequences[sequence.key] = sequence
 
     def propose(self, part: Part, spare: int) -> Part:
         """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
@@ -189,7 +202,11 @@ class Leader:
             rows.append(row)
         return replace(part, rows=tuple(rows))
 
-    def preempt(self, sequence: Sequence) -> list[Command]:
+    def preempt(self, sequence: Sequence, why: Failure) -> list[Command]:
+        """Takes the sequence's KV. If it is on a path, it does not wait here until all stages have
+        room again: that could be for each other."""
+        if sequence.path.followers:
+            return self.end([sequence], why)
         commands = self.end([sequence], None)
         sequence.restart()
         return commands + self._prepare(sequence)
@@ -227,19 +244,20 @@ class Leader:
         return commands + self.end(over, None) + self.end(cut, WRONG_TOKENS)
 
     def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
-        return self.end([self.running[key] for key in keys if key in self.running], failure)
+        found = (self.running.get(key) or self.preparing.get(key) for key in keys)
+        return self.end([sequence for sequence in found if sequence], failure)
 
     def give_up(self, keys: Collection[SequenceKey], failure: Failure) -> list[Command]:
-        return self.end([s for s in self._all() if s.key in keys], failure)
+        return self.end([s for s in self.sequences() if s.key in keys], failure)
 
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
-        return self.end([s for s in self._all() if s.path.goes_through(address)], failure)
+        return self.end([s for s in self.sequences() if s.path.goes_through(address)], failure)
 
     def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
-        return self.end([s for s in self._all() if s.submit.model_id == model_id], failure)
+        return self.end([s for s in self.sequences() if s.submit.model_id == model_id], failure)
 
     def close(self, failure: Failure) -> list[Command]:
-        return self.end(list(self._all()), failure)
+        return self.end(list(self.sequences()), failure)
 
     def end(self, sequences: Iterable[Sequence], failure: Failure | None) -> list[Command]:
         """Forgets sequences, and frees what stages keep of them. Lost peers are told too, since
@@ -251,7 +269,7 @@ class Leader:
             self._remove(sequence)
             if sequence.started or sequence.grammar:
                 released.append(sequence.key)
-                elsewhere += [(address, sequence.key) for address in sequence.path.followers]
+            elsewhere += [(address, sequence.key) for address in sequence.path.followers]
             if failure:
                 submit = sequence.submit
                 reason = AttemptFailed(
@@ -263,14 +281,17 @@ class Leader:
 
     def validate(self) -> None:
         """For tests. AssertionError: what is kept here cannot be."""
-        keys = [sequence.key for sequence in self._all()]
+        keys = [sequence.key for sequence in self.sequences()]
         assert len(set(keys)) == len(keys), "a sequence is in two places"
-        requests = [sequence.submit.request for sequence in self._all()]
+        requests = [sequence.submit.request for sequence in self.sequences()]
         assert len(set(requests)) == len(requests), "a request has two attempts"
         for key, sequence in (*self.preparing.items(), *self.running.items()):
             assert key == sequence.key
         for sequence in (*self.preparing.values(), *self.waiting):
             assert not sequence.started, "a sequence that waits has KV"
+            assert not sequence.begun
+        for sequence in self.waiting:
+            assert not sequence.path.followers, "a sequence on a path waits for KV"
         laned = {key: path for path, lane in self.lanes.items() for key in lane.sequences}
         assert laned == {s.key: s.path for s in self.running.values()}, "running is being in a lane"
         assert sum(len(lane.sequences) for lane in self.lanes.values()) == len(laned)
@@ -288,7 +309,7 @@ class Leader:
         if not lane.sequences:
             del self.lanes[sequence.path]
 
-    def _all(self) -> Iterator[Sequence]:
+    def sequences(self) -> Iterator[Sequence]:
         yield from self.running.values()
         yield from self.preparing.values()
         yield from self.waiting
@@ -296,6 +317,8 @@ class Leader:
 
 def _validate_running(sequence: Sequence) -> None:
     assert sequence.admitted > 0
+    assert sequence.begun
+    assert not sequence.unanswered, "a sequence runs on a path that may lack room"
     assert (sequence.flight is None) == (sequence.row is None)
     assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
     assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
@@ -331,10 +354,12 @@ def _taken(
 
 
 def _check_goes_on(sequence: Sequence) -> None:
-    """TransportTimeout if other nodes have the same micro-batch as when this was last asked. A
-    micro-batch that waits its turn here is no concern, since this node answers."""
-    before, sequence.asked_in = sequence.asked_in, sequence.flight
-    if sequence.flight is not None and sequence.flight == before and sequence.path.followers:
+    """TransportTimeout if other nodes have the same micro-batch, or the same question, as when this
+    was last asked. A micro-batch that waits its turn here is no concern, since this node answers.
+    """
+    now = ASKING if sequence.unanswered else sequence.flight
+    before, sequence.asked_in = sequence.asked_in, now
+    if now is not None and now == before and sequence.path.followers:
         nodes = ", ".join(stage.node for stage in sequence.path.stages)
         request = sequence.submit.request
         raise TransportTimeout(f"request {request} is stuck on its path over {nodes}")

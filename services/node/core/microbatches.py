@@ -1,9 +1,9 @@
 """Micro-batches: what the stages of a path tell each other, and what the scheduler asks of its
 shell.
 
-`Forward`, `Sampled`, `Free` and `Failed` cross between nodes (`services.node.execution.activations`
-has their wire form). `Send`, `Release`, `Prepare` and `Emit` are commands of the scheduler. The
-scheduler passes hidden states on and never looks inside.
+`Admit`, `Admitted`, `Forward`, `Sampled`, `Free` and `Failed` cross between nodes
+(`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare` and `Emit`
+are commands of the scheduler. The scheduler passes hidden states on and never looks inside.
 """
 
 import enum
@@ -53,6 +53,34 @@ class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
     def keys(self) -> tuple[SequenceKey, ...]:
         """The sequences that it is about."""
         return ()
+
+
+class Admit(StageMessage, frozen=True, tag="admit"):
+    """Leader -> each other stage, before anything of a sequence is run: keep room for it
+    (`services.node.core.room`). Answered with Admitted or Failed."""
+
+    path: Path
+    stage: int
+    sequence: SequenceKey
+    tokens: int
+    """How many tokens it begins with."""
+    limit: int
+    """The most positions that it will ever have."""
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.sequence,)
+
+
+class Admitted(StageMessage, frozen=True, tag="admitted"):
+    """Stage -> leader: there is room here for the sequence, and it is kept."""
+
+    stage: int
+    sequence: SequenceKey
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.sequence,)
 
 
 class Forward(StageMessage, frozen=True, tag="forward"):

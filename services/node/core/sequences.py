@@ -9,13 +9,13 @@ who has waited longest.
 
 from dataclasses import dataclass, field, replace
 
-from services.node.core.kv import PAGE, whole_pages
+from services.node.core.kv import whole_pages
 from services.node.core.microbatches import Finish, Part, Path
+from services.node.core.room import kv_soon
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
 from shared.ids import RequestId
 from shared.messages.serving import Submit
-from shared.slots import weight
 
 SCORED_POSITIONS = 1024
 """The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
@@ -31,12 +31,6 @@ def limit_of(submit: Submit) -> int:
     return submit.prompt_tokens + submit.max_tokens - 1
 
 
-def weight_of(submit: Submit) -> float:
-    """What the request takes of its leader's slots."""
-    stages = submit.stages
-    return weight(stages, stages[0], stages[-1].stop)
-
-
 @dataclass(slots=True)
 class Sequence:
     """One attempt: its known tokens, and how many of them have been run."""
@@ -45,8 +39,6 @@ class Sequence:
     key: SequenceKey
     path: Path
     tokens: list[int]
-    weight: float
-    """What it takes of the leader's slots."""
     limit: int
     """The positions that it may reach."""
     prompt: int
@@ -70,6 +62,11 @@ class Sequence:
     """Its row in that micro-batch."""
     asked_in: int | None = None
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
+    unanswered: set[int] = field(default_factory=set)
+    """Stages of its path that have not said yet whether they have room for it."""
+    begun: bool = False
+    """Whether it runs, since it was submitted or last preempted."""
+    stage: int = 0
 
     @classmethod
     def of(cls, submit: Submit, speculation: int) -> "Sequence":
@@ -82,7 +79,6 @@ class Sequence:
             key,
             path,
             tokens,
-            weight_of(submit),
             limit_of(submit),
             len(tokens),
             Speculation(tokens, speculation) if speculation else None,
@@ -93,13 +89,17 @@ class Sequence:
     def kv_soon(self) -> int:
         """Positions that it will soon have: those of its known tokens, and a page more. An image
         keeps none."""
-        if self.submit.image:
-            return 0
-        return whole_pages(min(self.limit, len(self.tokens) + PAGE))
+        return 0 if self.submit.image else kv_soon(len(self.tokens), self.limit)
 
     @property
     def kv_taken(self) -> int:
         return whole_pages(self.position + (self.row.count if self.row else 0))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no KV yet, and no claim to any. On a path it has its claim from the
+        start."""
+        return not self.begun and not self.path.followers
 
     @property
     def started(self) -> bool:
@@ -192,6 +192,7 @@ class Sequence:
     def restart(self) -> None:
         """All its KV is gone: it begins anew with the tokens so far, under another key."""
         self.preempted += 1
+        self.begun = False
         self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.preempted}"
         self.prompt, self.position = len(self.tokens), 0
         self.flight, self.row = None, None

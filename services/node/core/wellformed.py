@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise
 from math import isfinite, isnan
 
-from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
+from services.node.core.microbatches import (
+    Admit,
+    Admitted,
+    Failed,
+    Forward,
+    Free,
+    Path,
+    Sampled,
+    StageMessage,
+)
 from services.node.core.rows import Context, Draw, Row, Score
 from shared.errors import ProtocolViolation
 from shared.messages.serving import LogitRules, Logprobs, Sampling
@@ -23,6 +32,12 @@ END = 1 << 31
 def check(message: StageMessage) -> None:
     """ProtocolViolation if no working node could have sent this."""
     match message:
+        case Admit():
+            _check_admit(message)
+        case Admitted(stage):
+            _check_keys(message.keys)
+            if not 0 < stage < END:
+                raise _malformed(f"stage {stage} admits")
         case Forward():
             _check_forward(message)
         case Sampled():
@@ -73,6 +88,13 @@ def _check_forward(message: Forward) -> None:
     _check_keys([row.sequence for row in message.rows])
     for row in message.rows:
         _check_row(row)
+
+
+def _check_admit(message: Admit) -> None:
+    _check_path(message.path, message.stage)
+    _check_keys(message.keys)
+    if not 0 < message.tokens <= message.limit < END:
+        raise _malformed(f"{message.tokens} tokens of {message.limit}")
 
 
 def _check_path(path: Path, stage: int) -> None:

@@ -199,9 +199,11 @@ class TorchEngine:
     def kv_capacity(self) -> int:
         return self._kv.capacity
 
-    def keeps(self, model_id: ModelId) -> bool:
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         model = self._models.get(model_id)
-        return model is None or not model.network.whole
+        if model is None or stop > model.manifest.n_blocks:
+            return True
+        return bool(model.layers_with_kv(start, stop))
 
     def begin(self, model_id: ModelId) -> TorchSweep:
         return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)

@@ -8,18 +8,26 @@ import msgspec
 import torch
 
 from services.node.core import wellformed
-from services.node.core.microbatches import Failed, Forward, Free, Sampled, StageMessage
+from services.node.core.microbatches import (
+    Admit,
+    Admitted,
+    Failed,
+    Forward,
+    Free,
+    Sampled,
+    StageMessage,
+)
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
 
-VERSION = 4
+VERSION = 5
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Header(msgspec.Struct, frozen=True):
     v: int
-    message: Forward | Sampled | Free | Failed
+    message: Admit | Admitted | Forward | Sampled | Free | Failed
     dtype: str = ""
     hidden_size: int = 0
 
@@ -31,7 +39,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 def encode(message: StageMessage, hidden: torch.Tensor | None) -> tuple[bytes, list[Buffer]]:
     """(header, payload) for the transport. The payload is `hidden`'s own memory if that is on the
     CPU, so the tensor must not be written to any more."""
-    if not isinstance(message, Forward | Sampled | Free | Failed):
+    if not isinstance(message, Admit | Admitted | Forward | Sampled | Free | Failed):
         raise TypeError(f"{type(message).__name__} has no wire form")
     if hidden is None:
         return _encoder.encode(_Header(VERSION, message)), []

@@ -8,6 +8,8 @@ import pytest
 
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Emit,
     Failed,
@@ -62,7 +64,7 @@ class FakeKv:
     without: set[ModelId] = field(default_factory=set)
     """Models that keep none."""
 
-    def keeps(self, model_id: ModelId) -> bool:
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return model_id not in self.without
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
@@ -94,8 +96,26 @@ def batcher(
 
 
 def queue(core: Batcher, *messages: Submit) -> None:
+    """All stages of their paths have room."""
     for message in messages:
-        core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
+        for asked in ask(core, message):
+            core.received(Admitted(asked.stage, asked.sequence))
+
+
+def ask(core: Batcher, message: Submit) -> list[Admit]:
+    """What the other stages are asked."""
+    commands = core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
+    sent = [command.message for command in commands if isinstance(command, Send)]
+    return [each for each in sent if isinstance(each, Admit)]
+
+
+def come(core: Batcher, message: Forward, hidden: Any = None) -> list[Command]:
+    """A micro-batch comes, whose leader has asked for room where sequences begin."""
+    for row in message.rows:
+        if not row.position and row.sequence not in core._follower.sequences:
+            first = Admit(message.path, message.stage, row.sequence, row.count, row.limit)
+            core.received(first)
+    return core.received(message, hidden)
 
 
 Work = tuple[Part, ...]
@@ -159,9 +179,9 @@ def test_an_image_waits_for_its_turn_beside_other_paths() -> None:
     """A lane that found no budget keeps its age, and goes first in the next step."""
     core = batcher(step_tokens=4)
     queue(core, picture("a", WHOLE, 6), picture("b", TWO, 6))
-    assert rows(take(core)) == [("a#1", 0, 6)]
-    queue(core, picture("c", WHOLE, 6))
     assert rows(take(core)) == [("b#1", 0, 6)]
+    queue(core, picture("c", TWO, 6))
+    assert rows(take(core)) == [("a#1", 0, 6)]
 
 
 def test_an_image_waits_for_no_kv() -> None:
@@ -249,17 +269,18 @@ def test_a_preempted_attempt_has_its_grammar_made_anew_and_goes_first() -> None:
 
 def test_a_grammar_that_another_node_follows_is_not_made_by_the_leader() -> None:
     core = batcher()
-    assert core.submit(ruled("g", TWO), n_blocks=BLOCKS, held=range(BLOCKS)) == []
+    queue(core, ruled("g", TWO))
     assert rows(take(core)) == [("g#1", 0, 2)]
 
 
 def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:
     """It does while it waits, and while it comes on; not in the same micro-batch for ever."""
-    core = batcher(slots=1)
-    first, second = one("r", TWO, size=16), one("s", TWO)
+    core = batcher()
+    first, second = one("r", TWO, size=16), one("s", WHOLE)
     for _ in range(3):
         queue(core, first, second)
-    assert (core.running, core.waiting) == (0, 2)
+    assert (core.running, core.waiting) == (1, 1)
+    core.cancel(Cancel(request=second.request, attempt=1))
     for _ in range(2):
         work = take(core)
         queue(core, first)
@@ -392,7 +413,7 @@ def test_a_prompt_that_was_not_scored_ends_its_request() -> None:
 def test_what_is_to_be_scored_goes_to_the_stage_with_the_head() -> None:
     core = batcher("b")
     row = Row("r#1", 0, 2, 9, score=Score(0, (5, 6), 1))
-    core.received(forward(Path(MODEL, THREE), row), Named("hidden"))
+    come(core, forward(Path(MODEL, THREE), row), Named("hidden"))
     (part,) = take(core)
     (sent,) = core.ran(part, [()], Named("hidden"))
     assert isinstance(sent, Send)
@@ -474,7 +495,7 @@ def test_prompts_of_two_paths_take_turns() -> None:
             if isinstance(command, Send) and isinstance(command.message, Forward):
                 back = tuple((row.sequence, (1,)) for row in command.message.rows)
                 core.received(Sampled(command.message.batch, back))
-    assert chunks == [["w1#1"], ["two#1"]] * 3
+    assert chunks == [["two#1"], ["w1#1"]] * 3
 
 
 def test_only_the_row_that_completes_the_known_tokens_draws() -> None:
@@ -597,9 +618,10 @@ def test_a_path_of_several_stages_runs_the_whole_prompt() -> None:
 
 def test_what_was_found_cached_is_counted_once_a_sequence() -> None:
     core = batcher(kv=FakeKv(cached={"r#1": 16, "r#1~1": 32}), step_tokens=8)
-    queue(core, one("r", WHOLE, 20), one("s", TWO, 5))
+    queue(core, one("r", WHOLE, 20))
     assert (core.prompt_tokens, core.cached_tokens) == (0, 0)
-    (part, _) = take(core)
+    queue(core, one("s", TWO, 5))
+    (_, part) = take(core)
     assert (core.prompt_tokens, core.cached_tokens) == (25, 16)
     core.no_room(part, FULL)
     take(core)
@@ -665,21 +687,22 @@ def test_a_preempted_sequence_goes_before_what_waits_and_keeps_its_age() -> None
     assert core.no_room(part, FULL) == [Release(("third#1",))]
 
 
-def test_preemption_frees_every_stage_and_what_is_under_way_is_ignored() -> None:
+def test_on_a_path_preemption_frees_every_stage_and_tells_the_gateway() -> None:
     core = batcher()
     queue(core, one("old", WHOLE))
     take(core)
-    queue(core, one("young", THREE))
+    young = one("young", THREE)
+    queue(core, young)
     (part,) = take(core)
     assert core.no_room(part, FULL) == [
         Release(("young#1",)),
         Send("mem://b", Free(("young#1",))),
         Send("mem://c", Free(("young#1",))),
+        Emit(young.gateway, AttemptFailed(young.request, 1, "capacity", "full")),
     ]
     assert core.received(Sampled(part.batch, (("young#1", (5,)),))) == []
     assert core.received(Failed(("young#1",), "not_found", "gone")) == []
-    assert (core.running, core.waiting) == (1, 1)
-    assert rows(take(core)) == [("young#1~1", 0, 1)]
+    assert (core.running, core.waiting) == (1, 0)
 
 
 def test_a_preempted_request_can_be_cancelled() -> None:
@@ -695,7 +718,7 @@ def test_a_followed_sequence_that_began_last_fails_at_its_leader_for_want_of_cap
     core = batcher()
     queue(core, one("led", WHOLE))
     (led,) = take(core)
-    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 1, 9)))
     assert core.no_room(led, FULL) == [
         Release(("x#1",)),
         Send("mem://c", Failed(("x#1",), "capacity", "full")),
@@ -710,7 +733,7 @@ def test_a_row_waits_for_its_grammar_and_others_of_its_batch_do_not() -> None:
         for rules in (RULED, LogitRules(min_tokens=1))
     ]
     given = [Row(f"{name}#1", 0, 1, 9, draw=draw) for name, draw in zip("gp", draws, strict=True)]
-    (asked,) = core.received(forward(FROM_C, *given), Named("hidden"))
+    (asked,) = come(core, forward(FROM_C, *given), Named("hidden"))
     assert isinstance(asked, Prepare)
     assert (asked.model_id, asked.sequence, asked.context) == (MODEL, "g#1", draws[0].context)
     assert rows(take(core)) == [("p#1", 0, 1)]
@@ -724,14 +747,14 @@ def test_a_stage_before_the_last_makes_no_grammar() -> None:
     core = batcher()
     path = Path(MODEL, stages(("c", 0, 2), ("a", 2, 4), ("b", 4, BLOCKS)))
     draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
-    assert core.received(forward(path, Row("g#1", 0, 1, 9, draw=draw))) == []
+    assert come(core, forward(path, Row("g#1", 0, 1, 9, draw=draw))) == []
     assert rows(take(core)) == [("g#1", 0, 1)]
 
 
 def test_a_followed_grammar_that_cannot_be_made_fails_at_its_leader() -> None:
     core = batcher()
     draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
-    core.received(forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw), Row("p#1", 0, 1, 9)))
+    come(core, forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw), Row("p#1", 0, 1, 9)))
     assert core.prepared("g#1", Failure("bad_input", "no")) == [
         Release(("g#1",)),
         Send(FROM_C.leader, Failed(("g#1",), "bad_input", "no")),
@@ -742,7 +765,7 @@ def test_a_followed_grammar_that_cannot_be_made_fails_at_its_leader() -> None:
 def test_a_followed_sequence_that_ends_needs_its_grammar_no_more() -> None:
     core = batcher()
     draw = Draw(0, Sampling(), Context((1,), 1, (), RULED))
-    core.received(forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw)))
+    come(core, forward(FROM_C, Row("g#1", 0, 1, 9, draw=draw)))
     assert core.running == 1
     assert core.received(Free(("g#1",))) == [Release(("g#1",))]
     assert core.running == 0
@@ -750,7 +773,7 @@ def test_a_followed_sequence_that_ends_needs_its_grammar_no_more() -> None:
 
 def test_a_followed_sequence_that_began_first_goes_on() -> None:
     core = batcher()
-    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 1, 9)))
     followed = take(core)
     queue(core, one("led", WHOLE))
     take(core)
@@ -758,18 +781,9 @@ def test_a_followed_sequence_that_began_first_goes_on() -> None:
     assert core.live(followed[0]).keys == ("x#1",)
 
 
-def test_a_followed_sequence_that_can_never_fit_is_refused() -> None:
-    core = batcher(kv=FakeKv(kv_capacity=32))
-    (told,) = core.received(forward(FROM_C, Row("x#1", 0, 1, 33), Row("y#1", 0, 1, 32)))
-    assert isinstance(told, Send)
-    assert isinstance(told.message, Failed)
-    assert (told.message.sequences, told.message.code) == (("x#1",), "capacity")
-    assert [row[0] for row in rows(take(core))] == ["y#1"]
-
-
 def test_a_followed_image_may_be_longer_than_the_kv_cache() -> None:
     core = batcher(kv=FakeKv(kv_capacity=32, without={MODEL}))
-    assert core.received(forward(FROM_C, Row("x#1", 0, 33, 33))) == []
+    assert come(core, forward(FROM_C, Row("x#1", 0, 33, 33))) == []
     assert rows(take(core)) == [("x#1", 0, 33)]
 
 
@@ -778,7 +792,7 @@ def test_images_have_no_kv_to_give_back() -> None:
     core = batcher(step_tokens=64, kv=FakeKv(without={seeing}))
     queue(core, one("text", WHOLE))
     (text,) = take(core)
-    core.received(forward(Path(seeing, FROM_C.stages), Row("followed#1", 0, 9, 9)))
+    come(core, forward(Path(seeing, FROM_C.stages), Row("followed#1", 0, 9, 9)))
     queue(core, msgspec.structs.replace(picture("led", WHOLE, 9), model_id=seeing))
     assert {row[0] for row in rows(take(core))} == {"followed#1", "led#1"}
     told = core.no_room(text, FULL)[-1]
@@ -786,12 +800,6 @@ def test_images_have_no_kv_to_give_back() -> None:
     assert isinstance(told.what, AttemptFailed)
     assert told.what.request == "text"
     assert core.running == 2
-
-
-def test_a_node_without_a_model_leaves_it_to_the_engine_to_say_so() -> None:
-    core = batcher(kv=FakeKv(kv_capacity=0))
-    assert core.received(forward(FROM_C, Row("x#1", 0, 1, 33))) == []
-    assert [row[0] for row in rows(take(core))] == ["x#1"]
 
 
 def test_what_does_not_fit_alone_fails() -> None:
@@ -808,11 +816,15 @@ def test_what_does_not_fit_alone_fails() -> None:
 
 def test_the_end_of_a_sequence_frees_it_at_every_stage_that_may_know_it() -> None:
     core = batcher()
-    started, waiting = one("started", THREE), one("waiting", THREE)
-    queue(core, started)
-    take(core)
-    queue(core, waiting)
+    started, asks, waiting = one("started", THREE), one("asks", THREE), one("waiting", WHOLE)
+    queue(core, started, waiting)
     assert core.cancel(_cancel_of(waiting)) == []
+    ask(core, asks)
+    assert core.cancel(_cancel_of(asks)) == [
+        Send("mem://b", Free(("asks#1",))),
+        Send("mem://c", Free(("asks#1",))),
+    ]
+    take(core)
     assert core.cancel(_cancel_of(started)) == [
         Release(("started#1",)),
         Send("mem://b", Free(("started#1",))),
@@ -986,12 +998,12 @@ def test_a_followed_sequence_goes_on_at_any_of_its_proposed_positions() -> None:
 
     for accepted in range(3):
         core = batcher()
-        core.received(forward(FROM_C, proposing(0)))
-        assert core.received(forward(FROM_C, proposing(1 + accepted), batch=2)) == []
+        come(core, forward(FROM_C, proposing(0)))
+        assert come(core, forward(FROM_C, proposing(1 + accepted), batch=2)) == []
     for wrong in (0, 4):
         core = batcher()
-        core.received(forward(FROM_C, proposing(0)))
-        (_, told) = core.received(forward(FROM_C, proposing(wrong), batch=2))
+        come(core, forward(FROM_C, proposing(0)))
+        (_, told) = come(core, forward(FROM_C, proposing(wrong), batch=2))
         assert isinstance(told, Send)
         assert isinstance(told.message, Failed)
 
@@ -1001,8 +1013,8 @@ def test_a_followed_sequence_goes_on_at_any_of_its_proposed_positions() -> None:
 
 def test_micro_batches_for_the_same_blocks_run_together_and_part_again() -> None:
     core = batcher(step_tokens=8)
-    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), Named("from c"))
-    core.received(forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), Named("from d"))
+    come(core, forward(FROM_C, Row("x#1", 0, 3, 9), batch=4), Named("from c"))
+    come(core, forward(FROM_D, Row("y#1", 0, 2, 9), batch=7), Named("from d"))
     work = take(core)
     assert [part.hidden for part in work] == [Named("from c"), Named("from d")]
     assert not core.take()
@@ -1016,39 +1028,39 @@ def test_one_sweep_takes_every_range_of_the_model() -> None:
     queue(
         core, one("led", stages(("b", 0, BLOCKS))), one("leads", stages(("b", 0, 1), ("c", 1, 6)))
     )
-    core.received(forward(Path(MODEL, TWO), Row("x#1", 0, 2, 9)))
-    core.received(forward(Path(MODEL, THREE), Row("y#1", 0, 2, 9)))
-    assert [(part.start, part.stop) for part in take(core)] == [(2, 6), (1, 4), (0, 6), (0, 1)]
+    come(core, forward(Path(MODEL, TWO), Row("x#1", 0, 2, 9)))
+    come(core, forward(Path(MODEL, THREE), Row("y#1", 0, 2, 9)))
+    assert [(part.start, part.stop) for part in take(core)] == [(0, 1), (2, 6), (1, 4), (0, 6)]
 
 
 def test_a_sweep_is_of_one_model() -> None:
     core = batcher()
     other = Path(ModelId("other"), FROM_C.stages)
     for path, name in ((FROM_C, "x"), (other, "y"), (FROM_D, "z"), (other, "w")):
-        core.received(forward(path, Row(f"{name}#1", 0, 1, 9)))
+        come(core, forward(path, Row(f"{name}#1", 0, 1, 9)))
     assert [row[0] for row in rows(take(core))] == ["x#1", "z#1"]
-    core.received(forward(FROM_D, Row("v#1", 0, 1, 9)))
+    come(core, forward(FROM_D, Row("v#1", 0, 1, 9)))
     assert [part.keys for part in core.join(MODEL, 2, ())] == [("v#1",)]
     assert [row[0] for row in rows(take(core))] == ["y#1", "w#1"]
 
 
 def test_what_comes_during_a_sweep_joins_it_ahead_and_while_there_is_room() -> None:
     core = batcher("b", step_tokens=8)
-    core.received(forward(Path(MODEL, TWO), Row("aboard#1", 0, 3, 9)))
+    come(core, forward(Path(MODEL, TWO), Row("aboard#1", 0, 3, 9)))
     aboard = take(core)
     late = Path(MODEL, stages(("d", 0, 3), ("b", 3, 6)))
-    core.received(forward(Path(MODEL, TWO), Row("behind#1", 0, 1, 9)))
-    core.received(forward(late, Row("large#1", 0, 6, 9), batch=1))
-    core.received(forward(late, Row("fits#1", 0, 5, 9), batch=2))
-    core.received(forward(late, Row("more#1", 0, 1, 9), batch=3))
+    come(core, forward(Path(MODEL, TWO), Row("behind#1", 0, 1, 9)))
+    come(core, forward(late, Row("large#1", 0, 6, 9), batch=1))
+    come(core, forward(late, Row("fits#1", 0, 5, 9), batch=2))
+    come(core, forward(late, Row("more#1", 0, 1, 9), batch=3))
     assert [part.keys for part in core.join(MODEL, 3, aboard)] == [("fits#1",)]
     assert [row[0] for row in rows(take(core))] == ["behind#1", "large#1", "more#1"]
 
 
 def test_a_merged_run_stays_within_a_step() -> None:
     core = batcher(step_tokens=4)
-    core.received(forward(FROM_C, Row("x#1", 0, 3, 9)))
-    core.received(forward(FROM_D, Row("y#1", 0, 2, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 3, 9)))
+    come(core, forward(FROM_D, Row("y#1", 0, 2, 9)))
     assert rows(take(core)) == [("x#1", 0, 3)]
     assert rows(take(core)) == [("y#1", 0, 2)]
 
@@ -1057,9 +1069,9 @@ def test_the_oldest_runs_first_be_it_led_or_followed() -> None:
     core = batcher()
     queue(core, one("led", WHOLE))
     first = take(core)
-    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 1, 9)))
     run(core, first)
-    core.received(forward(FROM_D, Row("y#1", 0, 4, 9)))
+    come(core, forward(FROM_D, Row("y#1", 0, 4, 9)))
     order = [[row[0] for row in rows(take(core))] for _ in range(2)]
     assert order == [["x#1", "led#1"], ["y#1"]]
 
@@ -1068,7 +1080,7 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
     core = batcher("b")
     path = Path(MODEL, THREE)
     row = Row("x#1", 0, 2, 9)
-    core.received(forward(path, row, batch=3), Named("in"))
+    come(core, forward(path, row, batch=3), Named("in"))
     assert core.ran(take(core)[0], [()], Named("out")) == [
         Send("mem://c", Forward(path, 2, 3, (row,)), Named("out"))
     ]
@@ -1077,7 +1089,7 @@ def test_a_middle_stage_passes_rows_on_without_tokens() -> None:
 def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
     core = batcher()
     assert core.received(Free(("x#1",))) == []
-    (told,) = core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
+    (told,) = come(core, forward(FROM_C, Row("x#1", 0, 1, 9)))
     assert isinstance(told, Send)
     assert isinstance(told.message, Failed)
     assert told.address == "mem://c"
@@ -1087,7 +1099,7 @@ def test_a_row_that_comes_after_its_sequence_was_freed_makes_no_kv() -> None:
 
 def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_states() -> None:
     core = batcher(step_tokens=9)
-    core.received(forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), Named("hidden"))
+    come(core, forward(FROM_C, Row("x#1", 0, 3, 9), Row("y#1", 0, 2, 9)), Named("hidden"))
     assert core.received(Free(("x#1",))) == [Release(("x#1",))]
     (part,) = take(core)
     assert (part.keys, part.offsets, part.hidden) == (("y#1",), (3,), Named("hidden"))
@@ -1100,16 +1112,16 @@ def test_a_freed_sequence_leaves_the_queue_and_the_others_keep_their_hidden_stat
 )
 def test_a_row_that_does_not_go_on_fails_at_its_leader(second: Row) -> None:
     core = batcher()
-    core.received(forward(FROM_C, Row("x#1", 0, 2, 9)))
-    commands = core.received(forward(FROM_C, second, batch=2))
+    come(core, forward(FROM_C, Row("x#1", 0, 2, 9)))
+    commands = come(core, forward(FROM_C, second, batch=2))
     failed = [c.message for c in commands if isinstance(c, Send)]
     assert [f.sequences for f in failed if isinstance(f, Failed)] == [(second.sequence,)]
 
 
 def test_another_paths_sequence_is_out_of_reach() -> None:
     core = batcher()
-    core.received(forward(FROM_C, Row("x#1", 0, 2, 9)))
-    (told,) = core.received(forward(FROM_D, Row("x#1", 2, 1, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 2, 9)))
+    (told,) = come(core, forward(FROM_D, Row("x#1", 2, 1, 9)))
     assert isinstance(told, Send)
     assert told.address == "mem://d"
     assert core.running == 1
@@ -1122,8 +1134,8 @@ def test_a_micro_batch_for_another_node_is_a_violation() -> None:
 
 def test_a_lost_leader_frees_its_sequences_and_no_others() -> None:
     core = batcher()
-    core.received(forward(FROM_C, Row("x#1", 0, 1, 9)))
-    core.received(forward(FROM_D, Row("y#1", 0, 1, 9)))
+    come(core, forward(FROM_C, Row("x#1", 0, 1, 9)))
+    come(core, forward(FROM_D, Row("y#1", 0, 1, 9)))
     assert Release(("x#1",)) in core.peer_lost("mem://c", WHY)
     assert rows(take(core)) == [("y#1", 0, 1)]
 
@@ -1131,7 +1143,7 @@ def test_a_lost_leader_frees_its_sequences_and_no_others() -> None:
 def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     core = batcher("b")
     path = Path(MODEL, THREE)
-    core.received(forward(path, Row("x#1", 0, 2, 9)))
+    come(core, forward(path, Row("x#1", 0, 2, 9)))
     work = take(core)
     core.received(Free(("x#1",)))
     assert core.ran(work[0], [()], Named("out")) == []

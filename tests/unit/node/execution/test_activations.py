@@ -7,7 +7,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
+from services.node.core.microbatches import (
+    Admit,
+    Admitted,
+    Failed,
+    Forward,
+    Free,
+    Path,
+    Sampled,
+    StageMessage,
+)
 from services.node.core.rows import Context, Draw, Row, Score
 from services.node.execution import activations
 from shared.errors import ProtocolViolation
@@ -79,6 +88,8 @@ def test_a_payload_that_cannot_be_written_to_is_copied() -> None:
 @pytest.mark.parametrize(
     "message",
     [
+        Admit(Path(ModelId("m"), THREE), 2, "r1#1", 7, 300),
+        Admitted(2, "r1#1"),
         Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
         Sampled(5, (("r2#4", (99,)),), {"r2#4": (Logprobs(-0.5, ((99, -0.5), (3, -1.25))),)}),
         Free(("r1#1", "r2#4")),
@@ -208,6 +219,14 @@ def test_what_does_not_fit_is_refused(message: Forward, hidden: torch.Tensor | N
 @pytest.mark.parametrize(
     "message",
     [
+        Admit(Path(ModelId("m"), THREE), 0, "r1#1", 7, 300),
+        Admit(Path(ModelId("m"), THREE), 3, "r1#1", 7, 300),
+        Admit(Path(ModelId("m"), THREE), 1, "", 7, 300),
+        Admit(Path(ModelId("m"), THREE), 1, "r1#1", 0, 300),
+        Admit(Path(ModelId("m"), THREE), 1, "r1#1", 7, 6),
+        Admit(Path(ModelId("m"), THREE), 1, "r1#1", 7, 2**31),
+        Admitted(0, "r1#1"),
+        Admitted(1, ""),
         Sampled(-1, (("r1#1", ()),)),
         Sampled(5, (("r1#1", ()), ("r1#1", ()))),
         Sampled(5, (("r1#1", (-1,)),)),
@@ -229,7 +248,7 @@ KILLER = with_draw(index=-1, context=Context((), 1, (), LogitRules()))
 """min() of no tokens was a ValueError, which ended the node."""
 
 
-ANYTHING = (well_framed(Forward), well_framed(Sampled), well_framed(Free), well_framed(Failed))
+ANYTHING = tuple(well_framed(kind) for kind in (Admit, Admitted, Forward, Sampled, Free, Failed))
 
 
 @given(st.one_of(*ANYTHING), st.integers(0, 3))

@@ -10,7 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled, StageMessage
+from services.node.core.microbatches import (
+    Admit,
+    Admitted,
+    Failed,
+    Forward,
+    Free,
+    Path,
+    Sampled,
+    StageMessage,
+)
 from services.node.core.rows import Context, Draw, Row
 from services.node.execution import activations
 from shared.errors import CapacityExceeded, LambdaScaleError, PeerLost
@@ -28,11 +37,13 @@ LIKELY: dict[str, Any] = {
     "position": [0, 1, 2],
     "count": [1, 2],
     "limit": [9],
-    "tokens": [(), (1,)],
+    "stage": [0, 1],
     "image": [b""],
 }
 ANYTHING = st.one_of(
-    *(well_framed(kind, **LIKELY) for kind in (Forward, Free, Failed)),
+    well_framed(Admit, **LIKELY, tokens=[1, 9, 10]),
+    well_framed(Forward, **LIKELY, tokens=[(), (1,)]),
+    *(well_framed(kind, **LIKELY) for kind in (Admitted, Free, Failed)),
     well_framed(Sampled, batch=[1, 2], tokens=[(("r#1", (7,)),), (("a#1", ()),)]),
 )
 PROMPT = (3, 1, 4, 1, 5)
@@ -88,6 +99,8 @@ def for_us(message: StageMessage) -> StageMessage:
     """Often over a path on which this node comes second, about sequences that it may know."""
     if isinstance(message, Forward) and message.batch % 2:
         return msgspec.structs.replace(message, path=FROM_C, stage=1)
+    if isinstance(message, Admit) and message.stage:
+        return msgspec.structs.replace(message, path=FROM_C)
     return message
 
 
@@ -96,7 +109,7 @@ def for_us(message: StageMessage) -> StageMessage:
 def test_no_messages_end_the_node_or_reach_a_bug(messages: list[StageMessage]) -> None:
     rig = Rig()
     rig.steps.submit(submit("a", WHOLE, max_tokens=3))
-    rig.steps.submit(submit("r", TWO, max_tokens=3))
+    rig.submit(submit("r", TWO, max_tokens=3))
     for message in map(for_us, messages):
         deliver(rig, message)
         rig.step()
@@ -126,7 +139,7 @@ def test_a_message_that_meets_a_bug_ends_the_sequences_that_it_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
-    rig.steps.submit(submit("led", TWO, max_tokens=3))
+    rig.submit(submit("led", TWO, max_tokens=3))
     rig.steps.submit(submit("other", WHOLE, max_tokens=1))
     rig.receive(FROM_C, (Row("x#1", 0, 1, 9), Row("y#1", 0, 1, 9)), hidden_states(1, 2))
     with monkeypatch.context() as patch:
@@ -156,7 +169,7 @@ def test_a_command_that_fails_ends_its_sequences_and_leaves_none_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
-    rig.steps.submit(submit("led", TWO, max_tokens=3))
+    rig.submit(submit("led", TWO, max_tokens=3))
     with monkeypatch.context() as patch:
         patch.setattr(activations, "encode", bug)
         rig.run()
@@ -167,7 +180,7 @@ def test_a_command_that_fails_ends_its_sequences_and_leaves_none_undone(
 
 def test_kv_that_cannot_be_freed_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    rig.steps.submit(submit("led", TWO, max_tokens=3))
+    rig.submit(submit("led", TWO, max_tokens=3))
     rig.run()
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "free", bug)

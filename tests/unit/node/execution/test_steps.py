@@ -1,8 +1,18 @@
 import pytest
 import torch
 
-from services.node.core.microbatches import Failed, Forward, Free, Path, Sampled
+from services.node.core.microbatches import (
+    Admit,
+    Admitted,
+    Failed,
+    Forward,
+    Free,
+    Path,
+    Sampled,
+    StageMessage,
+)
 from services.node.core.rows import Draw, Row
+from services.node.core.sequences import sequence_key
 from services.node.engine.base import StagePart
 from services.node.execution import activations
 from services.node.execution.steps import Steps
@@ -10,7 +20,7 @@ from services.node.transport.base import Buffer
 from shared.errors import BadInput, PeerLost
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.instances import Stage
-from shared.messages.serving import Sampling, Tokens
+from shared.messages.serving import Sampling, Submit, Tokens
 from tests.support.hash_engine import HIDDEN, HashEngine, hash_manifest
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
@@ -62,7 +72,24 @@ class Rig:
         while self.step():
             pass
 
+    def submit(self, message: Submit) -> None:
+        """All stages of its path have room."""
+        self.steps.submit(message)
+        key = sequence_key(message.request, message.attempt)
+        self._agree(*(Admitted(stage, key) for stage in range(1, len(message.stages))))
+        self.sent.clear()
+
+    def _agree(self, *messages: StageMessage) -> None:
+        for message in messages:
+            header, _ = activations.encode(message, None)
+            self.steps.received("mem://x", memoryview(header), memoryview(b""))
+
     def receive(self, path: Path, rows: tuple[Row, ...], hidden: torch.Tensor) -> None:
+        """A micro-batch of sequences that begin with it."""
+        before = len(self.sent)
+        new = [row for row in rows if not row.position]
+        self._agree(*(Admit(path, 1, row.sequence, row.count, row.limit) for row in new))
+        del self.sent[before:]
         header, payload = activations.encode(Forward(path, 1, 1, rows), hidden)
         body = memoryview(bytearray(b"".join(payload)))
         self.steps.received("mem://x", memoryview(header), body)
@@ -75,7 +102,7 @@ def hidden_states(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize(("path", "n_blocks"), [(WHOLE, BLOCKS), (TWO, 2), (THREE, 1)])
 def test_a_step_takes_its_share_of_the_floor(path: tuple[Stage, ...], n_blocks: int) -> None:
     rig = Rig(step_floor_s=60.0)
-    rig.steps.submit(submit("r", path, max_tokens=1))
+    rig.submit(submit("r", path, max_tokens=1))
     rig.run()
     assert rig.until == pytest.approx([1000.0 + 10.0 * i for i in range(1, n_blocks + 1)])
 
@@ -131,7 +158,7 @@ def test_a_row_that_cannot_be_drawn_fails_alone() -> None:
     rig = Rig()
     rig.engine.failing["odd#1"] = BadInput("no token fits")
     for name in ("one", "odd", "two"):
-        rig.steps.submit(submit(name, WHOLE, max_tokens=2))
+        rig.submit(submit(name, WHOLE, max_tokens=2))
     rig.run()
     rig.steps.flush()
     ((_, tokens),) = rig.emitted
@@ -156,7 +183,7 @@ def test_a_later_stage_tells_the_leader_why_a_row_could_not_be_drawn() -> None:
 def test_nothing_to_run_is_no_step() -> None:
     rig = Rig()
     assert not rig.step()
-    rig.steps.submit(submit("r", TWO))
+    rig.submit(submit("r", TWO))
     rig.run()
     assert [sweep.ran for sweep in rig.engine.sweeps] == [[0, 1]]
     assert not rig.step()
@@ -178,7 +205,7 @@ def test_merged_micro_batches_reach_the_engine_as_one_and_leave_as_two() -> None
 
 def test_a_sweep_runs_each_block_once_and_skips_those_that_none_needs() -> None:
     rig = Rig()
-    rig.steps.submit(submit("led", stages(("a", 0, 1), ("b", 1, BLOCKS)), max_tokens=1))
+    rig.submit(submit("led", stages(("a", 0, 1), ("b", 1, BLOCKS)), max_tokens=1))
     rig.receive(FROM_E, (Row("x#1", 0, 1, 9),), hidden_states(1))
     rig.receive(LATE, (Row("y#1", 0, 1, 9),), hidden_states(2))
     rig.run()
@@ -210,26 +237,26 @@ def test_what_comes_during_a_sweep_joins_at_a_block_ahead() -> None:
 
 
 def test_no_room_for_a_part_that_would_join() -> None:
-    rig = Rig(kv=32)
-    rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
-    rig.step()
-    rig.receive(FROM_E, (Row("fits#1", 0, 1, 9), Row("big#1", 0, 1, 9)), hidden_states(2, 3))
+    """It has come to more pages than were kept for it: the last that began makes room."""
+    rig = Rig(kv=64)
+    for position in (0, 16):
+        grown = Row("grows#1", position, 16, 60)
+        rig.receive(FROM_E, (grown,), hidden_states(*range(16)))
     rig.run()
-    told = {
-        address: [
-            activations.decode(memoryview(h), memoryview(b""))[0]
-            for a, h, _ in rig.sent
-            if a == address
-        ]
-        for address in ("mem://c", "mem://e")
-    }
-    failed, sampled = told["mem://e"]
+    rig.receive(FROM_C, (Row("last#1", 0, 1, 9),), hidden_states(1))
+    rig.receive(FROM_E, (Row("grows#1", 32, 16, 60),), hidden_states(*range(16)))
+    rig.run()
+    rig.sent.clear()
+    rig.receive(FROM_E, (Row("grows#1", 48, 1, 60),), hidden_states(2))
+    rig.run()
+    (to_c, failed), (to_e, sampled) = [
+        (a, activations.decode(memoryview(h), memoryview(b""))[0]) for a, h, _ in rig.sent
+    ]
+    assert (to_c, to_e) == ("mem://c", "mem://e")
     assert isinstance(failed, Failed)
-    assert (failed.sequences, failed.code) == (("big#1",), "capacity")
+    assert (failed.sequences, failed.code) == (("last#1",), "capacity")
     assert isinstance(sampled, Sampled)
-    assert [key for key, _ in sampled.tokens] == ["fits#1"]
-    assert len(told["mem://c"]) == 1
-    assert len(rig.engine.sweeps) == 1
+    assert sampled.keys == ("grows#1",)
 
 
 def test_a_part_that_cannot_be_run_fails_alone() -> None:
@@ -324,13 +351,14 @@ def test_a_micro_batch_for_another_node_is_a_violation() -> None:
     rig = Rig()
     rig.receive(Path(MODEL, TWO), (Row("x#1", 0, 1, 9),), hidden_states(1))
     assert not rig.step()
-    assert rig.steps.load.violations == 1
+    assert rig.steps.load.violations == 2
+    assert rig.sent == []
 
 
 def test_tokens_of_a_step_go_out_together() -> None:
     rig = Rig()
     for name, gateway in (("x", "g"), ("y", "h"), ("z", "g")):
-        rig.steps.submit(submit(name, WHOLE, gateway=GatewayId(gateway), max_tokens=1))
+        rig.submit(submit(name, WHOLE, gateway=GatewayId(gateway), max_tokens=1))
     rig.run()
     assert rig.emitted == []
     rig.steps.flush()
@@ -343,7 +371,7 @@ def test_tokens_of_a_step_go_out_together() -> None:
 
 def test_closing_a_model_ends_its_attempts_at_once() -> None:
     rig = Rig()
-    rig.steps.submit(submit("led", WHOLE))
+    rig.submit(submit("led", WHOLE))
     rig.receive(FROM_C, (Row("x#1", 0, 1, 9),), hidden_states(1))
     rig.step()
     rig.steps.close_model(MODEL)
@@ -359,8 +387,8 @@ def test_closing_a_model_ends_its_attempts_at_once() -> None:
 
 def test_the_story_of_a_request_names_what_led_to_each_step() -> None:
     rig = Rig()
-    rig.steps.submit(submit("r", WHOLE, max_tokens=1))
-    rig.steps.submit(submit("lost", TWO))
+    rig.submit(submit("r", WHOLE, max_tokens=1))
+    rig.submit(submit("lost", TWO))
     rig.run()
     rig.steps.peer_lost("mem://b", PeerLost("gone"))
     told = [(step.cause, step.text) for step in rig.steps.story.of("r")]

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from services.node.core.leading import Leader
-from services.node.core.microbatches import Command
+from services.node.core.microbatches import Command, Failure
 from services.node.core.sequences import Sequence
 from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
@@ -129,10 +129,10 @@ async def test_a_request_that_is_preempted_while_it_is_scored_gets_each_score_on
     cut: list[int] = []
     preempt = Leader.preempt
 
-    def watched(self: Leader, sequence: Sequence) -> list[Command]:
+    def watched(self: Leader, sequence: Sequence, why: Failure) -> list[Command]:
         if sequence.scoring:
             cut.append(sequence.scored)
-        return preempt(self, sequence)
+        return preempt(self, sequence, why)
 
     monkeypatch.setattr(Leader, "preempt", watched)
     model = make_model(dtype="float32")

@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from services.local.demo_tokenizer import train_tokenizer
 from services.node.core.leading import Leader
-from services.node.core.microbatches import Command
+from services.node.core.microbatches import Command, Failure
 from services.node.core.sequences import Sequence
 from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
@@ -226,9 +226,9 @@ def watch_preemption(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     preempted: list[str] = []
     preempt = Leader.preempt
 
-    def watched(self: Leader, sequence: Sequence) -> list[Command]:
+    def watched(self: Leader, sequence: Sequence, why: Failure) -> list[Command]:
         preempted.append(sequence.key)
-        return preempt(self, sequence)
+        return preempt(self, sequence, why)
 
     monkeypatch.setattr(Leader, "preempt", watched)
     return preempted
