@@ -93,7 +93,7 @@ def test_a_planner_that_does_not_know_a_path_ends_it_and_no_request(stays: Stays
 
 
 def test_requests_that_lose_their_kv_on_paths_are_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes have KV for three of them, and take more while a model loads."""
+    """Nodes have KV for all of them as they begin, and for few of them as they end."""
     lost: list[str] = []
     no_room = Batcher.no_room
 
@@ -107,7 +107,7 @@ def test_requests_that_lose_their_kv_on_paths_are_resumed(monkeypatch: pytest.Mo
         return commands
 
     monkeypatch.setattr(Batcher, "no_room", watched)
-    requests = tuple(Arrival(1 + 0.02 * number, "model", 200, 300) for number in range(16))
+    requests = tuple(Arrival(1 + 0.02 * number, "model", 20, 300) for number in range(16))
     verdict = play(Scenario(0, SPEC, requests, ()))
     assert not verdict.violations
     assert lost
