@@ -24,6 +24,7 @@ from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, ModelName, RequestId
 from shared.messages import Ok
 from shared.messages.pool import ModelRecord
+from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
 
 ROUNDS = 300
@@ -108,7 +109,9 @@ async def measure(cluster: Cluster, checkpoint: Path) -> None:
     async with NatsBus(bus_config(cluster.state), "bench") as bus, aiohttp.ClientSession() as http:
         watch = Watch()
         await watch.follow(bus)
-        record = await import_model(bus, checkpoint, MODEL, say=lambda _: None)
+        record = await import_model(
+            bus, ImportModel(path=str(checkpoint), name=MODEL), say=lambda _: None
+        )
         while not watch.replicas:
             await watch.change()
         direct = Direct(bus, record, watch)

@@ -26,7 +26,14 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.ids import EventId, ModelName
-from shared.messages.scaling import EventRecord, EventState, ScaleAccepted, SetInstances, Timings
+from shared.messages.scaling import (
+    EventRecord,
+    EventState,
+    ImportModel,
+    ScaleAccepted,
+    SetInstances,
+    Timings,
+)
 from simulation.multicast import carry_out
 
 NAMES = ("binomial", "head", "chain", "taps", "tree", "broadcast")
@@ -109,7 +116,9 @@ async def events(
         async with NatsBus(bus_config(cluster.state), "bench") as bus:
             watch = Watch()
             await watch.follow(bus)
-            await import_model(bus, checkpoint, MODEL, say=lambda _: None)
+            await import_model(
+                bus, ImportModel(path=str(checkpoint), name=MODEL), say=lambda _: None
+            )
             await until_replicas(watch, 1)
             return [await scaled(bus, watch, nodes) for _ in range(rounds)]
     finally:

@@ -21,7 +21,13 @@ from shared.errors import BadInput, BusError
 from shared.ids import ModelName
 from shared.messages import Ok
 from shared.messages.pool import ModelRemove, Models, ModelsQuery
-from shared.messages.scaling import PlannerQuery, PlannerState, ScaleAccepted, SetInstances
+from shared.messages.scaling import (
+    ImportModel,
+    PlannerQuery,
+    PlannerState,
+    ScaleAccepted,
+    SetInstances,
+)
 
 KEPT = "kept even when idle; 0 lets the model sleep (default: %(default)s)"
 MOST = "default: as many as there are nodes"
@@ -85,12 +91,14 @@ async def _add(args: argparse.Namespace) -> int:
     async with connect(args) as bus:
         record = await publish(
             bus,
-            args.path,
-            ModelName(args.name or args.path.name),
+            ImportModel(
+                path=str(args.path),
+                name=ModelName(args.name or args.path.name),
+                blocks=args.blocks,
+                min_instances=args.min_instances,
+                max_instances=args.max_instances,
+            ),
             node=args.node,
-            blocks=args.blocks,
-            min_instances=args.min_instances,
-            max_instances=args.max_instances,
             say=say,
         )
     if args.json:

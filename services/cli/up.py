@@ -28,6 +28,7 @@ from shared.bus.nats import NatsBus
 from shared.config import load
 from shared.errors import BadInput, Conflict
 from shared.ids import ModelName, check_model_name
+from shared.messages.scaling import ImportModel
 
 DEMO_MODEL = Path(DEFAULT_OUT) / "model"
 DATA = "directory of the cluster: logs, stores, traces, state"
@@ -150,7 +151,7 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
     if args.model is not None:
         name = ModelName(args.name or args.model.name)
         async with NatsBus(bus_config(cluster.state), "cli") as bus:
-            await publish(bus, args.model, name, say=say)
+            await publish(bus, ImportModel(path=str(args.model), name=name), say=say)
         key = '-H "Authorization: Bearer $KEY" ' if load(args.config).gateway.api_keys else ""
         body = f'{{"model": "{name}", "prompt": "Hello", "max_tokens": 16}}'
         say(

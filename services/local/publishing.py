@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from services.local.asking import ask
 from shared import subjects
@@ -21,34 +20,19 @@ SERVED_S = 60.0
 
 
 async def import_model(
-    bus: Bus,
-    path: Path,
-    name: ModelName,
-    *,
-    node: NodeId | None = None,
-    blocks: int = 0,
-    min_instances: int = 1,
-    max_instances: int = 0,
-    say: Callable[[str], None],
+    bus: Bus, request: ImportModel, *, node: NodeId | None = None, say: Callable[[str], None]
 ) -> ModelRecord:
-    """Has a node (the first, unless one is named) pack and publish the checkpoint at an absolute
-    path."""
+    """Has a node (the first, unless one is named) pack and publish a checkpoint. The path is the
+    node's, and absolute."""
     pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
     nodes = sorted(view.info.node for view in pool.nodes)
     if not nodes:
         raise NotFound("no node is there to import the model; see `lambdascale status`")
     if node is not None and node not in nodes:
         raise NotFound(f"node {node!r} is not there; nodes are {', '.join(nodes)}")
-    check_model_name(name)
+    check_model_name(request.name)
     chosen = node or nodes[0]
-    say(f"importing {path} on {chosen}")
-    request = ImportModel(
-        path=str(path),
-        name=name,
-        blocks=blocks,
-        min_instances=min_instances,
-        max_instances=max_instances,
-    )
+    say(f"importing {request.path} on {chosen}")
     reply = await ask(
         bus, subjects.node_import(chosen), request, ModelImported, timeout=IMPORT_TIMEOUT_S
     )
@@ -94,29 +78,12 @@ class _Served:
 
 
 async def publish(
-    bus: Bus,
-    path: Path,
-    name: ModelName,
-    *,
-    node: NodeId | None = None,
-    blocks: int = 0,
-    min_instances: int = 1,
-    max_instances: int = 0,
-    say: Callable[[str], None],
+    bus: Bus, request: ImportModel, *, node: NodeId | None = None, say: Callable[[str], None]
 ) -> ModelRecord:
     """Imports a model and, unless it may sleep, waits until it is served."""
-    served = _Served(name, say)
+    served = _Served(request.name, say)
     await served.follow(bus)
-    record = await import_model(
-        bus,
-        path,
-        name,
-        node=node,
-        blocks=blocks,
-        min_instances=min_instances,
-        max_instances=max_instances,
-        say=say,
-    )
+    record = await import_model(bus, request, node=node, say=say)
     if record.min_instances:
         await served.wait()
     return record

@@ -9,15 +9,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar
 
-import msgspec
-
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
+from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
-from shared.bus.base import Bus, KeyValue, KvEntry, KvOp, On
+from shared.bus.base import Bus, On
 from shared.config import RegistryConfig
-from shared.errors import BadInput, BusError
-from shared.ids import NodeId, check_name
+from shared.errors import BusError
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
     ModelAdd,
@@ -27,7 +25,6 @@ from shared.messages.pool import (
     Models,
     ModelsQuery,
     NodeGone,
-    NodeInfo,
     NodeJoined,
     Nodes,
     NodesQuery,
@@ -75,28 +72,24 @@ class RegistryService(Service):
         self._config = config
         self._store = Store(bus, self.log)
         self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
-        self._leases_known = asyncio.Event()
+        self._leases = LeaseWatch(self, self.pool, self._follow)
         self._reconciled = asyncio.Event()
         self._catalog_lock = asyncio.Lock()
 
     async def open(self) -> None:
+        bus = self._bus
         await self._restore()
-        leases = await self._bus.kv(subjects.KV_LEASES)
-        status = On(NodeStatus, self._on_status)
-        self.own(await self._bus.subscribe(subjects.POOL_STATUS, status))
+        leases = await bus.kv(subjects.KV_LEASES)
+        self.own(await bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status)))
         self.spawn(self._store.write(), name="store")
         self.spawn(self._announce(), name="announce")
-        self.spawn(self._watch_leases(leases), name="leases")
-        pulse = On(Ping, self._on_pulse)
-        self.own(await self._bus.subscribe(subjects.REGISTRY_PULSE, pulse))
+        self.spawn(self._leases.run(leases), name="leases")
+        self.own(await bus.subscribe(subjects.REGISTRY_PULSE, On(Ping, self._on_pulse)))
         self.spawn(self._pulse(), name="pulse")
         self.spawn(self._tick(), name="tick")
         self.spawn(self._reconcile(), name="reconcile")
-        bus = self._bus
         self.own(await bus.serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model))
-        self.own(
-            await self._bus.serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model)
-        )
+        self.own(await bus.serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model))
         self.own(await bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models))
         self.own(await bus.serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources))
         self.own(await bus.serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve))
@@ -186,46 +179,10 @@ class RegistryService(Service):
     async def _story(self, request: StoryQuery) -> Told:
         return Told.of(self.pool.story.of(request.subject), clock.now(), clock.wall_ns())
 
-    # --- what nodes say ---
+    # --- what nodes and time say ---
 
     async def _on_status(self, status: NodeStatus) -> None:
         self._follow(self.pool.status(status, clock.now()))
-
-    async def _watch_leases(self, leases: KeyValue) -> None:
-        while True:
-            try:
-                await self._follow_watch(leases)
-                self.log.warning("the watch of the leases ended, beginning it again")
-            except BusError as error:
-                self.log.warning("the watch of the leases broke", error=str(error))
-            await asyncio.sleep(RETRY_S)
-
-    async def _follow_watch(self, leases: KeyValue) -> None:
-        first: set[NodeId] = set()
-        async for entry in leases.watch():
-            now = clock.now()
-            if entry is None:
-                self._follow(self.pool.leases_are(first, now))
-                self._leases_known.set()
-                continue
-            with self.contain("following a lease", node=entry.key):
-                if entry.op is KvOp.DELETE:
-                    self._follow(self.pool.lease_dropped(NodeId(entry.key), now))
-                elif info := self._lease_value(entry):
-                    first.add(info.node)
-                    self._follow(self.pool.lease_put(info, now))
-
-    def _lease_value(self, entry: KvEntry) -> NodeInfo | None:
-        try:
-            info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
-            check_name("node", info.node)
-        except (msgspec.MsgspecError, BadInput) as error:
-            self.log.warning("lease ignored", key=entry.key, error=str(error))
-            return None
-        if info.node != entry.key:
-            self.log.warning("lease ignored", key=entry.key, error=f"it names node {info.node}")
-            return None
-        return info
 
     async def _pulse(self) -> None:
         while True:
@@ -242,7 +199,7 @@ class RegistryService(Service):
             self._follow(self.pool.tick(clock.now()))
 
     async def _reconcile(self) -> None:
-        await self._leases_known.wait()
+        await self._leases.complete.wait()
         self._send(subjects.POOL_REPORT, ReportStatus(cause="restart"))
         await asyncio.sleep(self._config.report_s)
         self._reconciled.set()

@@ -111,7 +111,7 @@ class ImportModel(Message, frozen=True, kw_only=True, tag="import_model"):
 
     path: str
     name: ModelName
-    blocks: int
+    blocks: int = 0
     """The number of blocks. 0: chosen from the model's size."""
     min_instances: int = 1
     max_instances: int = 0

@@ -24,6 +24,7 @@ from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
+from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
 
 MODEL = ModelName("tiny")
@@ -199,10 +200,9 @@ async def running(
             await watch.follow(bus)
             record = await import_model(
                 bus,
-                checkpoint,
-                MODEL,
-                blocks=blocks,
-                min_instances=min_instances,
+                ImportModel(
+                    path=str(checkpoint), name=MODEL, blocks=blocks, min_instances=min_instances
+                ),
                 say=lambda _: None,
             )
             watch.n_blocks = record.n_blocks

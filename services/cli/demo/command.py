@@ -28,6 +28,7 @@ from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared.bus.nats import NatsBus
 from shared.errors import LambdaScaleError
+from shared.messages.scaling import ImportModel
 
 PARALLEL_REFERENCE = scenario.SLOTS
 READY_S = 30.0
@@ -111,7 +112,8 @@ class Demo:
         async with NatsBus(bus_config(cluster.state), "demo") as bus, self._view():
             await self.watch.follow(bus)
             self._say("publishing the model on node-0")
-            record = await import_model(bus, model, scenario.MODEL, say=lambda _: None)
+            request = ImportModel(path=str(model), name=scenario.MODEL)
+            record = await import_model(bus, request, say=lambda _: None)
             self.watch.n_blocks = record.n_blocks
             if not await self._until(lambda: len(self.watch.replicas) == 1, READY_S):
                 raise LambdaScaleError(f"no node served the model within {READY_S:.0f} s")

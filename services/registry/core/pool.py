@@ -160,7 +160,7 @@ class Pool:
                     model_id=request.model_id,
                 )
                 self.reservations.add(made)
-                self._tell(made, "reserved", request.origin)
+                self._tell(made, "reserved", made.event)
                 effects.append(ReservationMade(made))
         return chosen, effects
 
@@ -170,7 +170,7 @@ class Pool:
 
     def unreserve(self, request: Unreserve) -> list[Effect]:
         ended = self.reservations.release(request.event, request.nodes)
-        return [self._ended(held, "unreserved", request.origin) for held in ended]
+        return [self._ended(held, "unreserved", held.event) for held in ended]
 
     def _ended(self, held: Reservation, reason: str, cause: str) -> ReservationEnded:
         self._tell(held, f"reservation ended: {reason}", cause)

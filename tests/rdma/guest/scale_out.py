@@ -28,7 +28,7 @@ from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeView, PoolQuery, PoolState
-from shared.messages.scaling import ScaleAccepted, SetInstances
+from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
 from shared.messages.serving import Sampling, Submit, Tokens
 from tests.rdma.guest.peer import DEVICE, GID_INDEX
 
@@ -166,7 +166,8 @@ async def main(checkpoint: Path, expected: dict[str, list[list[int]]]) -> None:
         print("control is up", flush=True)
         views = await both_nodes(bus)
         print("two nodes are there", flush=True)
-        record = await import_model(bus, checkpoint, MODEL, node=NODES[0], say=print)
+        request = ImportModel(path=str(checkpoint), name=MODEL)
+        record = await import_model(bus, request, node=NODES[0], say=print)
         await until(watch, lambda: len(watch.replicas) == 1, "one replica")
         two = SetInstances(name=MODEL, instances=2)
         await bus.request(subjects.PLANNER_SCALE, two, ScaleAccepted, timeout=10.0)

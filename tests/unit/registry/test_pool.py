@@ -171,10 +171,10 @@ def test_the_story_of_a_reservation_says_what_ended_it(pool: Pool) -> None:
     pool.reserve(reserve(2))
     hear_others(pool.leases, LATE)
     pool.lease_dropped(NodeId("b"), LATE)
-    pool.unreserve(Unreserve(event=EVENT, cause=EVENT))
+    pool.unreserve(Unreserve(event=EVENT))
     assert [(t.cause, t.subjects[1], t.text) for t in pool.story.of(EVENT)] == [
-        ("reserve", "b", "reserved"),
-        ("reserve", "a", "reserved"),
+        (EVENT, "b", "reserved"),
+        (EVENT, "a", "reserved"),
         (
             "lease_expired",
             "b",
