@@ -63,6 +63,10 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
 
     request: RequestId
     attempt: int
+    takes_over: int = 0
+    """The attempt that this one is to take over from. It goes on until it is cancelled, so that
+    nothing is lost if the answer to this message is. All other attempts of the request end. 0: all
+    of them do."""
     gateway: GatewayId
     model_id: ModelId
     instance: InstanceId

@@ -215,7 +215,9 @@ class Network:
         self.open = {
             key: s
             for key, s in self.open.items()
-            if s.request != message.request or s.stages[0].node != node
+            if s.request != message.request
+            or s.stages[0].node != node
+            or s.attempt == message.takes_over
         }
         self.open[key] = message
         unscored = message.prompt_tokens - message.score_from if message.score_from else 0
@@ -419,9 +421,11 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
     prompt = draw.draw(st.one_of(st.integers(1, 9), st.integers(14, 18)))
     score_from = draw.draw(st.sampled_from([0, 0, 1, 1 + prompt // 2, prompt]))
     so_far = draw.draw(st.integers(0, 3)) if score_from in (0, prompt) else 0
+    before = last[request].attempt if request in last else 0
     last[request] = Submit(
         request=RequestId(request),
-        attempt=last[request].attempt + 1 if request in last else 1,
+        attempt=before + 1,
+        takes_over=draw.draw(st.sampled_from([0, before])),
         gateway=GatewayId("g"),
         model_id=draw.draw(st.sampled_from(MODELS)),
         instance=InstanceId("i"),

@@ -28,7 +28,7 @@ class Attempts:
         request.instance = instance.id
         self._ledger.step(request, State.SUBMITTED, instance.id)
         request.progress_at = request.submitted_at = now
-        request.asked_at = None
+        request.asked_at = request.answered_at = None
         request.charge = request.work
         self._trace(request, route)
         request.prefill = len(request.prompt) + len(request.tokens)
@@ -57,7 +57,8 @@ class Attempts:
         request.attempt, request.instance = move.attempt, move.instance
         request.charge, request.prefill = move.charge, move.prefill
         request.waiting_since += now - request.progress_at
-        request.progress_at, request.submitted_at, request.asked_at = now, move.since, None
+        request.progress_at, request.submitted_at = now, move.since
+        request.asked_at = request.answered_at = None
         self._trace(request, self._table.routes.get(move.instance))
 
     def stay(self, target: Route, request: Request, why: str) -> None:
@@ -92,11 +93,13 @@ class Attempts:
     def submit(self, request: Request, route: Route) -> Submit:
         """The request's attempt on this instance."""
         move = request.move
-        moves = move is not None and move.instance == route.instance.id
+        if move is not None and move.instance != route.instance.id:
+            move = None
         return Submit(
             cause=self._ledger.cause,
             request=request.id,
-            attempt=move.attempt if move is not None and moves else request.attempt,
+            attempt=move.attempt if move else request.attempt,
+            takes_over=request.attempt if move else 0,
             gateway=self._rules.gateway,
             model_id=request.model_id,
             instance=route.instance.id,

@@ -16,7 +16,7 @@ from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
-from shared.errors import IllegalTransition, LambdaScaleError, NotFound, from_code
+from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import ModelLoad
@@ -168,13 +168,16 @@ class Dispatch:
         """A Send was answered with an error, or not at all (BusTimeout).
 
         It changes nothing if a token of the attempt came after it, which says more, or if the
-        attempt is over: its instance may have gone while the answer was waited for.
+        attempt is over: its instance may have gone while the answer was waited for. Nor does
+        silence to a Send if a later one was answered.
         """
         self._begin(request_id, now)
         request = self._ledger.requests.get(request_id)
         if request is None or not request.speaks(attempt):
             return []
         moves = request.attempt != attempt
+        if not moves and request.answered and isinstance(error, BusTimeout):
+            return []
         if moves or not request.has_token or request.asked_at is not None:
             model = self._models[request.model_id]
             self._guard(model, now, model.not_done, request, attempt, error, now)
@@ -185,7 +188,11 @@ class Dispatch:
         """A Send was answered with Ok."""
         self._begin(request_id, now)
         request = self._ledger.requests.get(request_id)
-        if request and request.move and request.move.attempt == attempt:
+        if request is None:
+            return []
+        if request.attempt == attempt:
+            request.answered_at = now
+        elif request.move and request.move.attempt == attempt:
             model = self._models[request.model_id]
             self._guard(model, now, model.taken, request, now)
             self._guard(model, now, model.dispatch, now)

@@ -100,6 +100,8 @@ class Request:
     """When the attempt was submitted or gave its last token."""
     asked_at: float | None = None
     """When its leader was last asked whether the attempt goes on; None: not since `progress_at`."""
+    answered_at: float | None = None
+    """When its leader last answered that it has the attempt; None: not yet."""
     charge: int = 0
     """Tokens of work that it counts for on its instance."""
     prefill: int = 0
@@ -115,6 +117,12 @@ class Request:
     def has_token(self) -> bool:
         """The attempt that runs has given one."""
         return self.prefill == 0
+
+    @property
+    def answered(self) -> bool:
+        """Whether its leader has answered since it was last asked."""
+        asked_at = self.submitted_at if self.asked_at is None else self.asked_at
+        return self.answered_at is not None and self.answered_at >= asked_at
 
     def speaks(self, attempt: int) -> bool:
         """Whether what is said of that attempt counts."""

@@ -84,8 +84,8 @@ class Leader:
         """How many of `proposed` were drawn."""
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
-        """Queues an attempt. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing was
-        queued.
+        """Queues an attempt, and ends earlier ones of its request but for the one that it is to
+        take over from. BadInput, NotFound, StaleEpoch or CapacityExceeded: nothing was queued.
 
         If it is the newest attempt again, it goes on (no error), is over (StaleEpoch), or is stuck
         on its path (TransportTimeout).
@@ -110,10 +110,10 @@ class Leader:
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
             )
         sequence = Sequence.of(submit, self._speculation)
-        self._room.check(sequence, [s.key for s in older])
+        over = [s for s in older if s.submit.attempt != submit.takes_over]
+        self._room.check(sequence, [s.key for s in over])
         self._attempts[submit.request] = submit.attempt
-        commands = self.end(older, None)
-        return commands + self._prepare(sequence)
+        return self.end(over, None) + self._prepare(sequence)
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
         newest = self._attempts.get(request)
@@ -283,8 +283,12 @@ class Leader:
         """For tests. AssertionError: what is kept here cannot be."""
         keys = [sequence.key for sequence in self.sequences()]
         assert len(set(keys)) == len(keys), "a sequence is in two places"
-        requests = [sequence.submit.request for sequence in self.sequences()]
-        assert len(set(requests)) == len(requests), "a request has two attempts"
+        attempts: dict[RequestId, list[Submit]] = {}
+        for sequence in self.sequences():
+            attempts.setdefault(sequence.submit.request, []).append(sequence.submit)
+        for found in attempts.values():
+            *others, last = sorted(found, key=lambda submit: submit.attempt)
+            assert [s.attempt for s in others] in ([], [last.takes_over]), "attempts left behind"
         for key, sequence in (*self.preparing.items(), *self.running.items()):
             assert key == sequence.key
         for sequence in (*self.preparing.values(), *self.waiting):
