@@ -102,7 +102,10 @@ class Peers:
         self._ways.pop(address, None)
         if peer := self._known.get(address):
             suspect = PeerSuspect(
-                reporter=self._info().node, node=peer.node, reason=f"{error.code}: {error}"
+                reporter=self._info().node,
+                node=peer.node,
+                reason=f"{error.code}: {error}",
+                cause=error.code,
             )
             self._try("reporting a peer", self._bus.publish, subjects.PLANNER_SUSPECT, suspect)
 

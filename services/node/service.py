@@ -19,7 +19,7 @@ from services.node.peers import Peers
 from services.node.threads import Threads
 from shared import subjects
 from shared.bus.base import Bus, On
-from shared.clock import now
+from shared.clock import now, wall_ns
 from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
@@ -45,6 +45,7 @@ from shared.messages.scaling import (
     ReleaseModel,
 )
 from shared.messages.serving import Cancel, Submit, Tokens
+from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 from shared.story import Transition
 
@@ -67,6 +68,8 @@ class NodeService(Service):
         self._parts = parts
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
+        self._status_cause = ""
+        """The last message that asked for the status that is due; empty if none did."""
         self._status_seq = 0
         self._profiler = Profiler()
         self.node = NodeId(config.id)
@@ -187,6 +190,7 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
         self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
+        self.own(await bus.serve(subjects.node_story(node), StoryQuery, self._told))
         await self._lease.take()  # last: whoever sees the node may call it
         self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
@@ -231,15 +235,15 @@ class NodeService(Service):
 
     async def _on_removed(self, message: ModelRemoved) -> None:
         stored = self._library.forget(message.model_id)
-        self._try("forgetting a model", self._remove, message.model_id, stored)
+        self._try("forgetting a model", self._remove, message, stored)
 
     async def _on_joined(self, message: NodeJoined) -> None:
         self._peers.meet(message.info)
 
-    async def _remove(self, model: ModelId, stored: bool) -> None:
-        await self._hosting.release(model, keep=None)
+    async def _remove(self, message: ModelRemoved, stored: bool) -> None:
+        await self._hosting.release(message.model_id, keep=None, cause=message.origin)
         if stored:
-            await self._library.delete(model)
+            await self._library.delete(message.model_id)
 
     async def _on_gone(self, gone: NodeGone) -> None:
         if gone.node == self.node:
@@ -253,6 +257,7 @@ class NodeService(Service):
         self._status_due.set()
 
     async def _on_report(self, message: ReportStatus) -> None:
+        self._status_cause = message.origin
         self._status_due.set()
 
     # --- requests of others ---
@@ -265,6 +270,9 @@ class NodeService(Service):
 
     async def _pong(self, message: Ping) -> Ok:
         return Ok()
+
+    async def _told(self, query: StoryQuery) -> Told:
+        return Told.of(await self.story(query.subject), now(), wall_ns())
 
     async def _apply(self, message: ApplyPlan) -> Ok:
         self._check_generation(message.generation)
@@ -287,10 +295,11 @@ class NodeService(Service):
 
     async def _import(self, message: ImportModel) -> ModelImported:
         record = await self._library.pack(message)
+        self._status_cause = message.origin
         await self._bus.publish(subjects.POOL_STATUS, self._status())  # before it is announced
-        await self._library.publish(record)
+        await self._library.publish(record, cause=message.origin)
         self.log.info("model imported", model=record.name, model_id=record.model_id)
-        return ModelImported(record=record)
+        return ModelImported(record=record, cause=message.origin)
 
     # --- reports ---
 
@@ -327,7 +336,9 @@ class NodeService(Service):
 
     def _status(self) -> NodeStatus:
         self._status_seq += 1
+        cause, self._status_cause = self._status_cause, ""
         return NodeStatus(
+            cause=cause,
             node=self.info.node,
             generation=self.info.generation,
             seq=self._status_seq,

@@ -4,6 +4,9 @@ A message is a frozen msgspec struct encoded as a msgpack map with `kind` (the s
 (its version), `trace` (W3C traceparent of the span that caused it, or "") and `cause` (the id of
 the event that made its sender say it, or ""). Fields may be added with defaults within a version;
 anything else is a new version.
+
+No cause is named by `Tokens` (one message carries the tokens of many requests, and names each), nor
+by reports that are said because their time has come.
 """
 
 import msgspec

@@ -122,7 +122,7 @@ class Hosting:
         except BaseException:  # a model that no plan fills gives its space back
             await self._stop_promotion(hosted)
             async with hosted.lock:
-                await self._free(hosted)
+                await self._free(hosted, plan.event)
             raise
 
     async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> None:
@@ -280,10 +280,11 @@ class Hosting:
     async def obey(self, release: ReleaseModel) -> None:
         """StaleEpoch: a newer planner has spoken, and nothing was changed."""
         self._planners.obey(release.epoch)
-        await self.release(release.model_id, release.keep)
+        await self.release(release.model_id, release.keep, cause=release.origin)
 
-    async def release(self, model: ModelId, keep: Tier | None) -> None:
-        """Frees the device's memory; the model's running sequences end (their gateway knows)."""
+    async def release(self, model: ModelId, keep: Tier | None, *, cause: str) -> None:
+        """Frees the device's memory. The model's running sequences end, as their gateways are
+        told."""
         async with self._turn(model):
             hosted = self._hosted.get(model)
             if hosted is None:
@@ -291,12 +292,12 @@ class Hosting:
             await self._stop_promotion(hosted)
             async with hosted.lock:
                 if keep is Tier.HOST and hosted.residency.complete:
-                    await self._close_engine(hosted)
+                    await self._close_engine(hosted, cause)
                 else:
-                    await self._free(hosted)
+                    await self._free(hosted, cause)
         self._changed()
 
-    async def _close_engine(self, hosted: Hosted) -> None:
+    async def _close_engine(self, hosted: Hosted, cause: str) -> None:
         """Once it returns, the engine has no view of the model's bytes."""
         if hosted.bringing is not None:
             hosted.bringing.cancel()
@@ -304,14 +305,14 @@ class Hosting:
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)
             hosted.residency = hosted.residency.stand_by()
-            self._tell(hosted, "release", "stands by")
+            self._tell(hosted, cause, "stands by")
 
-    async def _free(self, hosted: Hosted) -> None:
-        await self._close_engine(hosted)
+    async def _free(self, hosted: Hosted, cause: str) -> None:
+        await self._close_engine(hosted, cause)
         await self._data.drop(hosted.model)
         del self._hosted[hosted.model]
         self._arena.free(hosted.span)
-        self._tell(hosted, "release", "gives its space back")
+        self._tell(hosted, cause, "gives its space back")
 
     # --- what there is to know of it ---
 

@@ -127,9 +127,10 @@ class Library:
         self._changed()
         return await self._upload(message, imported)
 
-    async def publish(self, record: ModelRecord) -> None:
+    async def publish(self, record: ModelRecord, *, cause: str) -> None:
+        message = ModelAdd(record=record, cause=cause)
         await self._bus.request(
-            subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=REGISTRY_TIMEOUT_S
+            subjects.REGISTRY_MODEL_ADD, message, Ok, timeout=REGISTRY_TIMEOUT_S
         )
 
     def forget(self, model: ModelId) -> bool:

@@ -23,6 +23,7 @@ from services.node.service import NodeService
 from shared import clock, subjects
 from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryObjectStore
+from shared.clock import wall_ns
 from shared.errors import (
     BadInput,
     BadMessage,
@@ -37,7 +38,7 @@ from shared.errors import (
     StaleEpoch,
     UnsupportedModel,
 )
-from shared.ids import Generation, NodeId
+from shared.ids import Generation, ModelName, NodeId
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
     ModelAdded,
@@ -45,9 +46,11 @@ from shared.messages.pool import (
     ModelsQuery,
     NodeGone,
     NodeJoined,
+    ReportStatus,
     Tier,
 )
-from shared.messages.scaling import PeerSuspect, ReleaseModel
+from shared.messages.scaling import ImportModel, ModelImported, PeerSuspect, ReleaseModel
+from shared.messages.story import StoryQuery, Told
 from tests.unit.node.cluster import ALL, Heard, Nodes, nodes
 
 FROM_A = dict.fromkeys(ALL, "a")
@@ -221,14 +224,53 @@ async def test_a_node_that_stops_fails_its_sequences_before_it_goes(
         assert failure.code == "not_found"
         await gone.until(lambda: bool(gone.messages))
         reason = "it gave its lease back"
-        assert gone.messages == [
-            NodeGone(node=NodeId("a"), generation=generation, reason=reason, graceful=True)
-        ]
+        (said,) = gone.messages
+        assert isinstance(said, NodeGone)
+        assert (said.node, said.generation) == (NodeId("a"), generation)
+        assert (said.reason, said.graceful) == (reason, True)
 
 
 async def test_ping_is_answered(tmp_path: Path, checkpoint: Path) -> None:
     async with nodes(tmp_path, checkpoint, "a") as up:
         assert await up.request(subjects.node_ping(NodeId("a")), Ping()) == Ok()
+
+
+async def test_a_node_tells_what_happened_to_an_event_a_model_and_a_request(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        await up.generate("a", request="r")
+        await up.release("a")
+
+        async def told(subject: str) -> list[tuple[str, str]]:
+            query = StoryQuery(subject=subject)
+            answer: Told = await up.request(subjects.node_story(NodeId("a")), query, Told)
+            assert all(0 <= wall_ns() - step.at_ns < WAIT_S * 1e9 for step in answer.steps)
+            return [(step.cause, step.text) for step in answer.steps]
+
+        event = [("promote-a", "follows revision 0"), ("promote-a", "active")]
+        event += [("promote-a", f"runs block {block}") for block in ALL]
+        assert sorted(await told("promote-a")) == sorted(event)
+        of_model = await told(up.record.model_id)
+        assert of_model[-1] == ("release_model", "gives its space back")
+        assert ("r", "comes") in await told("r")
+        assert await told("nobody") == []
+
+
+async def test_a_node_says_what_made_it_speak(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        added: Heard = Heard()
+        await up.bus.subscribe(subjects.POOL_MODELS, On(Message, added.hear))
+        message = ImportModel(
+            path=str(up.checkpoint), name=ModelName("again"), blocks=3, cause="me"
+        )
+        subject = subjects.node_import(NodeId("a"))
+        imported: ModelImported = await up.request(subject, message, ModelImported)
+        assert imported.cause == "me"
+        await added.until(lambda: [each.cause for each in added.messages] == ["me"])
+        await up.bus.publish(subjects.POOL_REPORT, ReportStatus(cause="restart"))
+        await up.statuses.until(lambda: up.statuses.messages[-1].cause == "restart")
 
 
 async def test_a_node_tells_where_it_is_and_how_fast(tmp_path: Path, checkpoint: Path) -> None:
@@ -292,7 +334,12 @@ async def test_a_node_that_was_declared_gone_goes_on_as_a_new_one(
                 and status.generation == up.info("b").generation > old.generation
             )
         )
-        await joined.until(lambda: NodeJoined(info=up.info("b")) in joined.messages)
+        await joined.until(
+            lambda: any(
+                isinstance(said, NodeJoined) and said.info == up.info("b")
+                for said in joined.messages
+            )
+        )
         with pytest.raises(StaleEpoch, match="has generation"):
             await up.request(subjects.node_plan(old.node), plan)
         release = ReleaseModel(

@@ -135,8 +135,8 @@ async def test_the_story_of_a_model_names_the_events(tmp_path: Path, checkpoint:
             ("ev-7", "follows revision 0"),
             ("ev-7", "active"),
             ("ev-7", "runs block 0"),
-            ("release", "stands by"),
-            ("release", "gives its space back"),
+            ("release_model", "stands by"),
+            ("release_model", "gives its space back"),
         ]
         assert [step.text for step in await node.story("ev-7")] == [t for _, t in story[:3]]
 
@@ -234,9 +234,9 @@ async def test_a_tokenizer_is_not_asked_for_when_the_model_was_given_up(
     made: list[Hosted] = []
     free = Hosting._free
 
-    async def watched(self: Hosting, hosted: Hosted) -> None:
+    async def watched(self: Hosting, hosted: Hosted, cause: str) -> None:
         made.append(hosted)
-        await free(self, hosted)
+        await free(self, hosted, cause)
 
     monkeypatch.setattr(Hosting, "_free", watched)
     async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
