@@ -49,9 +49,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Tests that inject errors log many, and a traceback that shows every variable takes a second.
-plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-structlog.configure(processors=[structlog.processors.add_log_level, plain])
+
+def log_plainly() -> None:
+    """Tests that inject errors log many, and a traceback that shows every variable takes a
+    second."""
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.reset_defaults()
+    structlog.configure(processors=[structlog.processors.add_log_level, plain])
+
+
+log_plainly()
 
 # Tests measure no time: a busy machine must not fail them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -77,8 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Refuses a test that leaves its clock to the tests after it."""
+    """Refuses a test that leaves its clock to the tests after it, and takes back how commands and
+    services that ran in this process have set up their logs."""
     yield
+    log_plainly()
     assert clock.wall_source is time.time_ns, "the test has replaced the wall clock and left it so"
 
 

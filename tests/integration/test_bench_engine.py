@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.commands import run_here
+
 SMALL = ["--layers", "2", "--hidden", "192", "--vocab", "512", "--batch", "3", "--prompt", "24",
          "--tokens", "2", "--rounds", "1", "--threads", "1"]  # fmt: skip
 CASES = [
@@ -65,7 +67,8 @@ def test_without_the_peer() -> None:
         (["--rounds", "0"], "less than 1"),
     ],
 )
-def test_bad_arguments_are_named(arguments: list[str], word: str) -> None:
-    done = bench(*arguments)
-    assert done.returncode == 2
-    assert word in done.stderr
+def test_bad_arguments_are_named(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("bench", "engine", *arguments) == 2
+    assert word in capsys.readouterr().err

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.commands import run_here
+
 SMALL = ["--hidden", "128", "--batch", "2", "--rounds", "1", "--window", "0.5"]
 
 
@@ -44,7 +46,8 @@ def test_small_run() -> None:
         (["--batch", "0"], "less than 1"),
     ],
 )
-def test_bad_arguments_are_named(arguments: list[str], word: str) -> None:
-    done = bench(*arguments)
-    assert done.returncode == 2
-    assert word in done.stderr
+def test_bad_arguments_are_named(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("bench", "pipeline", *arguments) == 2
+    assert word in capsys.readouterr().err

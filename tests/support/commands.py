@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.cli.main import main
 from services.local.processes import die_with_parent
 
 LIMIT_S = 250.0
@@ -53,6 +54,14 @@ def _as_in_a_terminal() -> Callable[[], None]:
         die()
 
     return in_child
+
+
+def run_here(*words: str) -> int:
+    """The exit code of a command that runs in this process, which has imported torch already."""
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 async def run(*words: str | Path, cwd: Path) -> Ran:
