@@ -1,5 +1,5 @@
-"""Compiles the GPU's kernels, which needs no GPU: `python -m ...compile_kernels 80` (a compute
-capability). Prints the largest number of bytes of shared memory that a program takes.
+"""Compiles the GPU's kernels, which needs no GPU: `python -m ...compile_kernels 80 90` (compute
+capabilities). Prints for each the largest number of bytes of shared memory that a program takes.
 
 What is compiled is what the engine launches: its steps are run on a CPU, with kernels that only
 note how they are called. It has a process of its own because in the tests' kernels are interpreted,
@@ -9,7 +9,7 @@ not compiled.
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -117,14 +117,16 @@ def mix(dtype: torch.dtype, rows: int) -> None:
     triton_experts.add_experts(x, x, mlp, config)
 
 
-def main(capability: int) -> None:
-    target, most = GPUTarget("cuda", capability, 32), 0
-    for name, (source, options) in sources():
-        shared = triton.compile(source, target=target, options=options).metadata.shared
-        print(shared, name, file=sys.stderr)
-        most = max(most, shared)
-    print(most)
+def main(capabilities: Sequence[int]) -> None:
+    programs = list(sources())
+    for capability in capabilities:
+        target, most = GPUTarget("cuda", capability, 32), 0
+        for name, (source, options) in programs:
+            shared = triton.compile(source, target=target, options=options).metadata.shared
+            print(shared, name, file=sys.stderr)
+            most = max(most, shared)
+        print(most)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([int(word) for word in sys.argv[1:]])

@@ -4,11 +4,9 @@ On a machine without a GPU they run in Triton's interpreter (tests/conftest.py),
 shows what they compute, not what they are compiled to.
 """
 
-import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,15 +93,16 @@ def written_after(spans: list[Span]) -> torch.Tensor:
     return unread
 
 
-@pytest.mark.parametrize("capability", SHARED)
-def test_the_kernels_compile(capability: int, tmp_path: Path) -> None:
-    """For GPUs that are not here."""
+def test_the_kernels_compile() -> None:
+    """For GPUs that are not here. What this machine has compiled before, it does not compile again:
+    Triton knows it by the sources, the target and its own version."""
     compiled = subprocess.run(
-        [sys.executable, "-m", "tests.unit.node.engine.compile_kernels", str(capability)],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-m", "tests.unit.node.engine.compile_kernels", *map(str, SHARED)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
-    assert 0 < int(compiled.stdout) <= SHARED[capability]
+    taken = map(int, compiled.stdout.split())
+    for (capability, most), shared in zip(SHARED.items(), taken, strict=True):
+        assert 0 < shared <= most, capability
