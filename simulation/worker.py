@@ -9,7 +9,8 @@ from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from services.node.core.load import WorkerLoad
-from services.node.execution.steps import EmitTo, Ran, SendTo, Steps
+from services.node.execution.steps import EmitTo, SendTo, Steps
+from services.node.execution.sweeps import Ran
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, TransportError

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 
 from services.node.core.load import WorkerLoad
 from services.node.engine.base import Engine, Weights
-from services.node.execution.steps import EmitTo, Ran, SendTo, Steps
+from services.node.execution.steps import EmitTo, SendTo, Steps
+from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns

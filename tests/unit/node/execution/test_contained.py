@@ -121,7 +121,7 @@ def test_no_messages_end_the_node_or_reach_a_bug(messages: list[StageMessage]) -
 def test_a_second_row_of_a_sequence_whose_grammar_is_made_ends_it() -> None:
     rig = Rig()
     asked: list[Callable[[], Callable[[], None]]] = []
-    rig.steps._aside = asked.append
+    rig.steps._grammars.aside = asked.append
     row = Row("g#1", 0, 1, 9, (), Draw(0, Sampling(), RULED))
     for each in (
         row,

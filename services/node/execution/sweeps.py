@@ -1,0 +1,152 @@
+"""The sweep that is under way: parts get aboard, blocks are run, and what got off is handed on."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from services.node.core.batching import Batcher
+from services.node.core.microbatches import Command, Failure, Hidden, Part
+from services.node.engine.base import Engine, PartResult, RowsRefused, StagePart, Sweep
+from shared.errors import CapacityExceeded, LambdaScaleError
+from shared.ids import ModelId
+from shared.layout import Manifest
+
+Ran = Callable[[ModelId, float, float, float], None]
+"""A sweep is over: (model, share of its blocks that were run, mean of the tokens in them, s)."""
+
+
+@dataclass(slots=True)
+class _Run:
+    model_id: ModelId
+    sweep: Sweep
+    began: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Parts that wait for their first block or are aboard, by their number in the sweep."""
+    left: dict[int, PartResult] = field(default_factory=dict)
+    """Results of parts that got off, and were not handed on yet."""
+    blocks: int = 0
+    """Blocks that were run so far."""
+    work: int = 0
+    """Positions times blocks that were run, of the rows that got off where they should."""
+
+    @property
+    def due(self) -> float:
+        return self.began + self.sweep.due_s
+
+
+class Sweeps:
+    def __init__(
+        self,
+        engine: Engine,
+        batcher: Batcher,
+        models: Mapping[ModelId, Manifest],
+        *,
+        blamed: Callable[[], AbstractContextManager[None]],
+        do: Callable[[Iterable[Command]], None],
+        ran: Ran,
+    ) -> None:
+        """`models`: the open ones. `blamed`: the engine is called in it; it raises typed errors
+        only. `do`: carries out what follows."""
+        self._engine = engine
+        self._batcher = batcher
+        self._models = models
+        self._blamed = blamed
+        self._do = do
+        self._ran = ran
+        self._run: _Run | None = None
+
+    def begin(self, now: float) -> float | None:
+        """Runs the next block for everything that waits for it: see `Steps.begin`."""
+        run = self._run
+        if run is None:
+            parts = self._batcher.take()
+            if not parts:
+                return None
+            model_id = parts[0].model_id
+            run = self._run = _Run(model_id, self._engine.begin(model_id), now)
+        else:
+            parts = self._batcher.join(run.model_id, run.sweep.at, run.parts.values())
+        for part in parts:
+            self._join(run, part)
+        if run.parts:
+            self._advance(run)
+        return run.due
+
+    def finish(self, now: float) -> None:
+        """Hands on what got off."""
+        run = self._run
+        if run is None:
+            return
+        left, run.left = run.left, {}
+        for number, result in left.items():
+            part = run.parts.pop(number)
+            part = part.without(set(part.keys) - {row.sequence for row in result.rows})
+            if part.rows:
+                run.work += part.positions * (part.stop - part.start)
+                for key, error in result.failed.items():
+                    self._do(self._batcher.refused(part, [key], failure_of(error)))
+                self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
+        if not run.parts:
+            self._run = None
+            self._tell(run, now)
+
+    def give_up(self) -> None:
+        """Forgets the sweep that is under way, with everything aboard."""
+        self._run = None
+
+    def _join(self, run: _Run, part: Part) -> None:
+        """Takes the part aboard, without the rows of sequences that had to make room. A part that
+        can't be run has failed."""
+        while (part := self._batcher.live(part)).rows:
+            try:
+                with self._blamed():
+                    run.parts[run.sweep.join(_stage_part(part))] = part
+                return
+            except CapacityExceeded as error:
+                commands = self._batcher.no_room(part, failure_of(error))
+            except RowsRefused as error:
+                commands = self._batcher.refused(part, error.sequences, failure_of(error.why))
+            except LambdaScaleError as error:
+                commands = self._batcher.failed(part, failure_of(error))
+            self._do(commands)
+
+    def _advance(self, run: _Run) -> None:
+        before = run.sweep.at
+        try:
+            with self._blamed():
+                run.left = run.sweep.advance()
+            dropped = {number for number, result in run.left.items() if not result.rows}
+            starts = [part.start for number, part in run.parts.items() if number not in dropped]
+            run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
+        except LambdaScaleError as error:
+            for part in run.parts.values():
+                self._do(self._batcher.failed(part, failure_of(error)))
+            run.parts = {}
+
+    def _tell(self, run: _Run, now: float) -> None:
+        manifest = self._models.get(run.model_id)
+        if manifest is not None and run.work:
+            share = run.blocks / manifest.n_blocks
+            self._ran(run.model_id, share, run.work / run.blocks, now - run.began)
+
+
+def failure_of(error: LambdaScaleError) -> Failure:
+    return Failure(error.code, str(error))
+
+
+def tensor_of(hidden: Hidden | None) -> torch.Tensor | None:
+    """The scheduler passes on only what came from the wire or from the engine: tensors."""
+    assert hidden is None or isinstance(hidden, torch.Tensor)
+    return hidden
+
+
+def _stage_part(part: Part) -> StagePart:
+    """The part as the engine takes it: block numbers for the path, and the hidden states of the
+    rows that are left."""
+    hidden = tensor_of(part.hidden)
+    if hidden is not None and part.positions < hidden.shape[0]:
+        pairs = zip(part.rows, part.offsets, strict=True)
+        hidden = torch.cat([hidden[start : start + row.count] for row, start in pairs])
+    return StagePart(part.start, part.stop, part.rows, hidden)
