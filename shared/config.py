@@ -140,7 +140,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
     taken, less a tenth of the whole. A model gets the same share of it as of the arena."""
     kv_share: Share = 1.0
-    """With `kv_bytes` 0, the share of that memory which this node takes. Less than 1 if several
+    """The share of that memory which this node takes if `kv_bytes` is 0. Less than 1 if several
     nodes share a machine or a device."""
     slots: Count = 8
     """How many sequences a full replica runs at once."""

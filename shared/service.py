@@ -40,7 +40,7 @@ class Service(ABC):
         self.failures = 0
         """Bugs that were contained: see the log."""
         self._background: dict[asyncio.Task[None], bool] = {}
-        """In the order of their begin; whether their failure is contained."""
+        """The tasks that run, the oldest first, and whether a failure of each is contained."""
         self._failure: BaseException | None = None
         self._ending = False
         self._woken = False

@@ -56,7 +56,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     factor: float
     mean: _Channels
     std: _Channels
-    """By channel. A pixel's value, 0 to 255, becomes (value x factor - mean) / std."""
+    """One for each channel. A pixel's value, 0 to 255, becomes (value x factor - mean) / std."""
 
     @property
     def nbytes(self) -> int:

@@ -69,7 +69,7 @@ class ClusterSpec:
     nodes: int
     racks: int = 1
     trunk_bytes_per_s: float = 0.0
-    """For each rack, in each direction. 0: no limit."""
+    """The rate of each rack's trunk in each direction. 0: no limit."""
     blocks: int = 16
     chunks: int = 1
     """Chunks of the largest block. A relay forwards chunks before it has the block."""
@@ -78,7 +78,7 @@ class ClusterSpec:
     min_instances: int = 1
     idle_s: float = 2.0
     keep_alive_s: float = 60.0
-    """For host-memory caches."""
+    """Seconds that an idle model stays in host memory, where nodes cache models."""
 
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
@@ -196,7 +196,7 @@ class Cluster:
         self.bus = MemoryBus(self.broker, "observer")
         """A bus for observers."""
         self.processes: dict[str, Process[Any]] = {}
-        """By name. A process that has ended stays until another begins under its name."""
+        """The processes by name. One that has ended stays until another begins under its name."""
         self.parts: dict[str, NodeParts] = {}
         self._stack = AsyncExitStack()
         self._group = asyncio.TaskGroup()

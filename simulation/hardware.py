@@ -34,9 +34,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mfu: Share
     """The share of the peak that a prefill reaches."""
     sweep_overhead_s: NotNegative
-    """For a pass over any run of blocks: scheduling, sampling, launch."""
+    """What a pass over any run of blocks costs beside its work: scheduling, sampling, launch."""
     layer_overhead_s: NotNegative
-    """For a layer: the launches of its kernels."""
+    """What the launches of a layer's kernels cost."""
     pcie_bytes_per_s: Positive
     """From host memory to the accelerator, as reached in practice."""
     nic_bytes_per_s: Positive

@@ -27,7 +27,7 @@ EPOCH_NS = 1_700_000_000 * 10**9
 STALL_TURNS = 1_000_000
 """After this many turns of the loop at one moment, the loop is taken to go round in circles."""
 _WATCHED_TURNS = 1_000
-"""For this many further turns it records who keeps it going."""
+"""The number of further turns in which the loop records who keeps it going."""
 _NAMED = 8
 """How many tasks an error names."""
 

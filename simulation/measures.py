@@ -34,7 +34,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In milliseconds, over the requests that have the value. None if no request has it."""
+    """In milliseconds, over the requests that have the value. None: no request has it."""
 
     p50: float | None
     p90: float | None

@@ -153,7 +153,7 @@ def _spike(values: Values, rng: random.Random) -> Iterator[float]:
 
 
 def _hourly(values: Values, rng: random.Random) -> Iterator[float]:
-    """In each hour as many arrivals as were counted, at random times."""
+    """Each hour has as many arrivals as were counted, at random times."""
     counts = _counts(Path(values.words["file"]), int(values.numbers["day"]), values.words["column"])
     hour_s = HOUR_S / values.numbers["compress"]
     for hour, count in sorted(counts.items()):

@@ -40,7 +40,7 @@ TICK_S = (1.0, 60.0)
 """If all arrival times are multiples of a number in this range (seconds), they may have been
 rounded."""
 TICKS = 20
-"""With fewer different arrival times than this, they are not taken for ticks."""
+"""If there are fewer different arrival times than this, they are not taken for ticks."""
 
 
 class Row(NamedTuple):
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 class Workload:
     name: str
     rows: tuple[Row, ...]
-    """In order of arrival; at least one."""
+    """At least one, in order of arrival."""
     notes: tuple[str, ...] = ()
     """What was done to the workload, in words, in order."""
     synthetic: bool = False

@@ -26,8 +26,8 @@ from simulation.network import Network
 from simulation.streams import Transfer
 
 ONE_CHUNK = 1
-"""For movers' `read_bytes`: they read one chunk at a time. The bytes of a modelled read arrive all
-at once, so chunks that are read together would only be forwarded together."""
+"""The value of movers' `read_bytes`: they read one chunk at a time, because the bytes of a modelled
+read arrive all at once, so that chunks read together would only be forwarded together."""
 MESSAGES = -1
 """The priority of messages, ahead of every read's, which is a step of a plan."""
 

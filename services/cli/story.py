@@ -32,7 +32,7 @@ class ToldStep(msgspec.Struct, frozen=True):
 
 class Merged(msgspec.Struct, frozen=True):
     steps: tuple[ToldStep, ...]
-    """By time. The clocks of different hosts may differ by some milliseconds."""
+    """The earliest first. The clocks of different hosts may differ by some milliseconds."""
     errors: tuple[str, ...]
     """Why services are missing from the story."""
 

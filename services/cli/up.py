@@ -183,5 +183,5 @@ def _hint(args: argparse.Namespace) -> str:
 
 
 def say_with_time(text: str) -> None:
-    """For a log."""
+    """Says it as a line of a log."""
     say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")

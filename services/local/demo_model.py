@@ -61,7 +61,7 @@ class CheckpointSpec:
     dtype: torch.dtype = torch.float32
     tied: bool = False
     shards: int = 1
-    """With more than one, the weights are in several files with an index."""
+    """The number of files of weights. If there are several, an index names what is in each."""
     old_config: bool = False
     """Writes config.json in the form from before transformers 5."""
     rope_scaling: dict[str, Any] | None = None

@@ -165,7 +165,8 @@ def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """For Popen's preexec_fn: the kernel kills the child when the thread that started it ends.
+    """Returns a `preexec_fn` for Popen. The kernel kills the child when the thread that started it
+    ends.
 
     Safe with threads: it makes system calls only.
     """

@@ -51,7 +51,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self._running: dict[asyncio.Task[None], None] = {}
-        """In the order of their begin."""
+        """The tasks that run, the oldest first. (A dict, because a set has no order.)"""
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:

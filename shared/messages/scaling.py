@@ -40,7 +40,7 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
 
     event: EventId
     epoch: int = 0
-    """Of the planner; 0: it does not say."""
+    """The planner's epoch. 0: it does not say."""
     revision: int
     node: NodeId
     generation: Generation
@@ -92,7 +92,8 @@ class ReleaseModel(Message, frozen=True, kw_only=True, tag="release_model"):
     node: NodeId
     generation: Generation
     epoch: int = 0
-    """Of the planner; 0: it does not say. An older one than the node has heard is StaleEpoch."""
+    """The planner's epoch. 0: it does not say. The node refuses an
+    epoch before the latest that it has heard (StaleEpoch)."""
     model_id: ModelId
     keep: Tier | None
 

@@ -39,7 +39,7 @@ def mirror() -> str:
 @dataclass(slots=True)
 class Engine:
     directory: Path
-    """Of the programs, of what they keep, and of their logs."""
+    """Holds the programs, what they keep, and their logs."""
     _process: "subprocess.Popen[bytes] | None" = field(default=None)
 
     @property

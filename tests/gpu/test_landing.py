@@ -74,7 +74,7 @@ async def test_from_a_device(
 async def test_what_was_written_to_the_device_comes_down(
     device: DeviceArena, landing: Landing, block: memoryview
 ) -> None:
-    """By a kernel, not by an adapter: for that see test_gpudirect."""
+    """A kernel writes here; in test_gpudirect an adapter does."""
     data = noise(CUDA)
     offset = device._offset(block)
     device._bytes[offset : offset + NBYTES].copy_(data)

@@ -49,7 +49,7 @@ def oracle(classifier: Path) -> Any:
 
 
 def images(count: int) -> list[Image.Image]:
-    """Of many sizes, the same every time."""
+    """Images of many sizes, the same in every run."""
     random = np.random.default_rng(5)
     shapes = random.integers(20, 90, (count, 2))
     return [

@@ -121,6 +121,18 @@ async def check_models(run: Callable[..., Any], url: str) -> None:
     assert (await run("model", "add", "tiny", "--json")).document["name"] == "tiny"  # once more
 
 
+async def until_answered(session: aiohttp.ClientSession, url: str, status: int) -> str:
+    """Asks until the answer has this status: the gateway hears what the planner has agreed to a
+    little later than the operator."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            async with session.post(f"{url}/v1/completions", json=BODY) as answer:
+                if answer.status == status:
+                    return await answer.text()
+                assert answer.status in (200, 429)
+            await asyncio.sleep(0.05)
+
+
 async def check_scaling_by_hand(run: Callable[..., Any], url: str) -> None:
     """A model at 0 instances refuses requests at once, and says whose wish that is."""
     none = await run("scale", "tiny", "--instances", "0")
@@ -130,13 +142,11 @@ async def check_scaling_by_hand(run: Callable[..., Any], url: str) -> None:
     assert (await run("status", "--json")).document["models"][0]["fixed"] == 0
     assert "0, by hand" in (await run("model", "ls")).out
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
-        async with session.post(f"{url}/v1/completions", json=BODY) as answer:
-            assert answer.status == 429
-            assert "kept at 0 instances by its operator" in await answer.text()
+        refusal = await until_answered(session, url, 429)
+        assert "kept at 0 instances by its operator" in refusal
         back = await run("scale", "tiny", "--instances", "auto")
         assert "the autoscaler decides again" in back.err
-        async with session.post(f"{url}/v1/completions", json=BODY) as answer:
-            assert answer.status == 200
+        await until_answered(session, url, 200)
     await until(run, lambda shown: shown["models"][0]["fixed"] is None)
 
 
@@ -199,7 +209,7 @@ async def check_end(run: Callable[..., Any], directory: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL, None])
 async def test_a_cluster_ends_with_its_up(directory: Path, number: signal.Signals | None) -> None:
-    """By a signal, or by `down` in another terminal."""
+    """`up` is ended by a signal, or (None) by `down` in another terminal."""
     data = directory / "lambdascale-data"
     words = ("up", "--nodes", "1", "--port", "0")
     up = await commands.start(*words, cwd=directory)

@@ -51,7 +51,7 @@ garbage = st.one_of(
 
 
 async def write(streams: Streams, said: bytes, pieces: Sequence[int]) -> None:
-    """In pieces of these sizes, and then the rest."""
+    """Writes `said` in pieces of these sizes, and then the rest."""
     for size in pieces:
         streams[1].write(said[:size])
         said = said[size:]
@@ -184,7 +184,7 @@ class Answers:
 # --- the asking end -------------------------------------------------------------------------
 
 SIZES = (1, 50, 700, 1500)
-"""Of the reads that are under way."""
+"""The sizes of the reads that are under way."""
 GUARD = 100
 
 
@@ -235,7 +235,7 @@ class Expected:
 
     def __init__(self) -> None:
         self.filled = dict.fromkeys(range(len(SIZES)), 0)
-        """Of the reads that were neither served nor refused yet."""
+        """Bytes that have come, by read, of the reads that were neither served nor refused yet."""
         self.served: set[int] = set()
         self.refused: dict[int, type[TransportError]] = {}
         self.violated = False

@@ -25,7 +25,7 @@ FACTS = st.builds(
 
 @st.composite
 def candidates(draw: st.DrawFn) -> list[Candidate]:
-    """With names of their own."""
+    """Candidates, each with a name of its own."""
     found = []
     for number, candidate in enumerate(draw(st.lists(FACTS, max_size=8))):
         named = msgspec.structs.replace(candidate.info, node=f"n{number}")

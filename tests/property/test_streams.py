@@ -323,7 +323,7 @@ class Streams(RuleBasedStateMachine):
         assert per_instance == load.instance_requests
 
     def teardown(self) -> None:
-        """With one sound instance everything that is left ends, right."""
+        """Once one instance is sound, all that is left ends with the right tokens."""
         self.now += 1.0
         self.apply((instance(9, InstanceState.SERVING, 100),), self.revision + 2)
         while any(not client.ends and not client.left for client in self.clients.values()):

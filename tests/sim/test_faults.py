@@ -55,7 +55,7 @@ def whoever(role: Role) -> Whom:
 def log_of(
     *faults: Fault, spec: ClusterSpec = SPEC, requests: Sequence[Arrival] = BURST
 ) -> list[str]:
-    """Of a run without violations."""
+    """The log of a run, in which no invariant may be violated."""
     verdict = play(Scenario(0, spec, tuple(requests), faults))
     assert not verdict.violations
     return [line.split(maxsplit=1)[1] for line in verdict.log]

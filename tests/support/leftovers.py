@@ -14,7 +14,7 @@ import pytest
 
 MARK = "LS_TEST_RUN"
 PATIENCE_S = 20.0
-"""For what was told to end, on a busy machine."""
+"""Seconds that a process which was told to end may take, on a busy machine."""
 POLL_S = 0.1
 
 

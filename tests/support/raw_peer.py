@@ -24,7 +24,8 @@ from shared.errors import TransportError
 from tests.support.listeners import Hears
 
 SILENCE_S = 1.0
-"""Of nodes in tests: no shorter, since a busy machine is silent too."""
+"""The silence after which nodes in tests give a peer up. It is no shorter because a busy machine
+is silent, too."""
 LIMIT_S = 200.0
 """Within which everything ends, in a typed error or well."""
 STRANGER = "tcp://127.0.0.1:1"

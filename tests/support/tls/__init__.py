@@ -8,7 +8,7 @@ DIRECTORY = Path(__file__).parent
 
 
 def certificates(shown: str = "ours", trusted: str = "ours") -> Tls:
-    """Of a node that shows the certificate of one authority and trusts another."""
+    """The settings of a node that shows the certificate of one authority and trusts another."""
     tls = load(
         str(DIRECTORY / f"{shown}-node.pem"),
         str(DIRECTORY / f"{shown}-node.key"),

@@ -68,7 +68,7 @@ def test_racks_are_held_against_taps_and_not_against_the_flat_rows() -> None:
 
 
 def nbytes(spec: CheckpointSpec) -> tuple[int, int, int]:
-    """Of the embedding, a layer and the head with its norm; two bytes a weight."""
+    """Bytes of the embedding, of a layer, and of the head with its norm, at two bytes a weight."""
     head_dim = spec.hidden // spec.heads
     attention = 2 * spec.hidden * (spec.heads + spec.kv_heads) * head_dim
     layer = attention + 3 * spec.hidden * spec.intermediate + 2 * spec.hidden

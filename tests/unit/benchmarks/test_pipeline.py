@@ -58,7 +58,7 @@ def shown(rate: float, *idle: float, hand_over_s: float = 0.001) -> Window:
 
 
 def row() -> Row:
-    """Of three rounds."""
+    """A row that was measured in three rounds."""
     return Row(
         2,
         [shown(400, 0.05, 0.09), shown(480, 0.04, 0.10), shown(100, 0.50, 0.60)],

@@ -29,7 +29,7 @@ def settings(variables: dict[str, str]) -> dict[str, str]:
 
 
 def variables_in(path: Path) -> dict[str, str]:
-    """Of a file with NAME=VALUE lines."""
+    """The variables that a file of NAME=VALUE lines sets."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 

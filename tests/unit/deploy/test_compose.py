@@ -115,7 +115,8 @@ def test_every_service_waits_for_nats_restarts_and_has_a_health_check(name: str)
 
 
 def test_one_service_makes_the_image_and_none_pulls_it() -> None:
-    """With several `build`s the images race for the one tag, and a later `up` makes all anew."""
+    """If several built it, their images would race for the one tag, and a later `up` would make all
+    anew."""
     assert [name for name, service in OURS.items() if "build" in service] == ["registry"]
     policies = {name: service["pull_policy"] for name, service in OURS.items()}
     assert policies == {**dict.fromkeys(OURS, "never"), "registry": "missing"}
@@ -123,7 +124,8 @@ def test_one_service_makes_the_image_and_none_pulls_it() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_health_is_asked_of_the_service_itself(name: str) -> None:
-    """By a command that imports little: it runs every two seconds while services start."""
+    """The check is a command that imports little, because it runs every two seconds while services
+    start."""
     kind, *command = OURS[name]["healthcheck"]["test"]
     assert (kind, command) == ("CMD", ["python", "-m", "services.health"])
     assert OURS[name]["environment"][VARIABLE_OF_HEALTH].startswith("/tmp/")

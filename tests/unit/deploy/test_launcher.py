@@ -12,7 +12,7 @@ from tests.unit.deploy.support import ROOT
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Of the launcher, and of what it installs."""
+    """A checkout of the launcher alone, with what it installs."""
     made = tmp_path / "checkout"
     (made / "requirements").mkdir(parents=True)
     for name in ("lambdascale", "requirements/run.lock"):

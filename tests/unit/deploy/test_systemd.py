@@ -20,7 +20,8 @@ NEWER = {"RestartSteps": 254, "RestartMaxDelaySec": 254}
 """Keys that an older systemd warns of and passes over."""
 STUBS = ("basic", "multi-user", "network-online", "shutdown", "sysinit")
 MOST_EXPOSED = 2.5
-"""Of 10, by `systemd-analyze security`; 252 says 1.8, and versions weigh a little differently."""
+"""The highest exposure, out of 10, that `systemd-analyze security` may find. systemd 252 says 1.8,
+and its versions weigh a little differently."""
 
 
 def values(unit: str, key: str) -> list[str]:

@@ -302,7 +302,7 @@ class Cluster(Recorder):
         return record
 
     async def store_classifier(self, name: ModelName) -> ModelRecord:
-        """For images of 8 x 8 pixels."""
+        """Publishes a classifier of images of 8 x 8 pixels."""
         objects = await self.bus.objects()
         config = {
             "architectures": ["ViTForImageClassification"],

@@ -470,7 +470,8 @@ async def test_usage_in_a_chunk_counts_up_to_that_chunk(
 async def test_usage_says_how_much_of_the_prompt_was_cached(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
-    """Of each prompt, what no choice had to compute; where it first gave a token."""
+    """The usage counts, for each prompt, the positions that no choice had to compute where it first
+    gave a token."""
     cached = {ids_of("a")[0]: iter((16, 48)), ids_of("b")[0]: iter((32, 32))}
     cluster.nodes[1].cached = lambda submit: next(cached[submit.tokens[1]])
     body = {**ASK, "prompt": ["a" * 50, "b" * 50], "n": 2}

@@ -60,7 +60,7 @@ async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPat
 async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With each chunk, however long nothing else is said."""
+    """Each chunk that was scored counts as a sign of life, however long nothing else is said."""
     monkeypatch.setattr("services.gateway.http.KEEPALIVE_S", 1000)
     async with running(replica(1)) as cluster, asyncio.timeout(PATIENCE_S):
         (node,) = await nodes_of(cluster, 1, pause_at=-1)

@@ -60,7 +60,7 @@ class FakeKv:
     cached: dict[str, int] = field(default_factory=dict)
     """Positions that sequences begin with, by their keys."""
     asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """For what tokens it was asked."""
+    """The tokens of each question to the prefix cache, by the sequence's key."""
     without: set[ModelId] = field(default_factory=set)
     """Models that keep none."""
 

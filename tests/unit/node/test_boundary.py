@@ -197,7 +197,7 @@ async def test_whoever_says_that_it_is_this_node_and_hangs_up_ends_nothing(
 async def test_a_peer_that_dials_is_dialled_back_so_that_its_loss_is_seen(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    """By a node that makes no connections ahead of need."""
+    """The node that is dialled makes no connections ahead of need."""
     async with nodes(tmp_path, checkpoint, "a") as up:
         await up.start("s", mesh_peers=0)
         await up.promoted("a")

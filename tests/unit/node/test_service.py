@@ -317,7 +317,8 @@ async def test_a_node_on_a_clock_that_went_back_is_the_later_process(
 async def test_a_node_that_was_declared_gone_goes_on_as_a_new_one(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    """In the midst of a plan: the blocks are kept, and said under the new generation."""
+    """It happens in the midst of a plan. The node keeps its blocks and reports them under the new
+    generation."""
     async with nodes(tmp_path, checkpoint, "a", "b", settings={"lease_s": 1}) as up:
         await up.apply("a", promote=(0, 1, 2))
         await up.apply("b", FROM_A)

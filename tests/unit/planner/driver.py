@@ -187,7 +187,7 @@ class Driver:
         return [question for question in self.open if isinstance(question, kind)]
 
     def answer(self, question: Question, reply: Message | LambdaScaleError) -> list[Command]:
-        """Of a request on the bus."""
+        """Answers a question that was sent as a request on the bus."""
         if isinstance(reply, LambdaScaleError):
             return self.reply(question, Failed(question.ticket, reply))
         return self.reply(question, Replied(question.ticket, reply))

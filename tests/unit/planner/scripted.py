@@ -33,14 +33,14 @@ from shared.messages.scaling import (
 )
 
 WAIT_S = 600.0
-"""Of virtual time."""
+"""Seconds of virtual time."""
 REPORT_S = 0.1
 MODEL = ModelId("m0d3l")
 NAME = ModelName("llama")
 BLOCKS = 4
 BLOCK_BYTES = 100
 BLOCK_S = 0.01
-"""Of virtual time, for a block to come."""
+"""Seconds of virtual time that a block takes to come."""
 ARENA_BYTES = 1000
 SLOTS = 4
 

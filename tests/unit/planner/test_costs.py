@@ -126,7 +126,7 @@ def test_what_a_relay_loads_by_itself_is_forwarded_when_it_is_complete() -> None
 
 
 def test_a_receiver_takes_one_block_after_the_other() -> None:
-    """Of two sources the second is ready earlier than the port."""
+    """The second of two sources is ready before the receiver's port is."""
     moves = [Move(1, 0, 2, 0), Move(2, 1, 2, 1), Move(2, 0, 3, 0)]
     there = arrival_times(moves, task((100, 100), 100.0, 100.0, 100.0, 100.0))
     assert there == {(2, 0): 1.0, (2, 1): 2.0, (3, 0): 2.0}

@@ -163,7 +163,7 @@ def test_mean_capacity_of_two_sources() -> None:
 
 
 def upper_bound(nodes: int, blocks: int, sources: int, step: int, *, with_sources: bool) -> float:
-    """Of capacity after a step of any schedule (min over j of what j steps' holders can run)."""
+    """No schedule has more capacity after a step: the least, over j, that j steps' holders run."""
     chunks = min(sources, nodes - sources)
     bound = float(nodes if with_sources else nodes - sources)
     for j in range(step + 1):
@@ -191,7 +191,8 @@ def best(held: Sequence[AbstractSet[int]], blocks: int) -> float:
 
 
 def test_capacity_reaches_the_bound_of_any_schedule_in_most_cases_and_never_exceeds_it() -> None:
-    """With k | D. Where it is missed, it takes paths that come to a node twice."""
+    """The number of sources divides that of destinations. Where the bound is missed, only paths
+    that come to a node twice would reach it."""
     gaps: list[float] = []
     for k, nodes, blocks in GRID:
         schedule = STRATEGIES["binomial"](step_task(nodes, blocks, range(k)))

@@ -49,14 +49,14 @@ def broker() -> MemoryBroker:
 
 @pytest.fixture
 async def bus(broker: MemoryBroker) -> AsyncIterator[MemoryBus]:
-    """Of everybody but the registry."""
+    """The bus of everybody but the registry."""
     async with MemoryBus(broker) as bus:
         yield bus
 
 
 @pytest.fixture
 async def own(broker: MemoryBroker) -> AsyncIterator[FailingBus]:
-    """The registry's."""
+    """The registry's bus."""
     async with FailingBus(broker) as own:
         yield own
 

@@ -63,7 +63,7 @@ def engine(
 
 
 def row(key: str, position: int, count: int, *, limit: int = 50, draw: int | None = None) -> Row:
-    """With tokens, for a part that begins at block 0."""
+    """A row of tokens, as a part that begins at block 0 has it."""
     what = None if draw is None else Draw(draw, Sampling())
     return Row(key, position, count, limit, (0,) * count, what)
 
@@ -77,7 +77,7 @@ def part(rows: Sequence[Row], start: int = 0, stop: int = BLOCKS) -> StagePart:
 
 
 def run(on: ModelledEngine, *parts: StagePart) -> tuple[list[PartResult], float]:
-    """In one sweep: what came of each, and the seconds that it takes."""
+    """Runs the parts in one sweep. Returns what came of each, and the seconds that it took."""
     sweep = on.begin(ID)
     numbers = [sweep.join(one) for one in parts]
     left: dict[int, PartResult] = {}

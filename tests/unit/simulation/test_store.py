@@ -18,7 +18,7 @@ BLOCKS = 4
 A, B, C = (modelled_manifest(model("demo", name), blocks=BLOCKS, unit=4096) for name in "abc")
 NBYTES = model("demo").nbytes
 SSD_S, PCIE_S = 10.0, 1.0
-"""Of a whole model."""
+"""Seconds in which a whole model is read from the SSD, and copied over PCIe."""
 KEEP_ALIVE_S = 100.0
 
 Read = Callable[[Manifest], Awaitable[float]]
@@ -56,7 +56,7 @@ class Disk:
 
     @property
     def copies(self) -> float:
-        """In host memory."""
+        """How many copies of a model are in host memory."""
         return self.store.host_bytes / NBYTES
 
 

@@ -47,7 +47,7 @@ def test_another_image_processor_is_another_model(own: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("original", [True, False])
 def test_every_tensor_that_transformers_saves_has_its_place(tmp_path: Path, original: bool) -> None:
-    """By the names of the Hub's checkpoints, and by those in memory."""
+    """`original`: tensors have their names in checkpoints on the Hub; else those in memory."""
     config = ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,

@@ -50,7 +50,7 @@ Source = tuple[ASTSource, dict[str, int]]
 
 
 class Noted:
-    """In place of a kernel."""
+    """Stands for a kernel, and notes how it is launched."""
 
     def __init__(self, kernel: Any, sources: dict[str, Source]) -> None:
         self._kernel, self._sources = kernel, sources

@@ -126,7 +126,7 @@ def part(rows: list[Row], start: int, stop: int, hidden: torch.Tensor | None = N
 
 
 def run(engine: TorchEngine, given: StagePart, model_id: ModelId = MODEL) -> PartResult:
-    """In a sweep of its own."""
+    """Runs one part in a sweep of its own."""
     (result,) = run_all(engine, [given], model_id)
     return result
 
@@ -134,7 +134,7 @@ def run(engine: TorchEngine, given: StagePart, model_id: ModelId = MODEL) -> Par
 def run_all(
     engine: TorchEngine, parts: Sequence[StagePart], model_id: ModelId = MODEL
 ) -> list[PartResult]:
-    """In one sweep."""
+    """Runs all parts in one sweep."""
     sweep = engine.begin(model_id)
     numbers = [sweep.join(one) for one in parts]
     left: dict[int, PartResult] = {}

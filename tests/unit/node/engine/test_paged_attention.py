@@ -94,8 +94,8 @@ def written_after(spans: list[Span]) -> torch.Tensor:
 
 
 def test_the_kernels_compile() -> None:
-    """For GPUs that are not here. What this machine has compiled before, it does not compile again:
-    Triton knows it by the sources, the target and its own version."""
+    """The GPUs need not be here. Triton keeps what it has compiled on this machine, and knows it by
+    the sources, the target and its own version."""
     compiled = subprocess.run(
         [sys.executable, "-m", "tests.unit.node.engine.compile_kernels", *map(str, SHARED)],
         capture_output=True,

@@ -109,7 +109,7 @@ def test_a_row_of_no_numbers_fails_alone(value: float, sampling: Sampling) -> No
 
 
 class Broken(Processor):
-    """Of which nobody knew that it could break."""
+    """A processor with a bug."""
 
     def apply(self, logits: Logits) -> None:
         raise IndexError("out of bounds")

@@ -111,7 +111,7 @@ SO_FAR = (7, 8, 9, 7, 4, 4, 4, 4)
 
 
 def with_context(*, prompt_tokens: int = 6, tokens: tuple[int, ...] = SO_FAR) -> Forward:
-    """For token 2 of its request."""
+    """A message that asks for token 2 of its request."""
     context = Context(tokens, prompt_tokens, (1,), LogitRules(presence_penalty=0.5))
     draw = Draw(2, Sampling(), context)
     return changed(rows=(ROWS[0], replace(ROWS[1], draw=draw)))

@@ -98,7 +98,7 @@ class Node:
             await self.worker.attach(MODEL, block, self.blocks[block])
 
     async def begin_upload(self) -> "asyncio.Task[None]":
-        """Of block 0 of the other model; it gets stuck on the way."""
+        """Begins to upload block 0 of the other model. The upload gets stuck on the way."""
         await self.worker.open_model(OTHER, HASH_MODEL)
         self.link.copies.shut()
         upload = asyncio.create_task(self.worker.attach(OTHER, 0, self.blocks[BLOCKS]))

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def tokens(self) -> list[list[Token]]:
-        """With their log probabilities, and how they ended."""
+        """The tokens of each attempt, with their log probabilities and how the attempt ended."""
         return [attempt.tokens for attempt in self.attempts]
 
 

@@ -23,7 +23,7 @@ from tests.unit.node.gates import Gate
 from tests.unit.node.hosting.test_hosting import Landings
 
 CHUNKS = 2
-"""Of block 1, before the gate."""
+"""How many chunks of block 1 pass before the gate closes."""
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ async def test_who_keeps_a_copy_is_told_before_bytes_are_written(nodes: Nodes) -
     source.hold([0, 1])
     target.hold([])
     written: list[tuple[int, bytes]] = []
-    """Of what is about to be written over: how much, and what was there."""
+    """(how many bytes, what was there before) of every part that was written over."""
     target.mover._overwrites = lambda part: written.append((len(part), bytes(part)))
     target.pull([source], (1, 0, source))
     await target.until(lambda: [a.block for a in target.arrivals] == [0])

@@ -47,7 +47,7 @@ from tests.support.raw_peer import (
 MIB = 1 << 20
 MACHINE = "here"
 NBYTES = 1000
-"""Of a read."""
+"""The size of a read."""
 
 
 class Sharing:
@@ -116,7 +116,7 @@ async def told(node: Node) -> TransportError:
 
 
 async def serves(shared: Sharing) -> None:
-    """By shared memory, too: to itself."""
+    """Fails unless `shared` still serves, by shared memory too: it reads from itself."""
     data, way = await shared.read(shared.node.address)
     assert (data, way) == (b"w" * NBYTES, "shm")
 
@@ -251,7 +251,7 @@ def grant(key: int, address: int, nbytes: int = NBYTES) -> Callable[[int], bytes
 
 
 async def test_a_grant_that_is_right(own: Sharing) -> None:
-    """For comparison with those below."""
+    """The grants of the tests below differ from this one, and are refused."""
     async with sharing() as other, granting(own, other, grant(0, 100)) as address:
         assert await own.read(address) == (b"w" * NBYTES, "shm")
 
@@ -462,8 +462,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
 async def test_an_owner_of_memory_that_dies(own: Sharing, number: signal.Signals) -> None:
-    """In the midst of a read. It could not take its memory back (it tried, and there is no SIGBUS),
-    and the reader learns of its end by the connection."""
+    """It dies in the midst of a read. It could not take its memory back (it tried, and there is no
+    SIGBUS), and the reader learns of its end by the connection."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SOURCE, stdout=asyncio.subprocess.PIPE
     )

@@ -207,7 +207,7 @@ def test_cancelled_at_the_moment_of_its_grant() -> None:
 def test_never_faster_than_the_rate(
     plan: list[tuple[float, int, int, bool]], late_s: float
 ) -> None:
-    """In every window: at most what the rate allows, a grant, and what a late timer cost."""
+    """No window has more bytes than the rate allows, one grant more, and what a late timer cost."""
 
     async def main() -> Log:
         port, log = Port(RATE), Log()

@@ -34,7 +34,7 @@ class Target:
 
 
 class Landing:
-    """Of a device, whose way down is as long as the test says."""
+    """A device's landing, from where bytes take as long to come down as the test says."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

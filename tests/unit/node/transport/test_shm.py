@@ -119,7 +119,7 @@ async def test_a_dialler_that_hangs_up_gets_nothing_and_harms_nothing() -> None:
 
 
 def mappings() -> int:
-    """Of arenas, in this process."""
+    """The number of arenas that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:lambdascale-arena")
 
 
