@@ -232,15 +232,17 @@ class Pool:
             gateway.do(gateway.dispatch.on_tick(self.now))
 
     def deliver_all(self) -> None:
-        while self.submits or self.replies or self.cancels or self.tokens:
-            while self.submits:
-                self.submit(0)
-            while self.replies:
-                self.reply(0)
-            while self.cancels:
-                self.cancel(0)
-            while self.tokens:
+        """All that is under way arrives, in the usual order: tokens before answers that were given
+        after them."""
+        while self.tokens or self.cancels or self.submits or self.replies:
+            if self.tokens:
                 self.deliver(0)
+            elif self.cancels:
+                self.cancel(0)
+            elif self.submits:
+                self.submit(0)
+            else:
+                self.reply(0)
 
     def _answered(self, sent: Sent, error: LambdaScaleError | None) -> None:
         dispatch, submit = sent.gateway.dispatch, sent.submit
