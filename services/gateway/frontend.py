@@ -6,7 +6,6 @@ from typing import Any
 
 import structlog
 
-from services.gateway.containment import Contain, failure_of
 from services.gateway.core import admission
 from services.gateway.core.commands import (
     Broken,
@@ -23,6 +22,7 @@ from services.gateway.core.commands import (
 )
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.requests import Request
+from services.gateway.failures import Contain, failure_of
 from services.gateway.metrics import Metrics
 from shared import subjects, telemetry
 from shared.bus.base import Bus

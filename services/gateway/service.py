@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from services.gateway.catalog import Catalog
-from services.gateway.containment import go_on
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
+from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http import Api

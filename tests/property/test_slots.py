@@ -1,10 +1,10 @@
 """One account of slots: what gateways think is free, and what leaders take, come to the same.
 
-Gateways' cores and nodes' schedulers run with the same slots (`tests/support/coupled.py`). Questions
-and answers are lost, late and in any order, tokens are lost and repeated, instances come, move and
-go. At every moment a client has the true tokens, each once. As soon as nothing is under way, no
-request waits, in a gateway or on an instance that moves, while an instance that its gateway knows
-could begin it; and no node runs anything that no gateway wants.
+Gateways' cores and nodes' schedulers run with the same slots (`tests/support/coupled.py`).
+Questions and answers are lost, late and in any order; tokens are lost and repeated; instances come,
+move and go. At every moment each client has the true tokens, each once. As soon as nothing is under
+way, no request waits, in a gateway or on an instance that moves, while an instance that its gateway
+knows could begin it. And no node runs anything that no gateway wants.
 """
 
 from itertools import count
