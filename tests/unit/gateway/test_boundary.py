@@ -236,7 +236,7 @@ async def test_files_that_cannot_be_read_are_their_model_s(
 async def test_the_gateway_outlives_its_bus(
     monkeypatch: pytest.MonkeyPatch, faulty: Faulty, subject: str
 ) -> None:
-    monkeypatch.setattr("services.gateway.containment.AFTER_FAILURE_S", 0.01)
+    monkeypatch.setattr("services.gateway.failures.AFTER_FAILURE_S", 0.01)
     monkeypatch.setattr("services.gateway.service.REFRESH_S", 0.01)
     monkeypatch.setattr("services.gateway.core.routing.AVOID_MAX_S", 0.02)
     wanted = {
@@ -267,7 +267,7 @@ async def test_the_gateway_outlives_its_bus(
 
 async def test_the_first_answers_may_fail(monkeypatch: pytest.MonkeyPatch, faulty: Faulty) -> None:
     """Those of registry and planner: with an untyped error of theirs, as with every other."""
-    monkeypatch.setattr("services.gateway.containment.AFTER_FAILURE_S", 0.01)
+    monkeypatch.setattr("services.gateway.failures.AFTER_FAILURE_S", 0.01)
     monkeypatch.setattr("services.gateway.service.LEARN_S", 0.01)
     left = {"_models": list(BUGS), "_instances": list(BUGS)}
     for method, errors in left.items():
