@@ -104,8 +104,8 @@ class KernelStep:
         rows, width = len(slots), config.hidden_size
         self._threads = kernels.threads_for(rows * width, width)
         narrow = decoder.dtype == torch.bfloat16
-        # Tiles multiply bfloat16 only. Without them, activations inside a layer stay in float32.
-        inner = torch.bfloat16 if narrow and compiled.tiles else torch.float32
+        # Pairs and tiles are of bfloat16. Without them, activations inside a layer stay in float32.
+        inner = torch.bfloat16 if narrow and compiled.way != kernels.VECTORS else torch.float32
         self._normed, qkv, attended, gated, queries, scores = workspace.take(
             ((rows, width), inner),
             ((rows, a.q_size + 2 * a.kv_size), inner),

@@ -32,7 +32,7 @@ PITCH = 4
 """Rows for torch's products begin at multiples of this many inputs. Without its strict mode (on
 AMD), MKL gives other bits to a row whose address is no multiple of 16 bytes."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""The numbers of dtypes in products.c."""
+"""The numbers of dtypes in kernels.h."""
 
 
 class Linear(Protocol):
@@ -129,12 +129,12 @@ class Packed:
         panels = -(-outputs // PANEL)
         self._compiled, self._panels, self._inputs = compiled, panels, inputs
         self._width = outputs // 2 if gated else outputs
-        self._tiles = compiled.tiles and narrow
+        self._way = compiled.way if narrow else kernels.VECTORS
         self._weight = torch.empty(panels * PANEL, -(-inputs // DEPTH) * DEPTH, dtype=held)
         self._scales = torch.empty(panels * PANEL) if held == torch.int8 else None
         self._bias = None if bias is None else torch.empty(panels * PANEL)
         self._matrix = kernels.Matrix(
-            kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, tiles=self._tiles,
+            kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, way=self._way,
             weight=self._weight.data_ptr(), scales=_address(self._scales),
             bias=_address(self._bias),
         )  # fmt: skip
@@ -161,7 +161,7 @@ class Packed:
 
     def _run(self, x: Tensor, made: Tensor, *, added: bool) -> None:
         narrow, rows = made.dtype == torch.bfloat16, len(x)
-        x = x.to(torch.bfloat16 if self._tiles else torch.float32).contiguous()
+        x = x.to(torch.float32 if self._way == kernels.VECTORS else torch.bfloat16).contiguous()
         threads = kernels.threads_for(self._panels, PANEL * self._inputs * rows)
         product = kernels.Product(
             threads=threads, rows=rows, narrow=narrow, added=added,

@@ -1,6 +1,6 @@
 """Loads the C kernels, compiling them for this machine's processor when they are first needed.
 
-Compiling takes a C compiler (`cc`) about three seconds, once: the result is kept in the user's
+Compiling takes a C compiler (`cc`) about five seconds, once: the result is kept in the user's
 cache folder. The functions run on the threads of torch's own OpenMP. A second set of threads would
 compete with torch's for cores, because OpenMP threads spin for a while after each product.
 """
@@ -21,14 +21,18 @@ import torch
 from shared import telemetry
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("attention.c", "calls.c", "products.c"))
-HEADERS = tuple(HERE / name for name in ("kernels.h", "numbers.h"))
+SOURCES = tuple(
+    HERE / f"{name}.c" for name in ("attention", "calls", "products", "vectors", "pairs", "tiles")
+)
+HEADERS = tuple(HERE / name for name in ("kernels.h", "numbers.h", "products.h"))
 FLAGS = (
     "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-shared", "-fPIC",
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of activations and weights."""
+VECTORS, PAIRS, TILES = range(3)
+"""`Way` in kernels.h."""
 SMALL = 1 << 16
 """Waking another thread does not pay for fewer multiplications than this."""
 
@@ -45,7 +49,7 @@ def _fields(*declared: str) -> list[tuple[str, Any]]:
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = _fields("integers kind inputs outputs gated tiles", "pointers weight scales bias")
+    _fields_ = _fields("integers kind inputs outputs gated way", "pointers weight scales bias")
 
 
 class Attention(ctypes.Structure):
@@ -113,8 +117,9 @@ class Kernels:
         self._openmp = _openmp()
         self.barrier = self._openmp and ctypes.cast(self._openmp.GOMP_barrier, ctypes.c_void_p)
         """The barrier at which all threads of a call wait for each other."""
-        self.tiles = bool(loaded.has_tiles())
-        """Whether the processor multiplies tiles of bfloat16 (AMX)."""
+        loaded.best_way.restype = ctypes.c_int64
+        self.way = int(loaded.best_way())
+        """The best way here to multiply bfloat16 (`Way` in kernels.h)."""
 
     def run(self, argument: ctypes.Structure, threads: int) -> None:
         argument.next = 0

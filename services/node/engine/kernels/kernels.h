@@ -6,12 +6,16 @@
 
 typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
 
+/* How a matrix is multiplied: in float32, or with instructions for pairs (AVX-512) or tiles (AMX) of
+   bfloat16. */
+typedef enum { VECTORS, PAIRS, TILES } Way;
+
 /* Weights [out, in] in panels; products.c makes them. */
 typedef struct {
     int64_t kind;
     int64_t in, out;
     int64_t gated;       /* a panel has WIDTH / 2 gates, then the WIDTH / 2 outputs they gate */
-    int64_t tiles;       /* multiplied with tiles; x is then bfloat16, else float32 */
+    int64_t way;         /* x is float32 for VECTORS, else bfloat16 */
     void *weight;
     float *scales;       /* [panels, WIDTH], for int8 only */
     float *bias;         /* [panels, WIDTH] or NULL */
@@ -41,6 +45,9 @@ typedef struct {
    out is. */
 void norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64_t width,
                double eps, int narrow, int narrow_out, int64_t *next);
+
+/* The best way here to multiply bfloat16. */
+int64_t best_way(void);
 
 /* Writes x [rows, in] times the matrix to `made` [rows, out], or [rows, out / 2] if it is gated.
    `added`: adds to what is there. `threads`: how many make this call. */

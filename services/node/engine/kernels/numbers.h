@@ -15,6 +15,7 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
+typedef int8_t bytes __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -59,6 +60,13 @@ INLINE words widened_all(halves x) {
     return (words)_mm512_cvtepu16_epi32((__m256i)x);
 #else
     return __builtin_convertvector(x, words);
+#endif
+}
+INLINE ints signed_all(bytes x) {
+#ifdef __AVX512F__
+    return (ints)_mm512_cvtepi8_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, ints);
 #endif
 }
 /* 16 elements from i on. */

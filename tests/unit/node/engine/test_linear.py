@@ -21,6 +21,8 @@ FORMS: list[Form] = ["stored", "packed", "int8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 silu_times = TorchOps().silu_times
 OTHERS = {
+    "pairs": ("-mno-amx-tile", "-mno-amx-bf16"),
+    "vectors": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512bf16"),
     "narrow vectors": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512f"),
     "the oldest": ("-march=x86-64",),
     "nothing inlined": ("-fno-inline",),
@@ -125,17 +127,17 @@ def test_nor_does_it_depend_on_addresses(shape: tuple[int, int], threads: int) -
 
 
 @needs_cc
-@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("way", [kernels.VECTORS, kernels.PAIRS, kernels.TILES])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", ["packed", "int8"])
 def test_bf16_too_if_it_is_packed(
-    form: Form, shape: tuple[int, int], tiles: bool, monkeypatch: pytest.MonkeyPatch
+    form: Form, shape: tuple[int, int], way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = kernels.load()
     assert compiled is not None
-    if tiles and not compiled.tiles:
-        pytest.skip("this processor has no tiles (AMX)")
-    monkeypatch.setattr(compiled, "tiles", tiles)
+    if way > compiled.way:
+        pytest.skip("this processor has no pairs (AVX-512 BF16) or no tiles (AMX)")
+    monkeypatch.setattr(compiled, "way", way)
     weight, bias = made(shape, torch.bfloat16)
     x = torch.randn(640, shape[0]).bfloat16()
     bits_are_the_same(linear(weight, bias, form), shape[0], x)
