@@ -29,14 +29,19 @@ from shared.messages.scaling import (
     SetInstances,
 )
 
-KEPT = "kept even when idle; 0 lets the model sleep (default: %(default)s)"
-MOST = "default: as many as there are nodes"
+KEPT = "instances that it keeps even when idle; 0 lets it sleep (default: %(default)s)"
+MOST = "instances that it has at most (default: as many as there are nodes)"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     model = commands.add_parser("model", help="publish, list, remove and make models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
-    add = actions.add_parser("add", help="publish a Hugging Face checkpoint directory")
+    add = actions.add_parser(
+        "add",
+        help="publish a Hugging Face checkpoint directory",
+        description="Has a node import a Hugging Face checkpoint, publishes the model, and waits "
+        "until an instance serves it (unless --min-instances is 0).",
+    )
     add.add_argument(
         "path",
         type=absolute,
@@ -51,14 +56,28 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument("--min-instances", type=int, default=1, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))
-    listing = actions.add_parser("ls", aliases=["list"], help="list the models")
+    listing = actions.add_parser(
+        "ls",
+        aliases=["list"],
+        help="list the models",
+        description="Lists the published models: name, size, number of blocks, how many instances "
+        "the autoscaler may choose from (or what `lambdascale scale` set), id.",
+    )
     listing.set_defaults(run=lambda args: asyncio.run(_list(args)))
     remove = actions.add_parser(
-        "rm", aliases=["remove"], help="stop serving a model and forget it everywhere"
+        "rm",
+        aliases=["remove"],
+        help="stop serving a model and forget it everywhere",
+        description="Stops serving a model, and has every node forget it in memory and on disk. "
+        "The checkpoint that it was imported from stays.",
     )
-    remove.add_argument("name", metavar="MODEL")
+    remove.add_argument("name", metavar="MODEL", help="the model's name")
     remove.set_defaults(run=lambda args: asyncio.run(_remove(args)))
-    demo = actions.add_parser("demo", help="make a small checkpoint to try things with")
+    demo = actions.add_parser(
+        "demo",
+        help="make a small checkpoint to try things with",
+        description="Makes a small Llama checkpoint with random weights: its answers mean nothing.",
+    )
     demo.add_argument("path", type=absolute, metavar="PATH", help="directory to make")
     demo.set_defaults(run=_demo)
     scale = commands.add_parser(
@@ -67,8 +86,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Keeps exactly N instances of a model until told otherwise; "
         "`--instances auto` hands it back to the autoscaler.",
     )
-    scale.add_argument("name", metavar="MODEL")
-    scale.add_argument("--instances", required=True, metavar="N|auto", type=_instances)
+    scale.add_argument("name", metavar="MODEL", help="the model's name")
+    scale.add_argument(
+        "--instances",
+        required=True,
+        metavar="N|auto",
+        type=_instances,
+        help="how many; 0 refuses requests; auto: the autoscaler decides",
+    )
     scale.set_defaults(run=lambda args: asyncio.run(_scale(args)))
     for parser in (add, listing, remove, scale):
         add_cluster_options(parser)

@@ -13,7 +13,8 @@ Document = Mapping[str, Any]
 PIPED_WIDTH = 160
 COLUMNS = """\
 columns:
-  processes  since: when this one was started; restarts: how many ended before it, the last one how
+  processes  since: when the process was started; restarts: how many processes ended in its place
+             before, and how the last of them ended
   models     replicas: complete copies that serve; paths: sets of nodes that serve with a part of
              the model each, while it is loaded; wanted: what the autoscaler may choose from, or
              what `lambdascale scale` set by hand

@@ -43,8 +43,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "ends is started again, after a second at first and half a minute at most. Models that "
         "were published in the data directory before are served again.",
     )
-    up.add_argument("--nodes", type=int, default=3, metavar="N", help="default: %(default)s")
-    up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint, too")
+    up.add_argument(
+        "--nodes", type=int, default=3, metavar="N", help="how many (default: %(default)s)"
+    )
+    up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
     up.add_argument("--port", type=int, metavar="N", help=port)

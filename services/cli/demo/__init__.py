@@ -27,7 +27,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--out", type=absolute, default=DEFAULT_OUT, metavar="DIR", help=OUT)
     parser.add_argument(
-        "--requests", type=int, default=REQUESTS, metavar="N", help="default: %(default)s"
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        metavar="N",
+        help="the burst's size (default: %(default)s)",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
