@@ -1,6 +1,6 @@
-"""Calls and steps whose failure is kept to one request, model or message.
+"""Ways to await something whose failure concerns one request, model or message only.
 
-`Contain` is `Service.contain`: it logs and counts whatever is raised inside that is a bug.
+`Contain` is `Service.contain`, which logs and counts the bugs that are raised inside it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import structlog
 from shared.errors import LambdaScaleError
 
 AFTER_FAILURE_S = 1.0
-"""Seconds until a step that failed is tried again, so that a bug does not fill the log."""
+"""Seconds until a step that failed is taken again, so that a bug does not fill the log."""
 Contain = Callable[[str], AbstractContextManager[None]]
 
 
@@ -36,7 +36,8 @@ async def go_on(
     log: structlog.stdlib.BoundLogger,
     what: str,
 ) -> None:
-    """Takes the step again and again, after the seconds that it returned; None ends it."""
+    """Takes the step again and again. Each step returns the seconds until the next one, or None,
+    which ends this."""
     pause: float | None = 0.0
     while pause is not None:
         await asyncio.sleep(pause)

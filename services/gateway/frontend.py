@@ -1,4 +1,5 @@
-"""The dispatch core on the bus: attempts go out, tokens come in, every request gets its own."""
+"""The shell of the dispatch core: it hands events from the bus to the core, and carries out the
+core's commands. Each client gets the pieces of its own request."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -41,7 +42,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class _Switch:
-    """A mode switch is over when every request that moved has its next token, or has ended."""
+    """A mode switch. It is over when every request that moved has its next token, or has ended."""
 
     def __init__(self, command: Switched) -> None:
         self.command = command
@@ -61,7 +62,7 @@ class Frontend:
     ) -> None:
         self.dispatch = dispatch
         self.pressing = asyncio.Event()
-        """The load should be told at once."""
+        """Set when the load should be reported at once."""
         self._bus = bus
         self._metrics = metrics
         self._spawn = spawn
@@ -78,12 +79,12 @@ class Frontend:
         await self._idle.wait()
 
     async def withdrawn(self) -> None:
-        """Returns when nodes were told of all attempts that are over."""
+        """Returns when all withdrawals of attempts were published."""
         await asyncio.gather(*self._withdrawals)
 
     def begin(self, clients: Mapping[Request, Client]) -> None:
-        """Takes requests of one model, all or none; each client gets the pieces of its request, in
-        order. CapacityExceeded if the queue is full, NotFound if the model is gone."""
+        """Takes requests of one model, all or none. Each client is called with the pieces of its
+        request, in order. CapacityExceeded if the queue is full, NotFound if the model is gone."""
         requests = list(clients)
         commands = self.dispatch.admit(requests, now())
         for request, client in clients.items():
@@ -94,13 +95,13 @@ class Frontend:
             self.pressing.set()
 
     def end(self, requests: Iterable[Request]) -> None:
-        """Cancels those that have not ended."""
+        """Cancels those of the requests that have not ended."""
         for request in requests:
             if self._forget(request.id):
                 self.run(self.dispatch.cancel(request.id, now()))
 
     def finish(self, request: RequestId) -> None:
-        """The client has all it asked for (a stop string was met)."""
+        """Ends a request whose client has all that it asked for, because a stop string was met."""
         self._forget(request)
         self.run(self.dispatch.finish(request, now()))
 
@@ -168,7 +169,8 @@ class Frontend:
         subject = subjects.node_submit(command.node)
         asked = self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
         if failure := await failure_of(asked, self._contain, f"the submission to {command.node}"):
-            # Without a connection no instance is at fault: the request waits until there is one.
+            # Without a connection to the bus no instance is at fault, and the request waits until
+            # there is a connection again.
             error = failure if self._bus.is_up else NoResponders(NO_BUS)
             self._log.info(
                 "attempt not taken",

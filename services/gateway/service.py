@@ -38,30 +38,35 @@ from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 
 LOAD_S = 0.1
+"""Seconds between load reports while the load changes."""
 ONSET_S = 0.005
-"""Between two reports at least."""
+"""The least number of seconds between two load reports."""
 SAME_LOAD_S = 0.5
+"""Seconds between load reports while the load stays the same."""
 TICK_S = 0.05
+"""Seconds between looks at what has to happen with time."""
 LEARN_S = 0.2
-"""Between questions until they are answered the first time."""
+"""Seconds between questions to registry and planner, until each has answered once."""
 REFRESH_S = 5.0
-"""Between questions after that: a broadcast may have been missed."""
+"""Seconds between questions to the registry after that. A broadcast may have been missed."""
 ASK_TIMEOUT_S = 2.0
 STALL_S = 30.0
+"""See `Rules.stall_s`."""
 BUS_PATIENCE_S = 5.0
-"""New requests are refused once the bus is away for longer than this; NATS restarts in less."""
+"""New requests are refused once the bus is away for longer than this. NATS restarts in less."""
 HANG_UP_S = 0.5
-"""Connections get this long after the drain, to take their last bytes."""
+"""Seconds that connections have after the drain to take their last bytes."""
 
 
 class GatewayService(Service):
     role: ClassVar[str] = "gateway"
 
     def __init__(self, bus: Bus, config: GatewayConfig, *, listen: bool = True) -> None:
-        """`listen`: serve HTTP. Without it requests come in through `frontend` only."""
+        """`listen`: whether to serve HTTP. Otherwise requests come in through `frontend` only."""
         super().__init__(check_name("gateway id", config.id))
         self.id = GatewayId(new_id(config.id))
-        """On the bus: of this process alone, whatever other gateways are configured as."""
+        """The gateway's name on the bus. It is this process's alone, even if another gateway is
+        configured with the same id."""
         self._bus = bus
         self._config = config
         self._metrics = Metrics()
@@ -78,7 +83,7 @@ class GatewayService(Service):
             bus, self._dispatch, self._metrics, self._start, self.contain, self.log
         )
         self.url = ""
-        """Where HTTP is served; known once the service is open."""
+        """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
         self._api: Api | None = None
         self._said: tuple[ModelLoad, ...] | None = None
@@ -98,7 +103,7 @@ class GatewayService(Service):
         tokens = On(Tokens, self.frontend.on_tokens)
         self.own(await bus.subscribe(subjects.gateway_tokens(self.id), tokens))
         self.own(await bus.serve(subjects.gateway_story(self.id), StoryQuery, self._story))
-        # Nodes must not go on for clients whose streams the end of this service cuts off.
+        # When this service ends it cuts off streams. Nodes must not go on working for these.
         self.resources.push_async_callback(self.frontend.withdrawn)
         if self._listen:
             await self._open_http()
@@ -146,7 +151,7 @@ class GatewayService(Service):
                 )
 
     async def drain(self) -> None:
-        """New requests are sent away; those that run may end."""
+        """Refuses new requests, and waits until those that run have ended."""
         if self._api is not None:
             self._api.draining = True
         await self.frontend.idle()
@@ -202,7 +207,8 @@ class GatewayService(Service):
         self.frontend.run(self._dispatch.remove_model(model_id, now()))
 
     async def _prefetch(self, record: ModelRecord) -> None:
-        """So that the first request need not wait for it; what fails is tried again then."""
+        """Loads the model's files, so that its first request need not wait for them. If that fails,
+        the first request tries again."""
         try:
             await self._catalog.load(record)
         except LambdaScaleError as error:
@@ -211,7 +217,7 @@ class GatewayService(Service):
     # --- instances -----------------------------------------------------------
 
     async def _learn_instances(self) -> float | None:
-        """Until the planner has answered once; from then on its broadcasts say all."""
+        """Asks the planner until it has answered once. From then on its broadcasts are enough."""
         subject = subjects.PLANNER_INSTANCES
         try:
             answer = await self._bus.request(
@@ -239,8 +245,8 @@ class GatewayService(Service):
         return TICK_S
 
     async def _report(self) -> float:
-        """Ten times a second while the load changes, twice when it does not; and when requests
-        begin to wait at once, or `ONSET_S` after the report before."""
+        """Reports the load: every `LOAD_S` while it changes, every `SAME_LOAD_S` while it does not,
+        and at once when requests begin to wait (but `ONSET_S` after the last report)."""
         pressing = self.frontend.pressing
         with suppress(TimeoutError):
             await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)

@@ -1,7 +1,7 @@
 """The attempts of one model's requests: how each begins, takes over, is given up and ends.
 
-Every step here keeps three places together: the request, the routes that it runs on, and the
-commands that tell nodes and client.
+Each step here changes three things together: the request, the routes that it runs on, and the
+commands that tell nodes and clients.
 """
 
 from services.gateway.core.commands import End, Resumed, Send, Withdraw
@@ -46,7 +46,7 @@ class Attempts:
         self._out.append(Send(instance.leader, self.submit(request, target)))
 
     def take_over(self, source: Route, request: Request, reason: str, now: float) -> None:
-        """The attempt of its move is the request's from now on."""
+        """Ends the attempt on `source`. The request goes on with the attempt of its move."""
         move = request.move
         assert move is not None
         self.withdraw(source, request)
@@ -62,7 +62,7 @@ class Attempts:
         self._trace(request, self._table.routes.get(move.instance))
 
     def stay(self, target: Route, request: Request, why: str) -> None:
-        """The move comes to nothing: the request goes on where it is."""
+        """Gives up the request's move. The request goes on where it is."""
         self._drop_move(target, request)
         self._ledger.step(request, State.STREAMING if request.has_token else State.SUBMITTED, why)
 
@@ -91,7 +91,7 @@ class Attempts:
         self._out.append(Withdraw(route.instance.leader, cancel))
 
     def submit(self, request: Request, route: Route) -> Submit:
-        """The request's attempt on this instance."""
+        """The message that submits the request's attempt on this instance, or asks about it."""
         move = request.move
         if move is not None and move.instance != route.instance.id:
             move = None
@@ -120,7 +120,7 @@ class Attempts:
         return self._table.routes[request.instance]
 
     def route_of(self, request: Request, attempt: int) -> Route:
-        """Where that attempt of the request runs."""
+        """The route on which that attempt of the request runs."""
         if request.move is not None and attempt == request.move.attempt:
             return self._table.routes[request.move.instance]
         return self.route(request)

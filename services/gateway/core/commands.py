@@ -1,4 +1,4 @@
-"""The commands of the dispatch core to its shell, to be done in order."""
+"""The commands of the dispatch core to its shell, which carries them out in order."""
 
 import msgspec
 

@@ -1,10 +1,11 @@
 """All requests of one gateway: events in, commands out.
 
-Events are the calls: requests are admitted, instance sets and tokens arrive, attempts are refused
-or fail, nodes go, clients leave, time passes. Each returns the commands for the shell, in order.
+Its methods are the events: requests are admitted, instance sets and tokens arrive, attempts are
+refused or fail, nodes go, clients leave, time passes. Each returns commands for the shell, in
+order.
 
-What goes wrong with one model stays with it: an error out of its state, which is a bug, ends its
-requests and makes the state anew, from the newest instances; the other models' requests go on.
+A bug in the handling of one model harms no other model. If an error comes out of a model's state,
+its requests end, and its state is made anew from its newest instances.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,33 +35,34 @@ class Dispatch:
         self._ledger = Ledger()
         self._models: dict[ModelId, Model] = {}
         self._sets: dict[ModelId, InstanceSet] = {}
-        """The newest of each model that is known."""
+        """The newest instance set of each model."""
 
     def story(self, subject: str) -> tuple[Transition, ...]:
-        """The last steps of a request, or of those of a model or an instance, with their causes."""
+        """The last steps of a request, or of the requests of a model or an instance, with their
+        causes."""
         return self._ledger.story.of(subject)
 
     def validate(self) -> None:
-        """IllegalTransition names whatever does not hold between events. For tests."""
+        """For tests. IllegalTransition names the parts of the state that contradict each other."""
         found = list(validation.faults(self._models.values(), self._ledger))
         if found:
             raise IllegalTransition("; ".join(found))
 
     def _begin(self, cause: str, now: float) -> None:
-        """`cause`: the id of the event that is handled from here on."""
+        """Begins to handle the event with the id `cause`."""
         self._ledger.cause, self._ledger.now = cause, now
 
     # --- what is there -------------------------------------------------------
 
     def knows(self, model_id: ModelId) -> bool:
-        """It is listed, or something of it is left."""
+        """Whether the model is listed, or has requests or instances left."""
         return model_id in self._models
 
     def add_model(self, name: ModelName, model_id: ModelId) -> None:
         self._model(name, model_id).listed = True
 
     def remove_model(self, model_id: ModelId, now: float) -> list[Command]:
-        """What waits ends; what runs goes on as long as its instance is there."""
+        """Ends the requests that wait. Those that run go on as long as their instances do."""
         self._begin(model_id, now)
         if model := self._models.get(model_id):
             model.listed = False
@@ -85,7 +87,8 @@ class Dispatch:
     # --- requests ------------------------------------------------------------
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Command]:
-        """Takes new requests of one model, all or none: NotFound, CapacityExceeded."""
+        """Takes new requests of one model, all or none. NotFound if the model is not served,
+        CapacityExceeded if too many would wait."""
         model = self._models.get(requests[0].model_id)
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
@@ -98,19 +101,19 @@ class Dispatch:
         return self._flush()
 
     def pressing(self, model_id: ModelId) -> bool:
-        """Whether the model's load should be told at once."""
+        """Whether the model's load should be reported at once."""
         model = self._models.get(model_id)
         return model is not None and model.pressing
 
     def finish(self, request_id: RequestId, now: float) -> list[Command]:
-        """The gateway has all it wants (a stop string): the attempt is withdrawn."""
+        """Ends a request whose text met a stop string. Its attempt is withdrawn."""
         return self._leave(request_id, State.DONE, "stop string", now)
 
     def cancel(self, request_id: RequestId, now: float) -> list[Command]:
         return self._leave(request_id, State.CANCELLED, "the client left", now)
 
     def _leave(self, request_id: RequestId, state: State, why: str, now: float) -> list[Command]:
-        """Unknown and ended requests are ignored."""
+        """The gateway itself ends a request. Unknown and ended requests are ignored."""
         self._begin(request_id, now)
         if request := self._ledger.requests.get(request_id):
             model = self._models[request.model_id]
@@ -144,7 +147,7 @@ class Dispatch:
                 self._guard(model, now, model.lost, request, attempt, "lost", missing, now)
         for failure in message.failed:
             self._on_failed(failure, now, freed)
-        # A node that still works on an attempt which is over has not seen its withdrawal.
+        # A node that still works on an attempt which is over did not get its withdrawal.
         for request_id, attempt in late:
             cancel = Cancel(request=request_id, attempt=attempt, cause="late")
             self._ledger.out.append(Withdraw(message.node, cancel))
@@ -201,7 +204,8 @@ class Dispatch:
     # --- time and load -------------------------------------------------------
 
     def on_tick(self, now: float) -> list[Command]:
-        """Time-outs, and instances that may be tried again; to be called every few 10 ms."""
+        """Looks for requests that waited too long, and for instances that may be tried again. To be
+        called every few 10 ms."""
         self._begin("time", now)
         for model in list(self._models.values()):
             self._guard(model, now, model.tick, now)

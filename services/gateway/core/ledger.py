@@ -18,10 +18,10 @@ class Rules:
     """Requests of one model that may wait."""
     queue_timeout_s: float
     stall_s: float
-    """After this long without a token, the leader is asked whether the attempt is alive. It may
-    wait for room there; and a lost last token leaves no gap that would show the loss."""
+    """After this long without a token, the leader is asked whether the attempt goes on. It may only
+    be waiting for room. Or its last token was lost, which no gap would ever show."""
     max_attempts: int
-    """Failures that a request survives."""
+    """How many failures a request survives."""
 
 
 @dataclass(slots=True)
@@ -29,17 +29,18 @@ class Ledger:
     """What the models of a gateway share."""
 
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    """All that have not ended."""
+    """All requests that have not ended."""
     out: list[Command] = field(default_factory=list)
-    """Commands of the event that is being handled."""
+    """The commands so far of the event that is being handled."""
     story: Story = field(default_factory=Story)
-    """Of the requests."""
+    """The last steps of all requests."""
     cause: str = ""
-    """The id of the event that is being handled, and when it happened."""
+    """The id of the event that is being handled."""
     now: float = 0.0
+    """When that event happened."""
 
     def step(self, request: Request, state: State, why: str) -> None:
-        """The request's next state, by its table."""
+        """Moves the request to its next state. IllegalTransition if its table has no such step."""
         if state not in NEXT[request.state]:
             before = request.state.value
             raise self.story.illegal(request.id, f"{before} -> {state.value} ({why})")

@@ -1,8 +1,9 @@
 """The requests of one model: those that wait, and those that run on its instances.
 
-Requests wait first-in first-out; one that is resumed goes to the head; only one that was refused
-by whoever is free lets others go first. Whenever a slot may have
-come free, requests on moving instances get it first, then the queue.
+Requests wait first-in first-out, and a request that is resumed goes to the head of the queue. A
+request lets others go first only while it keeps away from every instance that is free, because each
+of them refused it. Whenever a slot may have come free, requests on moving instances get it first,
+and then the queue.
 """
 
 from collections import deque
@@ -31,12 +32,12 @@ from shared.messages.load import ModelLoad
 from shared.messages.serving import Scores, Token
 
 REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
-"""The node did not take the attempt (or could not keep it for want of room): no failure of the
-request's, which may try as often as its time allows."""
+"""Errors by which a node says that it does not take an attempt, or can no longer keep it. They do
+not count as failures of the request, which may try again as often as its time allows."""
 
 SILENCE_S = 2.0
-"""An attempt that gives no token for so long is asked about the first time: the message with its
-last token may be lost, which no later one would show."""
+"""After this long without a token, an attempt's leader is asked for the first time whether it goes
+on: the message with its last token may be lost, and no later token would show that."""
 
 
 class Model:
@@ -44,11 +45,11 @@ class Model:
         self.name = name
         self.id = model_id
         self.listed = False
-        """The registry has it. Otherwise nothing is begun for it."""
+        """Whether the registry lists the model. If not, no request of it is begun."""
         self.table = Table()
         self.queue: deque[Request] = deque()
         self._reported = 0
-        """Requests that waited when its load was last told."""
+        """How many requests waited when the load was last reported."""
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
@@ -57,7 +58,7 @@ class Model:
 
     @property
     def over(self) -> bool:
-        """It was removed, its requests have ended and its instances are gone."""
+        """Whether the model was removed, its requests have ended and its instances are gone."""
         return not (self.listed or self.queue or self.table.routes)
 
     # --- events --------------------------------------------------------------
@@ -84,7 +85,7 @@ class Model:
         self._out.append(Scored(request.id, logprobs))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
-        """Takes the request's next token; says whether its instance has more room now."""
+        """Takes the request's next token. Returns whether its instance has more room now."""
         if token.attempt != request.attempt:
             self.taken(request, now)
         route = self._attempts.route(request)
@@ -135,13 +136,13 @@ class Model:
         self._over(request, attempt, route, reason, detail, now)
 
     def taken(self, request: Request, now: float) -> None:
-        """Where the request moves to has it: the attempt before is withdrawn."""
+        """The instance that the request moves to has accepted it: the attempt before ends."""
         self._attempts.take_over(self._attempts.route(request), request, "moved", now)
 
     def _over(
         self, request: Request, attempt: int, route: Route, reason: str, detail: str, now: float
     ) -> None:
-        """The attempt is; the request goes on with its other one, if it has one."""
+        """The attempt is over. If the request is moving, it goes on with its other attempt."""
         if attempt != request.attempt:
             _shun(route, request, detail, now)
             self._attempts.stay(route, request, detail)
@@ -192,13 +193,13 @@ class Model:
             request = self.queue[position]
             route = routing.choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
-                position += 1  # whoever takes some took not this one: the next may go first
+                position += 1  # it keeps away from all that are free: the next one may begin
                 continue
             del self.queue[position]
             self._attempts.start(request, route, now)
 
     def _closed(self) -> LambdaScaleError | None:
-        """Why waiting is of no use."""
+        """The error for requests that would wait in vain; None if waiting makes sense."""
         if not self.listed:
             return NotFound(f"model {self.name!r} was removed")
         if self.table.fixed == 0 and not self.table.routes:
@@ -210,8 +211,8 @@ class Model:
 
     @property
     def pressing(self) -> bool:
-        """Whether requests began to wait since the load was last told, or as many more wait as an
-        instance takes."""
+        """Whether the load should be reported at once: since the last report requests began to
+        wait, or as many more wait as an instance takes."""
         grown = len(self.queue) - self._reported
         return grown > 0 and (self._reported == 0 or grown >= self.table.instance_slots)
 

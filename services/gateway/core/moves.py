@@ -1,4 +1,4 @@
-"""Which requests leave an instance that moves, when, and what is told of it."""
+"""Which requests leave a path once replicas can take them over, when, and the record of it."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -14,12 +14,12 @@ from shared.messages.instances import InstanceState
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A request whose instance moves."""
+    """A request whose instance is moving, and what was decided for it."""
 
     request: Request
     source: Route
     costs: routing.Switch | None
-    """None: not measured yet, or it has no KV yet."""
+    """None: they cannot be told yet, or the request has no KV that it would lose."""
     stays: bool
 
 
@@ -33,9 +33,9 @@ class Moves:
         self._out = out
 
     def begin(self, now: float) -> list[Judged]:
-        """Resumes elsewhere what is worth moving, as far as there is room.
+        """Submits elsewhere the requests that better leave their path, as far as there is room.
 
-        What finds no room goes on where it is: that is better for it than to wait.
+        A request that finds no room goes on where it is. That is better than to wait in the queue.
         """
         judged: list[Judged] = []
         routes = self._table.routes.values()
@@ -65,7 +65,8 @@ class Moves:
         return judged
 
     def tell(self, judged: list[Judged], trace: str) -> None:
-        """Of requests that moved, and the first time of those that all stay."""
+        """Adds a record of what was decided: whenever a request moved, and the first time that all
+        requests of an instance stay."""
         if all(each.stays and each.source.told for each in judged):
             return
         for each in judged:
@@ -99,8 +100,8 @@ def _mean(judged: list[Judged]) -> routing.Switch | None:
 
 
 def _turn(request: Request) -> tuple[bool, int, int]:
-    """Who moves first: requests that wait for their first token, and then those with the least KV
-    to compute anew and the most tokens to come."""
+    """The order in which requests move: first those that wait for their first token, then those
+    that have the least KV to compute anew, and of these the ones with the most tokens to come."""
     context = len(request.prompt) + len(request.tokens)
     return request.has_token, context, -request.remaining
 

@@ -5,15 +5,15 @@
       |          v   |          v   |
       +------- moving (back when refused, or to submitted when taken)
 
-Rules: a request is in exactly one state; the last three are final. (Done from queued: its text
-met a stop string just after its attempt was lost.) Every submission is the next *attempt*; whatever
-speaks of an earlier attempt is late and changes nothing. A request is resumed (back to queued, then
-the next attempt with prompt + tokens so far) when its attempt is refused or fails, or its instance
-is gone; only failures count towards the limit.
+Rules: a request is in exactly one state, and the last three are final. (A queued request can be
+done if its text met a stop string just after its attempt was lost.) Every submission is the next
+*attempt*. A message about an earlier attempt is late and changes nothing. When its attempt is
+refused or fails, or its instance is gone, a request is resumed: it goes back to queued, and its
+next attempt begins with the prompt and the tokens so far. Only failures count towards the limit.
 
-A request that moves is submitted elsewhere while its attempt goes on, and has a `Move`. When that
-is taken the attempt before it is withdrawn; when it is refused nothing was lost. Both give the same
-tokens, and each token counts once by its index.
+A request that moves has a `Move`: it was submitted elsewhere while its attempt goes on. When the
+new attempt is accepted, the attempt before is withdrawn. When it is refused, nothing was lost. Both
+attempts give the same tokens, and each token counts once, by its index.
 """
 
 import enum
@@ -29,7 +29,7 @@ class State(enum.Enum):
     """Handed to an instance, without a token of this attempt yet."""
     STREAMING = "streaming"
     MOVING = "moving"
-    """Its attempt goes on, and the next one was submitted to another instance."""
+    """Its attempt goes on, and the next attempt was submitted to another instance."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -49,14 +49,15 @@ NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An attempt that is to take over from the one before it."""
+    """An attempt that is to take over from the attempt before it."""
 
     attempt: int
     instance: InstanceId
     charge: int
     prefill: int
-    """All that it has to prefill; 1 at least."""
+    """How many tokens it has to prefill, at least 1."""
     since: float
+    """When it was submitted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,9 +94,9 @@ class Request:
     move: Move | None = None
     """Set exactly in MOVING."""
     submissions: int = 0
-    """So many attempts were submitted, each with the next number."""
+    """How many attempts were submitted. Each has the next number."""
     submitted_at: float = 0.0
-    """When the attempt was."""
+    """When the attempt was submitted."""
     progress_at: float = 0.0
     """When the attempt was submitted or gave its last token."""
     asked_at: float | None = None
@@ -115,7 +116,7 @@ class Request:
 
     @property
     def has_token(self) -> bool:
-        """The attempt that runs has given one."""
+        """Whether the current attempt has given a token."""
         return self.prefill == 0
 
     @property
@@ -125,7 +126,7 @@ class Request:
         return self.answered_at is not None and self.answered_at >= asked_at
 
     def speaks(self, attempt: int) -> bool:
-        """Whether what is said of that attempt counts."""
+        """Whether a message about that attempt counts: it is the current attempt, or the move's."""
         if self.move is not None and attempt == self.move.attempt:
             return True
         return self.running and attempt == self.attempt

@@ -1,9 +1,9 @@
 """Which instance takes a request: the table of one model's instances, and the choices over it.
 
-Load is measured in outstanding tokens (to prefill and to generate) per unit of capacity; two
-random choices are enough to balance it (Mitzenmacher: the power of two choices). An instance with
-no free slot is no candidate: what finds none stays in the gateway's queue, where the planner sees
-it and from where a new instance gets it the moment it appears.
+Load is measured in outstanding tokens (to prefill and to generate) per unit of capacity. Two
+random choices are enough to balance it (Mitzenmacher: the power of two choices). An instance
+without a free slot is no candidate. A request for which there is no candidate stays in the
+gateway's queue, where the planner sees it, and a new instance gets it the moment it appears.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,56 +18,57 @@ AVOID_S = 0.05
 """How long an instance is left alone after its first refusal."""
 AVOID_MAX_S = 1.0
 SMOOTHING = 16
-"""Tokens over which the time between two is averaged."""
+"""The time from one token to the next is averaged over this many tokens."""
 PROMPTS_AHEAD = 4096
-"""Tokens of prompts that a node, and an instance of capacity 1, may have before it (an instance one
-prompt in any case): enough to keep it busy. More would wait there in vain when another instance
-appears."""
+"""Nothing more is sent to a node, or to an instance of capacity 1, that has more than this many
+tokens of prompts left to prefill. They keep it busy, and further requests would wait there in vain
+when another instance appears."""
 
 
 class Node:
-    """What this gateway has running over a node."""
+    """What this gateway's requests take of a node."""
 
     __slots__ = ("account", "prompts")
 
     def __init__(self, slots: int) -> None:
         self.account = Account(slots)
         self.prompts = 0.0
-        """Tokens to prefill, each as much as the node's stage is of the model."""
+        """Tokens to prefill. A token of a path counts by the share of the model that the node's
+        stage is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A stage of an instance, for the account of its node."""
+    """A stage of an instance, and what a request there takes of the stage's node."""
 
     node: Node
     weight: float
-    """What a sequence takes of the node's slots."""
+    """The share of a slot that a sequence takes (`shared.slots.weight`)."""
     share: float
-    """Of the model."""
+    """The share of the model that the stage is."""
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """An instance and what this gateway has running on it."""
+    """An instance, and what this gateway has running on it."""
 
     instance: Instance
     trace: str
-    """Of the set that brought the instance."""
+    """The trace of the set that brought the instance."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
     tokens: int = 0
-    """Outstanding: the sum of its requests' charges."""
+    """Outstanding tokens: the sum of its requests' charges."""
     prompts: int = 0
-    """Tokens to prefill, of requests that have no token from here yet."""
+    """Tokens to prefill, for requests that have no token from here yet."""
     avoid_until: float = float("-inf")
     refusals: int = 0
-    """In a row."""
+    """How many times in a row it refused."""
     served: bool = False
-    """It has given a token."""
+    """Whether it has given a token."""
     token_s: float = 0.0
-    """Time from a request's token to its next one, lately; 0: not known."""
+    """Mean time from a request's token to its next one, lately. 0: not known."""
     told: bool = False
-    """It moves, and what became of its requests was recorded."""
+    """Whether it is moving, and what was decided for its requests was recorded."""
     places: tuple[Place, ...] = ()
     """Its stages."""
 
@@ -83,15 +84,15 @@ class Route:
         )
 
     def _fits(self, place: Place) -> bool:
-        """Paths over a node share its slots, those that are no longer used as well. A replica's
-        part of them is what it was granted."""
+        """Whether the stage's node has room. All paths over a node share its slots, including paths
+        that get no new requests. A replica has the slots that it was granted."""
         node, stages = place.node, len(self.places)
         return node.prompts <= PROMPTS_AHEAD and (
             stages == 1 or node.account.has_room(stages, place.weight)
         )
 
     def runs(self) -> Iterator[Request]:
-        """Requests whose attempt runs here; others may be about to move here."""
+        """The requests whose attempt runs here. Not those that are about to move here."""
         return (r for r in self.requests.values() if r.instance == self.instance.id)
 
     def begin(self, request: Request, charge: int, prefill: int) -> None:
@@ -102,7 +103,7 @@ class Route:
         self.prefill(prefill)
 
     def end(self, request: Request, charge: int, prefill: int) -> None:
-        """It does no longer; with what is left of its charge and its prompt."""
+        """The request runs here no longer. `charge` and `prefill` are what was left of them."""
         del self.requests[request.id]
         self._count(-1)
         self.charge(-charge)
@@ -125,7 +126,7 @@ class Route:
         return self.tokens / self.instance.capacity
 
     def measure(self, token_s: float) -> None:
-        """A request's token came so long after the one before."""
+        """Takes in the time from a request's token to its next one."""
         before = self.token_s or token_s
         self.token_s = before + (token_s - before) / SMOOTHING
 
@@ -146,12 +147,14 @@ class Table:
         self.routes: dict[InstanceId, Route] = {}
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
-        self.decode_s = self.prefill_s = 0.0
-        """Of a pass of one token through the model, 0: not known; and of each token more."""
+        self.decode_s = 0.0
+        """Seconds of a pass of one token through the model. 0: not known."""
+        self.prefill_s = 0.0
+        """Seconds that each further token adds to a pass. 0: not known."""
         self.instance_slots = 1
-        """What the largest of its replicas takes."""
+        """The slots of the largest replica."""
         self._nodes: dict[NodeId, Node] = {}
-        """Of all routes."""
+        """The nodes that any route leads over."""
 
     def apply(self, new: InstanceSet) -> list[Route]:
         """Takes a set over unless a newer one was seen; returns the routes that are gone.
@@ -191,7 +194,7 @@ class Table:
         return Route(instance, new.trace, places=tuple(places))
 
     def drop_node(self, node: NodeId) -> list[Route]:
-        """The routes that led over a node which is gone; they are gone too."""
+        """Removes the routes that lead over a node which is gone, and returns them."""
         gone = [
             route
             for route in self.routes.values()
@@ -203,7 +206,7 @@ class Table:
         return gone
 
     def _forget_nodes(self, gone: Iterable[Route]) -> None:
-        """Those that no route leads over any more."""
+        """Forgets the nodes that no route leads over any more."""
         over = {stage.node for route in gone for stage in route.instance.stages}
         for route in self.routes.values() if over else ():
             over.difference_update(stage.node for stage in route.instance.stages)
@@ -212,7 +215,7 @@ class Table:
 
 
 def pause(refusals: int) -> float:
-    """How long to keep away after one more refusal."""
+    """How long to keep away after a refusal that `refusals` others came before."""
     return min(AVOID_S * float(1 << min(refusals, 16)), AVOID_MAX_S)
 
 
@@ -242,7 +245,7 @@ def choose(
 def refuge(
     routes: Iterable[Route], now: float, shunned: Mapping[InstanceId, float]
 ) -> Route | None:
-    """Where a request goes that must leave its path: the replica with the least load.
+    """The instance for a request that is to leave its path: the replica with the least load.
 
     Paths are taken only where no replica serves at all. None: all that serve are full, or are
     shunned (see `choose`).
@@ -259,7 +262,8 @@ def _is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> b
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What a request whose path moves has left to wait for its last token, either way; in s."""
+    """How long a request whose path moves waits for its last token if it stays, and if it moves.
+    In seconds."""
 
     stay_s: float
     move_s: float
@@ -272,17 +276,18 @@ class Switch:
 def switch(
     table: Table, path: Route, target: Route, *, remaining: int, context: int
 ) -> Switch | None:
-    """Keeps a request with so many tokens to come its KV, and ends on its path, or does it leave
-    for a complete node, where the KV of its context is computed anew? None: not measured yet.
+    """The costs of a request's two ways to its end. It may stay on its path, where its KV is, or
+    move to a complete node, which computes the KV of its context anew. None: not measured yet.
 
-    On the path a token takes what tokens there took lately. On the target the prompts before it and
-    its own context are prefilled first; then a token takes a pass with the requests that are there
-    and its own. Both are as nodes measured them. That a path keeps its nodes busy costs the others
-    nothing that counts: they are the complete nodes, and its rows ride on sweeps that run anyway,
-    or would run for the same tokens on the target. What recomputing adds is the prefill.
+    `remaining` is the number of tokens to come, `context` the number of tokens so far. On the path
+    each token takes as long as tokens took there lately. On the target the prompts that came before
+    are prefilled first, and then the request's context. After that each token takes a pass with all
+    requests there. Both times are as nodes measured them. It is left out that a path keeps its
+    nodes busy, because these are the complete nodes: its rows ride on sweeps that run anyway, or
+    that would run for the same tokens on the target. What a move adds is the prefill.
 
-    lambdaScale (section 4) recomputes always, BlitzScale (section 5.2) lets requests end where
-    their KV is: each is right for some rest and context.
+    lambdaScale (section 4) always recomputes. BlitzScale (section 5.2) lets requests end where
+    their KV is. Which of them is right depends on `remaining` and `context`.
     """
     if not (path.token_s and table.decode_s):
         return None

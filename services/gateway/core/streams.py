@@ -1,10 +1,10 @@
 """The order of a request's tokens: each index once, none missing, whatever arrives.
 
-A token names its attempt and its index. Tokens of another attempt are stale; an index that was
-seen is a duplicate; one that skips ahead proves a loss, which ends the attempt (the next one
-resumes at the first missing index). Sampling depends on (seed, index) only, so what a later
-attempt generates continues what an earlier one began. The scores of a prompt go before, with
-indices below 0.
+A token names its attempt and its index. Tokens of another attempt are stale. A token whose index
+was seen is a duplicate. A token that skips an index proves a loss, which ends the attempt, and the
+next attempt resumes at the first missing index. Sampling depends on (seed, index) only, so a later
+attempt continues what an earlier one began. The scores of a prompt come before its first token, and
+have indices below 0.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""What must hold between events, wherever the dispatch core keeps something twice."""
+"""Checks, for tests, that the parts of the dispatch core's state agree where they overlap."""
 
 from collections.abc import Iterable, Iterator
 from math import isclose
@@ -13,7 +13,7 @@ RUNNING = (State.SUBMITTED, State.STREAMING, State.MOVING)
 
 
 def faults(models: Iterable[Model], ledger: Ledger) -> Iterator[str]:
-    """What does not hold, in words; nothing if all does."""
+    """The contradictions found, in words."""
     if ledger.out:
         yield f"{len(ledger.out)} commands were not handed out"
     places: dict[RequestId, list[str]] = {key: [] for key in ledger.requests}
