@@ -117,7 +117,7 @@ def _story(args: argparse.Namespace) -> int:
     if args.json:
         print_json(told.steps)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in story.lines(told.steps))
+        sys.stdout.writelines(f"{line}\n" for line in story.lines(told.steps, told.names))
     return 1 if told.errors else 0
 
 

@@ -112,10 +112,11 @@ def _events(document: Document) -> list[Document]:
         {
             **{key: event[key] for key in ("id", "model", "state")},
             "targets": ",".join(event["targets"]),
-            "seconds": event["actual"]["all_complete_s"],
+            "seconds": "" if seconds is None else f"{seconds:.2f}",
             "why": event["error"] or event["cause"],
         }
         for event in document["events"]
+        for seconds in (event["actual"]["all_complete_s"],)
     ]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -35,6 +35,8 @@ class Merged(msgspec.Struct, frozen=True):
     """The earliest first. The clocks of different hosts may differ by some milliseconds."""
     errors: tuple[str, ...]
     """Why services are missing from the story."""
+    names: dict[str, str]
+    """The name of each published model, by the id that steps call it by."""
 
 
 async def gather(bus: Bus, subject: str) -> Merged:
@@ -43,11 +45,14 @@ async def gather(bus: Bus, subject: str) -> Merged:
     `subject` is an id, a model's name, or `last` for the newest scaling event.
     """
     errors: list[str] = []
+    names: dict[str, str] = {}
     gateways = asyncio.create_task(_gateways(bus))
     try:
         tellers = {"planner": subjects.PLANNER_STORY, "registry": subjects.REGISTRY_STORY}
         try:
-            subject = await _id_of(bus, subject)
+            models = await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)
+            names = {record.model_id: record.name for record in models.records}
+            subject = await _id_of(bus, subject, names)
             nodes = await ask(bus, subjects.REGISTRY_NODES, NodesQuery(), Nodes)
             tellers |= {info.node: subjects.node_story(info.node) for info in nodes.nodes}
         except BusError as error:
@@ -60,17 +65,15 @@ async def gather(bus: Bus, subject: str) -> Merged:
         *(_ask(bus, teller, topic, query, errors) for teller, topic in tellers.items())
     )
     steps = sorted((step for told in answers for step in told), key=lambda told: told.step.at_ns)
-    return Merged(tuple(steps), tuple(dict.fromkeys(errors)))
+    return Merged(tuple(steps), tuple(dict.fromkeys(errors)), names)
 
 
-async def _id_of(bus: Bus, subject: str) -> str:
+async def _id_of(bus: Bus, subject: str, names: Mapping[str, str]) -> str:
     """The id that services know the subject by."""
     if subject == LAST:
         newest = await ask(bus, subjects.PLANNER_STATE, PlannerQuery(events=1), PlannerState)
         return newest.events[0].id if newest.events else subject
-    models = await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)
-    ids = {record.name: record.model_id for record in models.records}
-    return next((model_id for name, model_id in ids.items() if name == subject), subject)
+    return next((model_id for model_id, name in names.items() if name == subject), subject)
 
 
 async def _gateways(bus: Bus) -> tuple[GatewayId, ...]:
@@ -97,8 +100,8 @@ async def _ask(
     return tuple(ToldStep(teller, step) for step in told.steps)
 
 
-def lines(steps: Iterable[ToldStep]) -> Iterator[str]:
-    """Time of day, service, cause and text of each step, in columns."""
+def lines(steps: Iterable[ToldStep], names: Mapping[str, str]) -> Iterator[str]:
+    """Time of day, service, cause and text of each step, in columns. `names`: of models, by id."""
     steps = tuple(steps)
     teller_width = max((len(told.teller) for told in steps), default=0)
     cause_width = max((len(told.step.cause) for told in steps), default=0)
@@ -106,6 +109,6 @@ def lines(steps: Iterable[ToldStep]) -> Iterator[str]:
         step = told.step
         seconds, ms = divmod(step.at_ns // 1_000_000, 1000)
         at = time.strftime("%H:%M:%S", time.localtime(seconds))
-        about = " ".join(subject for subject in step.subjects if subject != step.cause)
+        about = " ".join(names.get(each, each) for each in step.subjects if each != step.cause)
         columns = f"{told.teller:<{teller_width}}  {step.cause:<{cause_width}}"
         yield f"{at}.{ms:03}  {columns}  {about}: {step.text}"

@@ -92,7 +92,8 @@ async def test_every_service_tells_its_part_in_order_of_time(bus: MemoryBus) -> 
         (GATEWAY, "resumed"),
     ]
     assert told.errors == ()
-    assert await gather_with_gateway(bus, "nobody") == Merged((), ())
+    assert set(told.names.values()) == {NAME}
+    assert await gather_with_gateway(bus, "nobody") == Merged((), (), told.names)
 
 
 async def test_a_service_that_does_not_answer_is_named(bus: MemoryBus) -> None:
@@ -114,13 +115,14 @@ async def test_a_story_is_told_without_the_registry(bus: MemoryBus) -> None:
     assert error.startswith("the registry does not answer")
 
 
-def test_a_line_names_who_took_the_step_and_its_cause() -> None:
+def test_a_line_names_who_took_the_step_its_cause_and_the_model() -> None:
     second = 1_700_000_000 * 10**9
     first, then = story.lines(
         (
-            ToldStep("planner", Step(second + 4_000_000, "load", ("llama", "ev-1"), "begins")),
+            ToldStep("planner", Step(second + 4_000_000, "load", ("m0d3l", "ev-1"), "begins")),
             ToldStep("n1", Step(second + 9_000_000, "ev-1", ("ev-1", "node-1"), "goes on")),
-        )
+        ),
+        {"m0d3l": "llama"},
     )
     assert first.endswith(".004  planner  load  llama ev-1: begins")
     assert then.endswith(".009  n1       ev-1  node-1: goes on")
