@@ -49,8 +49,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "id",
         nargs="?",
         metavar="ID",
-        help="only this event (or `last`); with --story also a node, a model, an instance or a "
-        "request",
+        help="only this event (or `last`); with --story also a node, a model, an instance, or a "
+        "request by its X-Request-ID",
     )
     events.add_argument(
         "--story",

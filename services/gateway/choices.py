@@ -113,9 +113,10 @@ async def _ids(prompt: str | list[int] | Dialogue, lingo: Lingo) -> tuple[list[i
 
 
 def choices_of(
-    asked: Asked, record: ModelRecord, lingo: Lingo, prompts: list[list[int]]
+    asked: Asked, record: ModelRecord, lingo: Lingo, prompts: list[list[int]], call: str
 ) -> list[Choice]:
-    """One choice for every prompt and each of its `n` completions, in the API's order."""
+    """One choice for every prompt and each of its `n` completions, in the API's order. `call` is
+    the id of the API call."""
     scored = asked.echo and asked.logprobs
     _check_size(asked, prompts, scored)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
@@ -129,6 +130,7 @@ def choices_of(
             request = Request(
                 id=RequestId(new_id("req")),
                 model_id=record.model_id,
+                call=call,
                 prompt=tuple(prompt),
                 max_tokens=max(limit, 1),
                 stop_ids=stop_ids,

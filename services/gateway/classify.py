@@ -57,10 +57,14 @@ async def read(request: web.Request) -> Classify:
     return Classify(model=body.model, image=_file(body.image), top_k=_top_k(body.top_k))
 
 
-def choice_of(body: Classify, pixels: bytes, sight: Sight, record: ModelRecord) -> Choice:
+def choice_of(
+    body: Classify, pixels: bytes, sight: Sight, record: ModelRecord, call: str
+) -> Choice:
+    """The choice of a call. `pixels` are those of its image, `call` is its id."""
     request = Request(
         id=RequestId(new_id("req")),
         model_id=record.model_id,
+        call=call,
         prompt=(0,) * record.context_length,
         image=pixels,
         max_tokens=1,

@@ -142,7 +142,7 @@ class Api:
         record = self._record(asked.model)
         lingo = await self._loaded(record, self._catalog.lingo)
         prompts = await prompts_of(asked, lingo)
-        choices = choices_of(asked, record, lingo, prompts)
+        choices = choices_of(asked, record, lingo, prompts, request[_ID])
         await self._check_grammar(asked)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         trace = request.headers.get("traceparent", "")
@@ -207,7 +207,7 @@ class Api:
         record = self._record(body.model)
         sight = await self._loaded(record, self._catalog.sight)
         pixels = await self._decoder.pixels(body.image, sight.input)
-        choice = classify.choice_of(body, pixels, sight, record)
+        choice = classify.choice_of(body, pixels, sight, record, request[_ID])
         trace = request.headers.get("traceparent", "")
         generation = Generation(
             self._frontend, self._metrics, record, [choice], record.context_length, trace

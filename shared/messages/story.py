@@ -17,7 +17,8 @@ class StoryQuery(Message, frozen=True, kw_only=True, tag="story_query"):
     """Asks what a service remembers of a subject. Answered with Told."""
 
     subject: str
-    """The id of a scaling event, a node, a model, an instance or a request."""
+    """The id of a scaling event, a node, a model, an instance, a request or an API call (its
+    `X-Request-ID`)."""
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -38,8 +38,8 @@ class Dispatch:
         """The newest instance set of each model."""
 
     def story(self, subject: str) -> tuple[Transition, ...]:
-        """The last steps of a request, or of the requests of a model or an instance, with their
-        causes."""
+        """The last steps of a request, or of the requests of a call, a model or an instance, with
+        their causes."""
         return self._ledger.story.of(subject)
 
     def validate(self) -> None:
@@ -93,7 +93,7 @@ class Dispatch:
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
         admission.check_queue(len(model.queue), len(requests), self._rules.max_queue)
-        self._begin(requests[0].id, now)
+        self._begin(requests[0].call or requests[0].id, now)
         for request in requests:
             self._ledger.requests[request.id] = request
             model.queue.append(request)

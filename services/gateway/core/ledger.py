@@ -45,6 +45,7 @@ class Ledger:
             before = request.state.value
             raise self.story.illegal(request.id, f"{before} -> {state.value} ({why})")
         request.state = state
-        subjects = (request.id, request.model_id, *([request.instance] if request.instance else []))
+        about = (request.id, request.model_id, request.instance, request.call)
+        subjects = [subject for subject in about if subject]
         text = f"{state.value} (attempt {request.attempt}): {why}"
         self.story.tell(self.now, self.cause, text, *subjects)

@@ -72,6 +72,8 @@ class Request:
     waiting_since: float
     """When it began to wait in the gateway's queue: when it arrived or got its last token, plus the
     time that it has spent on instances since."""
+    call: str = ""
+    """The id of the API call that it belongs to (`X-Request-ID`)."""
     rules: LogitRules | None = None
     image: bytes = b""
     """See `Submit.image`."""

@@ -362,11 +362,13 @@ async def test_the_gateway_tells_the_story_of_a_request() -> None:
     async with running(replica(1)) as cluster:
         (node,) = await nodes_of(cluster, 1, pause_at=None)
         began = wall_ns()
-        assert await Reader(cluster).read() == TEXT
-        request = node.submits[0].request
+        reader = Reader(cluster)
+        assert await reader.read() == TEXT
+        request, call = node.submits[0].request, reader.headers["X-Request-ID"]
+        assert node.submits[0].cause == call
         subject = subjects.gateway_story(cluster.service.id)
         told = {}
-        for about in (request, "nobody"):
+        for about in (request, call, "nobody"):
             query = StoryQuery(subject=about)
             told[about] = (
                 await cluster.bus.request(subject, query, Told, timeout=PATIENCE_S)
@@ -376,6 +378,7 @@ async def test_the_gateway_tells_the_story_of_a_request() -> None:
         times = [step.at_ns for step in told[request]]
         assert times == sorted(times)
         assert began <= times[0] <= times[-1] <= wall_ns()
+        assert [step.text for step in told[call]] == [step.text for step in told[request]]
         assert told["nobody"] == ()
 
 
