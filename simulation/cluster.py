@@ -12,7 +12,7 @@ from typing import Any, Self
 from services.gateway.service import GatewayService
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.moving.mover import PlaneListener
+from services.node.moving.events import PlaneListener
 from services.node.parts import WorkerListener
 from services.node.service import NodeService
 from services.registry.service import RegistryService

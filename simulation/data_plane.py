@@ -10,7 +10,8 @@ from typing import Any, Self, TypeVar
 
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Mover, PlaneListener
+from services.node.moving.events import PlaneListener
+from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer
 from shared.errors import Conflict

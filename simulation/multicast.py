@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 from services.node.checkpoints.packing import digest
 from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import Arrival, Mover, PullFailure
+from services.node.moving.events import Arrival, PullFailure
+from services.node.moving.mover import Mover
 from services.node.transport.base import NoListener
 from services.planner.core.multicast.fabric import Fabric, Task
 from services.planner.core.multicast.schedule import Schedule

@@ -20,7 +20,7 @@ from services.node.engine.sweep import TorchSweep
 from services.node.execution.worker import Worker
 from services.node.memory.arena import Arena
 from services.node.moving.data_plane import DataPlane
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from services.node.transport.base import Buffer, NoListener
 from shared import telemetry
 from shared.config import TelemetryConfig

@@ -17,7 +17,7 @@ from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.moving.mover import PlaneListener
+from services.node.moving.events import PlaneListener
 from services.node.transport.base import Buffer
 from shared.errors import TransportError
 from shared.ids import GatewayId, ModelId, NodeId

@@ -10,7 +10,7 @@ from services.node.memory.device import DeviceArena
 from services.node.memory.landing import Landing
 from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
-from services.node.moving.mover import PlaneListener
+from services.node.moving.events import PlaneListener
 from services.node.parts import WorkerListener
 from services.node.transport import tls
 from services.node.transport.cuda_ipc import CudaIpcDirect

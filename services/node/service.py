@@ -13,7 +13,7 @@ from services.node.lease import Lease, next_generation
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import Parts
 from services.node.peers import Peers
 from services.node.threads import Threads

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
-from services.node.moving.mover import Arrival, PlaneListener, PullFailure
+from services.node.moving.events import Arrival, PlaneListener, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker, WorkerListener
 from services.node.transport.base import Buffer
 from shared.errors import TransportError

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from services.node.transport.base import NoListener
 from shared.errors import TransportError
 

@@ -10,7 +10,7 @@ from services.node.hosting.library import Library
 from services.node.hosting.promotion import Promotion, Spawn
 from services.node.hosting.reports import HELD, Reports
 from services.node.memory.arena import Arena, ModelSpace, Span
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
 from shared.clock import now, wall_ns

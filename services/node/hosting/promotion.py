@@ -10,7 +10,7 @@ from services.node.core.residency import PlanId
 from services.node.hosting.library import Library
 from services.node.hosting.reports import DISK
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane
 from shared.clock import wall_ns
 from shared.errors import LambdaScaleError, as_typed

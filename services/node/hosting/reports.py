@@ -8,7 +8,7 @@ from collections.abc import Callable
 from structlog.stdlib import BoundLogger
 
 from services.node.core.profile import Profiler
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.errors import BusError

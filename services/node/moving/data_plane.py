@@ -16,7 +16,8 @@ import uvloop
 
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.moving.mover import Mover, PlaneListener
+from services.node.moving.events import PlaneListener
+from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer
 from services.node.transport.direct import Direct

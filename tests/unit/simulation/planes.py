@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.node.checkpoints.packing import digest
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from shared.errors import TransportError
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest

@@ -13,7 +13,7 @@ from services.node.execution.worker import Worker
 from services.node.hosting import hosting
 from services.node.hosting.hosting import Hosted, Hosting
 from services.node.hosting.library import Library
-from services.node.moving.mover import Arrival, PullFailure
+from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
 from shared.errors import (

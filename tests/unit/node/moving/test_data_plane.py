@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.moving.data_plane import DataPlane
-from services.node.moving.mover import Arrival
+from services.node.moving.events import Arrival
 from shared.errors import ConfigError, Conflict, NotFound, PeerLost, TransportError
 from shared.ids import EventId, NodeId
 from shared.messages.scaling import Pull

@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.node.checkpoints.packing import Digest, digest
+from services.node.core.pulling import FIRST_WINDOW, runs_of
 from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
-from services.node.moving.mover import FIRST_WINDOW, Arrival, Mover, PullFailure, _Check, _runs
+from services.node.moving.events import Arrival, PullFailure
+from services.node.moving.mover import Mover
+from services.node.moving.run_digests import RunDigests
 from services.node.transport.base import NoListener, OnReceived, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
@@ -275,7 +278,7 @@ async def test_a_passing_corruption_is_read_again(
                 source.space.block(0)[:] = CONTENT[0]
             return found
 
-    monkeypatch.setattr("services.node.moving.mover.Digest", Mending)
+    monkeypatch.setattr("services.node.moving.run_digests.Digest", Mending)
     target.pull([source], (1, 0, source))
     await target.until(lambda: len(target.arrivals) == 1)
     assert wrong == 1
@@ -286,8 +289,8 @@ async def test_a_source_that_dies_and_another_that_goes_on(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Block 0 fills the window: nothing of block 1 has been asked for when the source dies.
-    monkeypatch.setattr("services.node.moving.mover.BLOCKS_AHEAD", 1)
-    monkeypatch.setattr("services.node.moving.mover.BLOCK_WINDOW", 3)
+    monkeypatch.setattr("services.node.core.pulling.BLOCKS_AHEAD", 1)
+    monkeypatch.setattr("services.node.core.pulling.BLOCK_WINDOW", 3)
     first, second, target, last = [await nodes.start(name) for name in "abtl"]
     second.hold(ALL)
     target.hold([])
@@ -318,13 +321,13 @@ async def test_a_source_that_has_nothing_yet_is_asked_for_little(nodes: Nodes) -
     source.hold([])
     target.hold([])
     target.pull([source], *((step, block, source) for step, block in enumerate(ALL, 1)))
-    pulls = target.mover._models[MODEL].pulls
-    assert [len(pulls[block].reads) for block in ALL] == [FIRST_WINDOW] * len(ALL)
+    pulls = target.mover._models[MODEL].pulls.live
+    assert [len(pulls[block].reading) for block in ALL] == [FIRST_WINDOW] * len(ALL)
     first = source.space.block(0)
     first[:CHUNK] = CONTENT[0][:CHUNK]
     source.transport.advance(f"{MODEL}/0", CHUNK)
     assert await probe(source, target, 0, CHUNK) == CONTENT[0][:CHUNK]
-    assert len(pulls[0].reads) > FIRST_WINDOW
+    assert len(pulls[0].reading) > FIRST_WINDOW
 
 
 async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
@@ -334,9 +337,9 @@ async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:
     target.hold([])
     target.pull([stuck, good], (1, 0, stuck), (2, 2, good))
     await probe(target, good, 1, 1)
-    before = dict(target.mover._models[MODEL].pulls)
+    before = dict(target.mover._models[MODEL].pulls.live)
     target.pull([stuck, good], (1, 0, good), (2, 1, good), (3, 2, good), revision=2)
-    after = target.mover._models[MODEL].pulls
+    after = target.mover._models[MODEL].pulls.live
     assert after[2] is before[2]
     assert after[0] is not before[0]
     good.space.block(0)[:] = CONTENT[0]
@@ -482,7 +485,7 @@ async def test_chunks_of_one_read_are_forwarded_as_they_come(nodes: Nodes) -> No
         assert await probe(source, relay, 2, part.stop) == CONTENT[2][: part.stop]
         assert await probe(source, last, 2, part.stop) == CONTENT[2][: part.stop]
         assert out[part] == CONTENT[2][part]
-    (read,) = set(relay.mover._models[MODEL].pulls[2].reads.values())
+    (read,) = relay.mover._models[MODEL].blocks[2].writers
     assert not read.done()
     into[3 * CHUNK :] = CONTENT[2][3 * CHUNK :]
     source.mover.mark_held(MODEL, 2)
@@ -523,7 +526,7 @@ async def test_a_chunk_that_stays_wrong_fails_the_block_and_goes_no_further(node
     await target.until(lambda: len(target.failures) == 1)
     assert isinstance(target.failures[0].error, DigestMismatch)
     assert "chunk 1" in str(target.failures[0].error)
-    assert target.mover._models[MODEL].blocks[2].verified[:2] == [True, False]
+    assert target.mover._models[MODEL].pulls.blocks[2].verified[:2] == [True, False]
     assert await probe(source, target, 2, CHUNK) == CONTENT[2][:CHUNK]
 
 
@@ -532,7 +535,7 @@ async def test_a_chunk_that_stays_wrong_fails_the_block_and_goes_no_further(node
     most=st.integers(1, 6),
 )
 def test_runs_are_the_chunks_in_order(chunks: list[int], most: int) -> None:
-    runs = list(_runs(chunks, most))
+    runs = list(runs_of(chunks, most))
     assert [chunk for run in runs for chunk in run] == chunks
     assert all(1 <= len(run) <= most for run in runs)
     # No two neighbours could be one.
@@ -546,7 +549,7 @@ def test_digests_of_parts_cut_anywhere(cuts: list[int], wrong: set[int]) -> None
     for chunk in wrong:
         data[chunk * CHUNK] ^= 1
     right: list[int] = []
-    check = _Check(MANIFEST, 1, range(4), right.append)
+    check = RunDigests(MANIFEST, 1, range(4), right.append)
     left = memoryview(data)
     for cut in cuts:
         check.update(left[:cut])

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.node.core import pulling
 from services.node.core.residency import PlanId
 from services.node.moving import mover
 from services.node.transport.wire import (
@@ -195,7 +196,7 @@ async def test_a_source_that_forgets_the_region_half_way_is_asked_for_the_rest(
 ) -> None:
     """What has come and was shown to others is not written again; what came wrong is read once
     more, by itself."""
-    monkeypatch.setattr(mover, "FIRST_WINDOW", 5)
+    monkeypatch.setattr(pulling, "FIRST_WINDOW", 5)
     target = await nodes.start("t", read_bytes=5 * CHUNK)
     target.hold([])
     asked: list[tuple[int, int]] = []

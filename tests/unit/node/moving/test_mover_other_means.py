@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.node.moving import mover
+from services.node.core import pulling
 from tests.unit.node.moving.test_mover import (
     CHUNK,
     CONTENT,
@@ -46,7 +46,7 @@ async def test_chunks_that_peers_may_read_are_not_given_away(nodes: Nodes) -> No
 async def test_the_place_of_an_ended_pull_goes_to_the_next_block(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    monkeypatch.setattr(mover, "BLOCKS_AHEAD", 1)  # only block 0, which never comes
+    monkeypatch.setattr(pulling, "BLOCKS_AHEAD", 1)  # only block 0, which never comes
     source, target = await nodes.start("s"), await nodes.start("t")
     source.hold([1])
     target.hold([])

@@ -1,0 +1,44 @@
+"""The digests of a run of chunks, checked while the bytes come."""
+
+from collections.abc import Callable
+
+from services.node.checkpoints.packing import Digest
+from shared.layout import Manifest
+
+
+class RunDigests:
+    """Takes the bytes of a run of chunks in parts of any size."""
+
+    def __init__(
+        self, manifest: Manifest, block: int, run: range, right: Callable[[int], None]
+    ) -> None:
+        """`right` is told of each chunk that has its manifest's digest, as soon as it is whole."""
+        self.wrong: list[int] = []
+        self.whole = 0
+        """How many chunks have come, right or wrong."""
+        self._digests = manifest.blocks[block].digests
+        self._left = [(chunk, manifest.chunk_range(block, chunk)[1]) for chunk in reversed(run)]
+        self._right = right
+        self._digest = Digest()
+        self._got = 0
+        """Bytes of the chunk that is coming."""
+
+    def update(self, part: memoryview) -> None:
+        while part:
+            chunk, nbytes = self._left[-1]
+            piece = part[: nbytes - self._got]
+            self._digest.update(piece)
+            self._got += len(piece)
+            part = part[len(piece) :]
+            if self._got == nbytes:
+                self._end(chunk)
+
+    def _end(self, chunk: int) -> None:
+        found, self._digest = self._digest.digest(), Digest()
+        self._got = 0
+        self._left.pop()
+        self.whole += 1
+        if found == self._digests[chunk]:
+            self._right(chunk)
+        else:
+            self.wrong.append(chunk)
