@@ -105,7 +105,7 @@ def _events(args: argparse.Namespace) -> int:
 
 def _story(args: argparse.Namespace) -> int:
     if args.id is None:
-        raise BadInput("--story: of what? Name an event, a node, a model or a request")
+        raise BadInput("--story: of what? Name an event, a node, a model, an instance or a request")
     told = asyncio.run(_gathered(args))
     for error in told.errors:
         say(f"lambdascale: {error}")

@@ -155,6 +155,7 @@ class RegistryService(Service):
 
     async def _reserve(self, request: Reserve) -> Reserved:
         await self._reconciled.wait()
+        self.pool.at = clock.now()
         targets, effects = self.pool.reserve(request)
         self._follow(effects)
         await self._store.settled(STORED_WAIT_S)
@@ -164,6 +165,7 @@ class RegistryService(Service):
         )
 
     async def _unreserve(self, request: Unreserve) -> Ok:
+        self.pool.at = clock.now()
         self._follow(self.pool.unreserve(request))
         await self._store.settled(STORED_WAIT_S)
         return Ok()

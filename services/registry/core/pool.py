@@ -56,8 +56,9 @@ class Pool:
         self.leases = Leases(self.story)
         self.residency = Residency()
         self.reservations = Reservations()
-        self._at = 0.0
-        """Time of the last event that told it. A request happens then, or a tick later."""
+        self.at = 0.0
+        """The time of what happens, for the story. The shell sets it before a request. Other events
+        bring their time along."""
 
     # --- what happens to nodes ---
 
@@ -67,7 +68,7 @@ class Pool:
         """Takes in what was stored before a restart. `leases_are` then tells what still holds."""
         for info in nodes:
             self.leases.restore(info, now)
-            self._at = now
+            self.at = now
         for reservation in reservations:
             self.reservations.add(reservation)
 
@@ -105,7 +106,7 @@ class Pool:
         return effects
 
     def _after(self, changes: Iterable[Change], now: float) -> list[Effect]:
-        self._at = now
+        self.at = now
         effects: list[Effect] = []
         for change in changes:
             effects.append(change)
@@ -177,7 +178,7 @@ class Pool:
         return ReservationEnded(held, reason)
 
     def _tell(self, held: Reservation, text: str, cause: str) -> None:
-        self.story.tell(self._at, cause, text, held.event, held.node, held.model_id)
+        self.story.tell(self.at, cause, text, held.event, held.node, held.model_id)
 
     def sources(self, model_id: ModelId) -> tuple[Source, ...]:
         senders = self._survey(model_id, None).senders()

@@ -10,6 +10,7 @@ from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import KvOp, On
 from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.clock import wall_ns
 from shared.config import RegistryConfig
 from shared.errors import BadMessage, BusTimeout, Conflict, NotFound
 from shared.ids import EventId, ModelName
@@ -279,7 +280,10 @@ async def test_the_registry_tells_the_story_of_a_node(
 ) -> None:
     await publish_model(bus)
     await Node(bus, info("n1"), WHOLE).join()
+    before = wall_ns()
     assert await reserved(bus, reserve(count=1)) == ["n1"]
     query = StoryQuery(subject="n1")
     told = await bus.request(subjects.REGISTRY_STORY, query, Told, timeout=WAIT_S)
-    assert [step.cause for step in told.steps if step.text == "reserved"] == [EVENT]
+    (step,) = [step for step in told.steps if step.text == "reserved"]
+    assert step.cause == EVENT
+    assert before <= step.at_ns <= wall_ns()
