@@ -280,10 +280,12 @@ async def test_the_registry_tells_the_story_of_a_node(
 ) -> None:
     await publish_model(bus)
     await Node(bus, info("n1"), WHOLE).join()
+    assert await reserved(bus, reserve(count=1)) == ["n1"], "the node is known by now"
+    await bus.request(subjects.REGISTRY_UNRESERVE, Unreserve(event=EVENT), Ok, timeout=WAIT_S)
     before = wall_ns()
     assert await reserved(bus, reserve(count=1)) == ["n1"]
     query = StoryQuery(subject="n1")
     told = await bus.request(subjects.REGISTRY_STORY, query, Told, timeout=WAIT_S)
-    (step,) = [step for step in told.steps if step.text == "reserved"]
+    (_, step) = [step for step in told.steps if step.text == "reserved"]
     assert step.cause == EVENT
     assert before <= step.at_ns <= wall_ns()
