@@ -7,6 +7,8 @@ On a path of S stages a token takes about S passes, and a node is busy with it i
 its stage's share of the model. So a sequence takes share / S of a slot on each node of its path.
 
 The planner grants an instance as many sequences as fill the part of its nodes that is meant for it.
+Nodes may differ in slots and in speed. A node of half the speed has half the capacity, but as many
+sequences at once: it holds each of them for twice as long (Little's law).
 Requests that began before, on instances that take no more, run beside them. So the sequences on
 paths over a node may take up to `OVERFULL` times its slots, but no more. A replica never takes more
 sequences than its node has slots.
@@ -24,10 +26,10 @@ benchmarks.burst`), and more than 5 changes nothing."""
 _ROUNDING = 1e-6
 
 
-def granted(capacity: float, slots: Collection[int]) -> int:
-    """How many sequences an instance takes at once. `capacity` is in units of a complete node;
-    `slots` are those of the node of each stage."""
-    return max(1, round(capacity * len(slots) * min(slots)))
+def granted(capacity: float, nodes: Collection[tuple[int, float]]) -> int:
+    """How many sequences an instance takes at once. `capacity` is in units of a complete node of
+    speed 1; `nodes` are the slots and the speed of the node of each stage."""
+    return max(1, round(capacity * len(nodes) * min(slots / speed for slots, speed in nodes)))
 
 
 def weight(stages: Collection[Stage], stage: Stage, blocks: int) -> float:

@@ -34,7 +34,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     complete replica has one stage."""
     state: InstanceState
     capacity: float
-    """Throughput in units of one complete replica."""
+    """Throughput in units of one complete replica on an ordinary node."""
     slots: int
     """Sequences that the planner grants it at once (`shared.slots`)."""
     event: EventId | None

@@ -1,4 +1,7 @@
-"""Whatever is held: every serving strategy overloads no node and stays within the pools' bound."""
+"""Whatever is held, on nodes of any speed: every serving strategy overloads no node and stays
+within the pools' bound."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,12 @@ from services.planner.core.pricing import loads
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING
 from tests.unit.planner.step_model import capacity_bound
+
+
+def speeds(nodes: int) -> st.SearchStrategy[list[float]]:
+    """Often all the same; otherwise some nodes have half of the speed, or twice as much."""
+    alike = st.just([1.0] * nodes)
+    return alike | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=nodes, max_size=nodes)
 
 
 @st.composite
@@ -21,6 +30,7 @@ def loadings(draw: st.DrawFn) -> Loading:
     return Loading(
         held=held,
         blocks=blocks,
+        speeds=draw(speeds(len(held))),
         sources=frozenset(range(sources)),
         max_stages=draw(st.integers(1, 5)),
         hop_cost=0.02,
@@ -45,13 +55,38 @@ def test_paths_are_feasible(name: str, data: st.DataObject) -> None:
                 assert loading.held[node] >= set(range(start, stop))
             for node, share in loads(path.stages, loading.blocks).items():
                 load[node] += share * path.weight
-        assert max(load) <= 1 + 1e-9
+        for node, speed in enumerate(loading.speeds):
+            assert load[node] <= speed + 1e-9
         assert [path.stages for path in paths] == sorted({path.stages for path in paths})
         alone = {path.stages[0][0] for path in paths if len(path.stages) == 1}
         assert alone == set(loading.replicas)
         capacity = sum(path.weight for path in paths)
-        assert len(alone) - 1e-9 <= capacity
-        assert capacity <= capacity_bound(loading.held, loading.blocks) + 1e-9
-        loading = Loading(
-            loading.held, loading.blocks, loading.sources, loading.max_stages, 0.02, paths
-        )
+        assert sum(loading.speeds[node] for node in alone) - 1e-9 <= capacity
+        bound = capacity_bound(loading.held, loading.blocks) * max(loading.speeds)
+        assert capacity <= bound + 1e-9
+        loading = replace(loading, previous=paths)
+
+
+@given(data=st.data())
+def test_a_pool_of_nodes_of_half_the_speed_has_half_the_capacity(data: st.DataObject) -> None:
+    """Speeds are relative: the paths stay, their weights scale."""
+    loading = replace(data.draw(loadings()), max_stages=4)
+    speeds = [1.0] * len(loading.held)
+    whole = SERVING["pools"](replace(loading, speeds=speeds))
+    half = SERVING["pools"](replace(loading, speeds=[0.5 for _ in speeds]))
+    assert sum(path.weight for path in half) == pytest.approx(
+        sum(path.weight for path in whole) / 2, rel=0.05
+    )
+
+
+@given(complete=st.integers(1, 6), data=st.data())
+def test_a_slow_node_among_complete_ones_counts_for_what_it_can_do(
+    complete: int, data: st.DataObject
+) -> None:
+    slow = data.draw(st.integers(0, complete - 1))
+    speeds = [0.5 if node == slow else 1.0 for node in range(complete)]
+    held = [frozenset(range(4))] * complete
+    paths = SERVING["pools"](Loading(held, 4, speeds, frozenset(), 4, 0.02))
+    assert {path.stages[0][0]: path.weight for path in paths} == pytest.approx(
+        dict(enumerate(speeds))
+    )

@@ -18,25 +18,37 @@ _INF = float("inf")
 
 
 class Classes:
-    """Nodes that hold the same blocks, taken together. The linear programme then has a row for each
-    class instead of each node. A thousand nodes that load at the same pace form dozens of classes;
-    if their paces differ, nodes that differ in little are put into one class too.
+    """Nodes of one speed that hold the same blocks, taken together. The linear programme then has a
+    row for each class instead of each node. A thousand nodes that load at the same pace form dozens
+    of classes; if their paces differ, nodes that differ in little are put into one class too.
 
     Dealing paths out to the members of classes loses one or two per cent where a path needs two
     nodes of a class. So in small clusters every node is a class of its own.
     """
 
-    def __init__(self, held: Sequence[AbstractSet[int]], blocks: int) -> None:
-        """`held`: what each node holds. Complete nodes are a class by themselves."""
+    def __init__(
+        self, held: Sequence[AbstractSet[int]], blocks: int, speeds: Sequence[float]
+    ) -> None:
+        """`held`: what each node holds. Complete nodes of one speed are a class by themselves."""
         self._blocks = blocks
         sets = [frozenset(have) for have in held]
         if len(held) <= _APART:
             self._of = list(range(len(held)))
             self.held = sets  # for each class, the blocks that all its members hold
+            self.speeds = list(speeds)
         else:
-            common = _in_common(sets, blocks)
-            self.held = list(dict.fromkeys(common.values()))
-            self._of = [self.held.index(common[have]) for have in sets]
+            common = {
+                speed: _in_common(
+                    [have for have, other in zip(sets, speeds, strict=True) if other == speed],
+                    blocks,
+                )
+                for speed in sorted(set(speeds))
+            }
+            kinds = [(common[s][have], s) for have, s in zip(sets, speeds, strict=True)]
+            classes = list(dict.fromkeys(kinds))
+            self.held = [have for have, _ in classes]
+            self.speeds = [speed for _, speed in classes]
+            self._of = [classes.index(kind) for kind in kinds]
         self.members: list[list[int]] = [[] for _ in self.held]
         for node, i in enumerate(self._of):
             self.members[i].append(node)

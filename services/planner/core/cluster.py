@@ -77,7 +77,10 @@ class Cluster:
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
         self._slots = None
-        return before if before and before.generation != info.generation else None
+        if before is None or before.generation == info.generation:
+            return None
+        self.measured.on_gone(info.node)
+        return before
 
     def meets(self, info: NodeInfo) -> bool:
         """Whether the node is there, for all that is known: one that ended stays so. One that was
@@ -97,6 +100,7 @@ class Cluster:
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
+        self.measured.on_gone(node)
         self._slots = None
         return True
 
@@ -115,7 +119,7 @@ class Cluster:
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
             return NO_CHANGE
         if known is None or status.profile != known.profile:
-            self.measured.on_profile(status.profile)
+            self.measured.on_profile(status.node, status.profile)
         was = _on_device(said)
         before = was if known and known.generation == status.generation else {}
         if said is not None and not said.arrived and status.holdings == said.status.holdings:

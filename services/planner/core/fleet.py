@@ -83,6 +83,7 @@ class Fleet:
             address=info.address,
             slots=info.slots,
             held=self._held(info.node),
+            speed=self._speed(info.node, 1.0),
             event=cause.event,
             trace=cause.trace,
         )
@@ -94,10 +95,13 @@ class Fleet:
         self._change(instances.joined(self.members, member, self._record.n_blocks))
 
     def look(self, node: NodeId) -> None:
-        """What the node holds has changed."""
-        member, held = self.members.get(node), self._held(node)
-        if member is not None and member.held != held:
-            self._change({**self.members, node: replace(member, held=held)})
+        """What the node holds, or how fast it is, may have changed."""
+        member = self.members.get(node)
+        if member is None:
+            return
+        new = replace(member, held=self._held(node), speed=self._speed(node, member.speed))
+        if new != member:
+            self._change({**self.members, node: new})
 
     def drain(self, node: NodeId, draining: bool = True) -> None:
         self._change({**self.members, node: replace(self.members[node], draining=draining)})
@@ -111,6 +115,16 @@ class Fleet:
 
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._record.model_id) & self._every
+
+    def _speed(self, node: NodeId, known: float) -> float:
+        cluster = self._desk.cluster
+        return cluster.measured.speed(node, self._record.model_id, cluster.slots, known)
+
+    @property
+    def speed(self) -> float:
+        """The mean speed of its replicas; 1 if there is none."""
+        speeds = [member.speed for member in self.replicas]
+        return sum(speeds) / len(speeds) if speeds else 1.0
 
     def _change(self, members: Mapping[NodeId, Member]) -> None:
         if self._closed:

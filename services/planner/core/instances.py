@@ -36,6 +36,8 @@ class Member:
     trace: str = ""
     """Of that event."""
     draining: bool = False
+    speed: float = 1.0
+    """Its capacity when it is complete: how fast it runs the model, relative to other nodes."""
     source: bool = False
     """Whether it was complete before the current loading, or the last one, began."""
 
@@ -68,17 +70,18 @@ def plan(
 ) -> dict[Stages, float]:
     """The stages that should take new requests, with their capacity in units of a complete node.
 
-    While nothing loads, these are the complete members, each with a capacity of 1. Otherwise the
-    capacities divide what every node can do among the instances that it is a stage of.
+    While nothing loads, these are the complete members, each with its speed as capacity. Otherwise
+    the capacities divide what every node can do among the instances that it is a stage of.
     """
     nodes = [m for m in members.values() if not m.draining]
     if not loading(members, rules.blocks):
-        return {_alone(member, rules.blocks): 1.0 for member in nodes}
+        return {_alone(member, rules.blocks): member.speed for member in nodes}
     index = {member.node: i for i, member in enumerate(nodes)}
     planned = rules.strategy(
         Loading(
             held=[member.held for member in nodes],
             blocks=rules.blocks,
+            speeds=[member.speed for member in nodes],
             sources={index[member.node] for member in nodes if member.source},
             max_stages=rules.max_stages,
             hop_cost=rules.hop_cost,
@@ -115,15 +118,15 @@ def revise(
         for stages, capacity in planned.items()
         if len(stages) > 1 and all(_takes(members, stage) for stage in stages)
     }
-    spare = _spare(paths, blocks)
+    spare = _spare(paths, members, blocks)
     result: dict[Stages, Instance] = {}
     for member in members.values():
         if len(member.held) == blocks:
             stages = _alone(member, blocks)
-            capacity = planned.get(stages, spare.get(member.node, 1.0))
+            capacity = planned.get(stages, spare.get(member.node, member.speed))
             result[stages] = _replica(member, stages, kept.get(stages), capacity)
     for stages, capacity in paths.items():
-        slots = granted(capacity, [members[stage.node].slots for stage in stages])
+        slots = granted(capacity, [_rate(members[stage.node]) for stage in stages])
         result[stages] = _path(stages, slots, kept.get(stages), capacity, new_id, event)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
@@ -139,14 +142,21 @@ def node_slots(
     return {node: members[node].slots for node in sorted(nodes)}
 
 
-def _spare(paths: Mapping[Stages, float], blocks: int) -> dict[NodeId, float]:
+def _rate(member: Member) -> tuple[int, float]:
+    return member.slots, member.speed
+
+
+def _spare(
+    paths: Mapping[Stages, float], members: Mapping[NodeId, Member], blocks: int
+) -> dict[NodeId, float]:
     """What paths leave of their nodes. A node that was completed after the plan was made has all of
     itself."""
     spare: dict[NodeId, float] = {}
     for stages, capacity in paths.items():
         for stage in stages:
             share = capacity * (stage.stop - stage.start) / blocks
-            spare[stage.node] = max(0.0, spare.get(stage.node, 1.0) - share)
+            left = spare.get(stage.node, members[stage.node].speed)
+            spare[stage.node] = max(0.0, left - share)
     return spare
 
 
@@ -173,7 +183,7 @@ def _replica(member: Member, stages: Stages, known: Instance | None, capacity: f
         stages=stages,
         state=InstanceState.DRAINING if member.draining else InstanceState.SERVING,
         capacity=capacity,
-        slots=granted(capacity, [member.slots]),
+        slots=granted(capacity, [_rate(member)]),
         event=known.event if known is not None else member.event,
     )
 

@@ -1,24 +1,37 @@
 """What nodes measured of the models that they run: room for KV, and the time of a token."""
 
 from collections.abc import Collection, Iterable
+from math import inf
+from statistics import median_low
 
-from shared.ids import ModelId
-from shared.messages.pool import Profile
+from shared.ids import ModelId, NodeId
+from shared.messages.pool import ModelProfile, Profile
+
+ALIKE = 4 / 3
+"""Speeds that differ by less than this factor count as the same, so that noise changes nothing."""
+MOST = 16.0
+"""Who says to be faster than the others by more, or slower, is believed this much."""
 
 
 class Measured:
     def __init__(self) -> None:
         self._kv: dict[ModelId, int] = {}
         """KV positions of a replica, as a node that has the model open said last."""
-        self._prefill: dict[ModelId, float] = {}
-        """Seconds a prompt token takes, as a node that ran the model said last."""
-        self._decode: dict[ModelId, float] = {}
-        """Seconds a pass of one token takes, as such a node said."""
+        self._times: dict[ModelId, dict[NodeId, ModelProfile]] = {}
+        """What each node that ran the model says of it."""
+        self._middle: dict[ModelId, ModelProfile] = {}
+        """What the nodes in the middle say; absent: to be found anew."""
 
-    def on_profile(self, profile: Profile) -> None:
+    def on_profile(self, node: NodeId, profile: Profile) -> None:
         for each in profile.models:
-            self._prefill[each.model_id] = each.prefill_s_per_token
-            self._decode[each.model_id] = each.decode_s
+            self._times.setdefault(each.model_id, {})[node] = each
+            self._middle.pop(each.model_id, None)
+
+    def on_gone(self, node: NodeId) -> None:
+        """What comes under its name may be another machine."""
+        for model, times in self._times.items():
+            if times.pop(node, None) is not None:
+                self._middle.pop(model, None)
 
     def on_kv(self, models: Iterable[ModelId], positions: int) -> None:
         """A node that has these models open says for how many positions it has room."""
@@ -26,18 +39,51 @@ class Measured:
 
     def forget(self, models: Collection[ModelId]) -> None:
         """Lets go of all but these models."""
-        for measured in (self._kv, self._prefill, self._decode):
-            for model in measured.keys() - set(models):
-                del measured[model]
+        for model in self._kv.keys() - set(models):
+            del self._kv[model]
+        for model in self._times.keys() - set(models):
+            del self._times[model]
+            self._middle.pop(model, None)
 
     def kv_tokens(self, model: ModelId) -> int:
         """KV positions of a complete replica; 0: not known."""
         return self._kv.get(model, 0)
 
     def prefill_s_per_token(self, model: ModelId) -> float:
-        """Of a complete replica; 0: not known."""
-        return self._prefill.get(model, 0.0)
+        """Seconds that a complete replica takes for each further token; 0: not known."""
+        return self._ordinary(model).prefill_s_per_token
 
     def decode_s(self, model: ModelId) -> float:
-        """A pass of one token through a complete replica; 0: not known."""
-        return self._decode.get(model, 0.0)
+        """Seconds of a pass of one token through a complete replica; 0: not known."""
+        return self._ordinary(model).decode_s
+
+    def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
+        """How fast the node runs a pass of `tokens` tokens, relative to the node in the middle.
+        `known`: what was said of it last, which stays unless it has clearly changed. 1 for a node
+        that has measured nothing."""
+        own = self._times.get(model, {}).get(node)
+
+        def pass_s(times: ModelProfile) -> float:
+            return times.decode_s + (tokens - 1) * times.prefill_s_per_token
+
+        if own is None or not 0 < pass_s(own) < inf:
+            return 1.0
+        speed = float(f"{pass_s(self._ordinary(model)) / pass_s(own):.2g}")
+        alike = (each for each in (known, 1.0) if each / ALIKE < speed < each * ALIKE)
+        return next(alike, min(max(1 / MOST, speed), MOST))
+
+    def _ordinary(self, model: ModelId) -> ModelProfile:
+        """What the nodes in the middle measured; 0: nothing is known."""
+        if model not in self._middle:
+            said = self._times.get(model, {}).values()
+            self._middle[model] = ModelProfile(
+                model_id=model,
+                decode_s=_middle(each.decode_s for each in said),
+                prefill_s_per_token=_middle(each.prefill_s_per_token for each in said),
+            )
+        return self._middle[model]
+
+
+def _middle(values: Iterable[float]) -> float:
+    """Of the values that can be; 0 if there is none."""
+    return median_low([value for value in values if 0 < value < inf] or [0.0])

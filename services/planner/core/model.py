@@ -246,7 +246,11 @@ class ModelMachine:
         draining = sum(m.draining for m in members.values())
         coming = len(members) - have - draining
         decision = self._sizing.decide(
-            self.record, have=have, coming=coming, leaving=self.standing.count
+            self.record,
+            have=have,
+            coming=coming,
+            leaving=self.standing.count,
+            speed=self.fleet.speed,
         )
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)

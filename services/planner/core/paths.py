@@ -34,7 +34,7 @@ class Path:
     stages: Stages
     """In order, covering every block once."""
     weight: float
-    """The throughput given to the path, in units of one complete node."""
+    """The throughput given to the path, in units of one complete node of speed 1."""
 
 
 def plan_paths(
@@ -42,24 +42,27 @@ def plan_paths(
     blocks: int,
     *,
     max_stages: int,
+    speeds: Sequence[float] | None = None,
     hop_cost: float = 0.03,
     previous: Iterable[Path] = (),
     keep_gain: float = 0.05,
     replica_floor: float = REPLICA_FLOOR,
 ) -> tuple[Path, ...]:
-    """The paths of the largest total weight for which no node's load exceeds 1.
+    """The paths of the largest total weight for which no node's load exceeds its speed.
 
     A node's load is the sum over paths of weight x (its blocks) / blocks. `held[n]` is what node n
-    holds (nothing for a node that is gone). `hop_cost` is the capacity, for each unit of a path,
-    that may be given up to save a hop. A path of `previous` that can still run, on some node that
-    is not complete, is dropped only if that gains more than `keep_gain`. Every complete node keeps
-    a path of its own, with a weight of at least `replica_floor`. No node stands in a path twice.
-    The result is deterministic and ordered by stages. It is empty if no path of at most
-    `max_stages` stages exists.
+    holds (nothing for a node that is gone), `speeds[n]` its throughput when it runs all blocks
+    alone, in units of an ordinary node (1 for all unless given). `hop_cost` is the capacity, for
+    each unit of a path, that may be given up to save a hop. A path of `previous` that can still
+    run, on some node that is not complete, is dropped only if that gains more than `keep_gain`.
+    Every complete node keeps a path of its own, with at least the share `replica_floor` of its
+    speed. No node stands in a path twice. The result is deterministic and ordered by stages. It is
+    empty if no path of at most `max_stages` stages exists.
     """
     if blocks < 1 or max_stages < 1:
         raise BadInput(f"{blocks} blocks and {max_stages} stages: both must be at least 1")
-    classes = Classes(held, blocks)
+    speeds = [1.0] * len(held) if speeds is None else speeds
+    classes = Classes(held, blocks, speeds)
     old = {
         path.stages: path.weight
         for path in previous
@@ -80,17 +83,22 @@ def plan_paths(
 
     packed = _pack(
         Pricer(classes.held, blocks, counts=counts, max_stages=max_stages, hop_cost=hop_cost),
-        [n * (1 - replica_floor * whole) for n, whole in zip(counts, complete, strict=True)],
+        [
+            n * speed * (1 - replica_floor * whole)
+            for n, speed, whole in zip(counts, classes.speeds, complete, strict=True)
+        ],
         tuple(dict.fromkeys([*known, *alone])),
         value,
     )
-    floors = {node: replica_floor for node, have in enumerate(held) if len(have) == blocks}
-    free = [1 - floors.get(node, 0.0) for node in range(len(held))]
+    floors = {
+        node: replica_floor * speeds[node] for node, have in enumerate(held) if len(have) == blocks
+    }
+    free = [speed - floors.get(node, 0.0) for node, speed in enumerate(speeds)]
     weights = classes.deal(packed, old, free)
     for node, floor in floors.items():
         lone = ((node, 0, blocks),)
         weights[lone] = weights.get(lone, 0.0) + floor
-    return _feasible(weights, blocks)
+    return _feasible(weights, blocks, speeds)
 
 
 def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
@@ -140,13 +148,15 @@ def _pack(
     return dict(packing.solution())
 
 
-def _feasible(weights: Mapping[Stages, float], blocks: int) -> tuple[Path, ...]:
+def _feasible(
+    weights: Mapping[Stages, float], blocks: int, speeds: Sequence[float]
+) -> tuple[Path, ...]:
     """The paths without tiny weights, scaled so that rounding overloads no node."""
     totals: dict[int, float] = {}
     for stages, weight in weights.items():
         for node, load in loads(stages, blocks).items():
             totals[node] = totals.get(node, 0.0) + load * weight
-    scale = 1 / max(1.0, *totals.values()) if totals else 1.0
+    scale = 1 / max([1.0, *(total / speeds[node] for node, total in totals.items())])
     return tuple(
         Path(stages, weight * scale)
         for stages, weight in sorted(weights.items())

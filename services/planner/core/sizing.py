@@ -16,12 +16,14 @@ class Sizing:
         """Whether there were more replicas than wanted at the last decision."""
         return self._scaler.surplus_since is not None
 
-    def decide(self, record: ModelRecord, *, have: int, coming: int, leaving: int) -> Decision:
-        """See `scaling.decide`."""
+    def decide(
+        self, record: ModelRecord, *, have: int, coming: int, leaving: int, speed: float
+    ) -> Decision:
+        """See `scaling.decide`. `speed`: the mean speed of the replicas."""
         self._scaler, decision = decide(
             self._scaler,
             self._desk.cluster.loads.demand(record.name),
-            self._policy(record),
+            self._policy(record, speed),
             have=have,
             coming=coming,
             leaving=leaving,
@@ -29,7 +31,7 @@ class Sizing:
         )
         return decision
 
-    def _policy(self, record: ModelRecord) -> Policy:
+    def _policy(self, record: ModelRecord, speed: float) -> Policy:
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
         return Policy(
@@ -39,7 +41,7 @@ class Sizing:
             kv_tokens=cluster.measured.kv_tokens(record.model_id),
             queue_per_instance=settings.queue_per_instance,
             prefill_wait_s=settings.prefill_wait_s,
-            prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id),
+            prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id) / speed,
             scale_up_hold_s=settings.scale_up_hold_s,
             horizon_s=settings.horizon_s,
             idle_s=settings.idle_s,

@@ -203,6 +203,20 @@ def test_a_replica_has_the_slots_of_its_own_node() -> None:
     assert {i.leader: i.slots for i in model.instances} == {A: SLOTS, B: 2}
 
 
+def test_a_slow_node_has_less_capacity_and_holds_as_many_sequences() -> None:
+    model = Model().put(full("a"), replace(full("b"), speed=0.5)).plan()
+    assert {i.leader: (i.capacity, i.slots) for i in model.instances} == {
+        A: (1.0, SLOTS),
+        B: (0.5, SLOTS),
+    }
+
+
+def test_a_slow_node_is_given_less_of_a_path() -> None:
+    even = Model().put(member("a", 0, 1), member("b", 2, 3)).plan()
+    slow = Model().put(member("a", 0, 1), replace(member("b", 2, 3), speed=0.5)).plan()
+    assert slow.paths[0].capacity == pytest.approx(even.paths[0].capacity / 2, rel=0.01)
+
+
 def test_requests_that_move_find_the_slots_of_the_replicas_they_move_to() -> None:
     model = Model().put(full("a"), member("b", 0, 1)).plan()
     (path,) = model.paths

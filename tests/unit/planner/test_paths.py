@@ -177,7 +177,7 @@ def test_nodes_that_differ_in_little_are_planned_for_together() -> None:
     """Each of 200 nodes lacks another block: far more kinds than there are classes."""
     every = frozenset(range(200))
     held = [every - {n} for n in range(200)]
-    assert len(Classes(held, 200).held) <= 64
+    assert len(Classes(held, 200, [1.0] * 200).held) <= 64
     assert capacity(plan_paths(held, 200, max_stages=4)) >= 0.95 * 200
 
 

@@ -25,7 +25,7 @@ def serve(
     max_stages: int = 4,
     previous: tuple[Path, ...] = (),
 ) -> dict[tuple[tuple[int, int, int], ...], float]:
-    loading = Loading(held, B, sources, max_stages, 0.02, previous)
+    loading = Loading(held, B, [1.0] * len(held), sources, max_stages, 0.02, previous)
     return {path.stages: path.weight for path in serving_strategy(name)(loading)}
 
 
@@ -43,7 +43,9 @@ def mean_capacity(
     for step in range(schedule.steps):
         held = schedule.held(step)
         complete = frozenset(range(sources))
-        previous = SERVING[name](Loading(held, blocks, complete, max_stages, 0.02, previous))
+        previous = SERVING[name](
+            Loading(held, blocks, [1.0] * nodes, complete, max_stages, 0.02, previous)
+        )
         total += sum(path.weight for path in previous)
     return total / schedule.steps / nodes
 

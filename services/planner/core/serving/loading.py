@@ -13,6 +13,8 @@ class Loading:
     held: Sequence[AbstractSet[int]]
     """The blocks that each node holds now."""
     blocks: int
+    speeds: Sequence[float]
+    """The throughput of each node alone, once it is complete, in units of an ordinary node."""
     sources: AbstractSet[int]
     """Nodes that were complete before the loading began."""
     max_stages: int
@@ -28,8 +30,9 @@ class Loading:
 
 
 ServingStrategy = Callable[[Loading], tuple[Path, ...]]
-"""The paths that take new requests, with their weights. No node's load exceeds 1, no node stands in
-a path twice, and every complete node has a path of its own. Deterministic, ordered by stages."""
+"""The paths that take new requests, with their weights. No node's load exceeds its speed, no node
+stands in a path twice, and every complete node has a path of its own. Deterministic, ordered by
+stages."""
 
 
 def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -38,11 +41,16 @@ def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]
 
     That share is at least `REPLICA_FLOOR`: a path that would leave less gets less weight.
     """
-    spare = dict.fromkeys(loading.replicas, 1.0)
+    speeds = loading.speeds
+    spare = {node: speeds[node] for node in loading.replicas}
     chosen: list[Path] = []
     for path in paths:
         load = loads(path.stages, loading.blocks)
-        limits = [(spare[node] - REPLICA_FLOOR) / load[node] for node in load if node in spare]
+        limits = [
+            (spare[node] - REPLICA_FLOOR * speeds[node]) / load[node]
+            for node in load
+            if node in spare
+        ]
         weight = min([path.weight, *limits])
         if weight > 0:
             chosen.append(Path(path.stages, weight))

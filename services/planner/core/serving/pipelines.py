@@ -27,8 +27,11 @@ def pipelines(loading: Loading) -> tuple[Path, ...]:
         if any(len(have) < loading.blocks for have in held.values()):
             stages = fastest(held, loading.blocks, loading.max_stages)
             if stages is not None and len(stages) > 1:
-                longest = max(stop - start for _, start, stop in stages)
-                found.append(Path(stages, loading.blocks / longest))
+                weight = min(
+                    loading.speeds[node] * loading.blocks / (stop - start)
+                    for node, start, stop in stages
+                )
+                found.append(Path(stages, weight))
     return beside_replicas(loading, found)
 
 

@@ -34,11 +34,12 @@ def _paths(loading: Loading) -> list[Path]:
     planned = plan_paths(
         loading.held,
         loading.blocks,
+        speeds=loading.speeds,
         max_stages=loading.max_stages,
         hop_cost=loading.hop_cost,
         previous=loading.previous,
     )
-    replicas = len(loading.replicas)
+    replicas = sum(loading.speeds[node] for node in loading.replicas)
     gain = sum(path.weight for path in planned) - replicas
     share = max(0.0, min(1.0, gain / (_WORTH * replicas))) if replicas else 1.0
     return [Path(path.stages, path.weight * share) for path in planned if len(path.stages) > 1]

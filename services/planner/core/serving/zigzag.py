@@ -22,8 +22,8 @@ def live_scaling(loading: Loading) -> tuple[Path, ...]:
     for target, source in partners.items():
         first = run_end(loading.held[target], 0)
         targets = sum(other == source for other in partners.values())
-        share = (1 - REPLICA_FLOOR) / targets
-        weight = min(blocks / first, share * blocks / (blocks - first))
+        share = (1 - REPLICA_FLOOR) / targets * loading.speeds[source]
+        weight = min(loading.speeds[target] * blocks / first, share * blocks / (blocks - first))
         found.append(Path(((target, 0, first), (source, first, blocks)), weight))
     return beside_replicas(loading, found)
 
