@@ -23,6 +23,8 @@ MODELS = 8
 """The most models that a profile reports: the models that ran last."""
 REDRAW = 32
 """After this many new passes, the line through them is computed anew."""
+ABOUT = 1.25
+"""Shares of a model that differ by less than this factor are about the same."""
 SAMPLES = 5
 """How many passes of each size are kept. Counting sizes apart, many passes of one token do not push
 out passes of many."""
@@ -83,6 +85,9 @@ class EngineTimes:
     """The times of one model: a line through (tokens in the pass, seconds of a pass through the
     whole model).
 
+    A pass over a part of the model has the fixed costs of a pass over the whole, so that a small
+    part makes the node look slow: only passes over about the largest part so far count.
+
     It is the line of Theil and Sen, with pairs weighted by their distance (Scholz 1978). A few wild
     passes (another process on the device, a page fault) leave it where it was.
     """
@@ -90,13 +95,22 @@ class EngineTimes:
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[float, float]]] = {}
         """Passes by the number of binary digits of their tokens."""
+        self._share = 0.0
+        """The part of the model that they ran, about."""
         self._line = (0.0, 0.0)
         self._new = 0
         """Passes since the line was computed."""
 
-    def add(self, tokens: float, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float, share: float = 1.0) -> None:
+        """Adds a pass over a `share` of the model, which took `seconds` times that share."""
+        if share * ABOUT < self._share:
+            return
+        if share > self._share * ABOUT:
+            self._share = share
+            self._passes.clear()
         size = int(tokens).bit_length()
-        self._passes.setdefault(size, deque(maxlen=SAMPLES)).append((tokens, seconds))
+        passes = self._passes.setdefault(size, deque(maxlen=SAMPLES))
+        passes.append((tokens, seconds))
         self._new += 1
 
     def line(self) -> tuple[float, float]:
@@ -148,7 +162,7 @@ class Profiler:
         `share`, in (0, 1], of the model's blocks."""
         times = self._engine.pop(model, None) or EngineTimes()
         self._engine[model] = times
-        times.add(tokens, seconds / share)
+        times.add(tokens, seconds / share, share)
         if len(self._engine) > MODELS:
             del self._engine[next(iter(self._engine))]
 

@@ -117,6 +117,10 @@ class Fleet:
         return self._desk.cluster.executable(node, self._record.model_id) & self._every
 
     def _speed(self, node: NodeId, known: float) -> float:
+        """Speeds stay while some node loads: a pass over a small part of the model has the same
+        fixed costs as one over the whole, and makes its node look slow."""
+        if self.loading:
+            return known
         cluster = self._desk.cluster
         return cluster.measured.speed(node, self._record.model_id, cluster.slots, known)
 

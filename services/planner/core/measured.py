@@ -7,8 +7,9 @@ from statistics import median_low
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import ModelProfile, Profile
 
-ALIKE = 4 / 3
-"""Speeds that differ by less than this factor count as the same, so that noise changes nothing."""
+ALIKE = 1.5
+"""Speeds that differ by less than this factor count as the same, so that noise changes nothing: the
+length of contexts, and what else runs on a machine."""
 MOST = 16.0
 """Who says to be faster than the others by more, or slower, is believed this much."""
 
@@ -60,13 +61,13 @@ class Measured:
     def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
         """How fast the node runs a pass of `tokens` tokens, relative to the node in the middle.
         `known`: what was said of it last, which stays unless it has clearly changed. 1 for a node
-        that has measured nothing."""
+        that has not measured both a token and a further token."""
         own = self._times.get(model, {}).get(node)
 
         def pass_s(times: ModelProfile) -> float:
             return times.decode_s + (tokens - 1) * times.prefill_s_per_token
 
-        if own is None or not 0 < pass_s(own) < inf:
+        if own is None or not 0 < pass_s(own) < inf or not own.prefill_s_per_token:
             return 1.0
         speed = float(f"{pass_s(self._ordinary(model)) / pass_s(own):.2g}")
         alike = (each for each in (known, 1.0) if each / ALIKE < speed < each * ALIKE)

@@ -24,7 +24,7 @@ def test_a_profile_of_everything_in_two_digits() -> None:
     profiler.sent(5.0, 6.0, 98_765_432)
     profiler.loaded(7.0, 9.0, 222_222_222)
     profiler.ran(MODEL, 0.5, 1, 0.01)
-    profiler.ran(MODEL, 1.0, 101, 0.03)
+    profiler.ran(MODEL, 0.5, 101, 0.015)
     assert profiler.profile() == Profile(
         in_bytes_per_s=1.2e8,
         out_bytes_per_s=9.9e7,
@@ -115,3 +115,13 @@ def test_models_that_ran_longest_ago_are_left_out() -> None:
     profiler.ran(ModelId("new"), 1.0, 1, 0.1)
     told = [each.model_id for each in profiler.profile().models]
     assert told == ["m0", *(f"m{number}" for number in range(2, MODELS)), "new"]
+
+
+def test_passes_over_a_small_part_of_the_model_do_not_make_the_node_look_slow() -> None:
+    """Each pass has 10 ms of fixed costs, whatever its part of the model."""
+    profiler = Profiler()
+    for share in (0.1, 0.5, 1.0, 0.9, 0.1):
+        for tokens in (1, 101):
+            profiler.ran(MODEL, share, tokens, 0.01 + share * (0.01 + 0.0001 * tokens))
+    (times,) = profiler.profile().models
+    assert times.decode_s <= 0.021

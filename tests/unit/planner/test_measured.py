@@ -5,7 +5,7 @@ import pytest
 from services.planner.core import commands
 from services.planner.core.cluster import Cluster
 from services.planner.core.measured import ALIKE, MOST, Measured
-from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
+from shared.ids import GatewayId, Generation, InstanceId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import Holding, ModelProfile, NodeStatus, Profile, Tier
 from tests.unit.planner.driver import EVERY, Driver
@@ -16,8 +16,9 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 TOKENS = 4
 
 
-def timed(decode_s: float, prefill_s: float = 0.0, model: ModelId = MODEL) -> Profile:
-    times = ModelProfile(model_id=model, decode_s=decode_s, prefill_s_per_token=prefill_s)
+def timed(decode_s: float, prefill_s: float | None = None) -> Profile:
+    more = decode_s / 10 if prefill_s is None else prefill_s
+    times = ModelProfile(model_id=MODEL, decode_s=decode_s, prefill_s_per_token=more)
     return Profile(models=(times,))
 
 
@@ -45,6 +46,9 @@ def test_a_speed_that_is_not_known_is_1() -> None:
     assert Measured().speed(A, MODEL, TOKENS) == 1.0
     assert measured(b=0.02).speed(A, MODEL, TOKENS) == 1.0
     assert measured(a=0.02, b=0.0).speed(B, MODEL, TOKENS) == 1.0
+    found = measured(a=0.02)
+    found.on_profile(B, timed(0.08, 0.0))
+    assert found.speed(B, MODEL, TOKENS) == 1.0, "this may be the time of any batch"
 
 
 def test_noise_changes_no_speed_and_a_clear_change_does() -> None:
