@@ -15,7 +15,6 @@ from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
 from services.node.parts import WorkerListener
 from services.node.service import NodeService
-from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
@@ -30,7 +29,7 @@ from shared.messages.pool import ModelAdd
 from shared.messages.scaling import PlannerQuery, PlannerState
 from shared.service import Service
 from simulation.bus import SimBroker
-from simulation.checked import CheckedPlanner
+from simulation.checked import CheckedPlanner, CheckedRegistry
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
@@ -267,7 +266,7 @@ class Cluster:
 
     def _maker(self, name: str) -> Callable[[Bus], Service]:
         if name == REGISTRY:
-            return lambda bus: RegistryService(bus, RegistryConfig())
+            return lambda bus: CheckedRegistry(bus, RegistryConfig())
         if name == PLANNER:
             return lambda bus: CheckedPlanner(bus, self.planner_config)
         if name == GATEWAY:

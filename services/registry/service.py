@@ -64,10 +64,12 @@ class RegistryService(Service):
     """
 
     role: ClassVar[str] = "registry"
+    pool_type: ClassVar[type[Pool]] = Pool
+    """Simulations use a pool that is validated after every change."""
 
     def __init__(self, bus: Bus, config: RegistryConfig) -> None:
         super().__init__("registry")
-        self.pool = Pool()
+        self.pool = self.pool_type()
         self._bus = bus
         self._config = config
         self._store = Store(bus, self.log)
