@@ -16,7 +16,7 @@ from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from services.planner.core.outlook import Serving
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 
 CASES = ((1, 8, 16), (1, 5, 16), (2, 16, 16))
 MAX_STAGES = 4
@@ -33,7 +33,7 @@ def capacities(schedule: Schedule) -> tuple[float, float, float]:
     nodes, blocks = schedule.nodes, schedule.blocks
     pipelines = fixed_pipelines(nodes, blocks, schedule.sources)
     pools, fixed, complete = 0.0, 0.0, 0.0
-    previous: tuple[Path, ...] = ()
+    previous: tuple[WeightedPath, ...] = ()
     for step in range(schedule.steps):
         held = schedule.held(step)
         previous = plan_paths(held, blocks, max_stages=MAX_STAGES, previous=previous)

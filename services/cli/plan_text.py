@@ -10,7 +10,7 @@ from services.planner.core.multicast.fabric import Task
 from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import lower_bound
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 from shared.config import PlannerConfig
 
 _PATHS_UP_TO = 2048
@@ -157,7 +157,7 @@ def _serving(schedule: Schedule) -> Iterator[str]:
 
 
 def _paths_by_step(schedule: Schedule) -> Iterator[str]:
-    previous: tuple[Path, ...] = ()
+    previous: tuple[WeightedPath, ...] = ()
     for step in range(schedule.steps + 1):
         paths = plan_paths(
             schedule.held(step),
@@ -176,7 +176,7 @@ def _paths_by_step(schedule: Schedule) -> Iterator[str]:
         previous = paths
 
 
-def _path(path: Path) -> str:
+def _path(path: WeightedPath) -> str:
     return "|".join(f"{node}[{runs(range(start, stop))}]" for node, start, stop in path.stages)
 
 

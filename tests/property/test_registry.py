@@ -72,7 +72,7 @@ class Cluster(RuleBasedStateMachine):
         self.now += seconds
         self.follow(self.pool.tick(self.now))
         for node, generation in list(self.newest):  # forgotten: no lease for a long time
-            if self.pool.residency.of(info(node, generation)) is None:
+            if self.pool.holdings.of(info(node, generation)) is None:
                 del self.newest[node, generation]
 
     @rule(node=NODES)

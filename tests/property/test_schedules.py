@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.pricing import loads
 from services.planner.core.replan import repair
 from tests.unit.planner.step_model import capacity_bound, least_steps, replay
@@ -42,7 +42,7 @@ def test_repair_completes_whatever_is_held(case: tuple[list[frozenset[int]], int
 
 
 def check_paths(
-    paths: Sequence[Path], held: Sequence[frozenset[int]], blocks: int, max_stages: int
+    paths: Sequence[WeightedPath], held: Sequence[frozenset[int]], blocks: int, max_stages: int
 ) -> None:
     load = [0.0] * len(held)
     for path in paths:

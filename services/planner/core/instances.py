@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from services.planner.core.paths import Path
+from services.planner.core.paths import WeightedPath
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
@@ -86,7 +86,7 @@ def plan(
             max_stages=rules.max_stages,
             hop_cost=rules.hop_cost,
             previous=tuple(
-                Path(tuple((index[s.node], s.start, s.stop) for s in i.stages), i.capacity)
+                WeightedPath(tuple((index[s.node], s.start, s.stop) for s in i.stages), i.capacity)
                 for i in previous
                 if i.state is InstanceState.SERVING and all(s.node in index for s in i.stages)
             ),

@@ -30,7 +30,7 @@ running requests are not cut off."""
 
 
 @dataclass(frozen=True)
-class Path:
+class WeightedPath:
     stages: Stages
     """In order, covering every block once."""
     weight: float
@@ -44,10 +44,10 @@ def plan_paths(
     max_stages: int,
     speeds: Sequence[float] | None = None,
     hop_cost: float = 0.03,
-    previous: Iterable[Path] = (),
+    previous: Iterable[WeightedPath] = (),
     keep_gain: float = 0.05,
     replica_floor: float = REPLICA_FLOOR,
-) -> tuple[Path, ...]:
+) -> tuple[WeightedPath, ...]:
     """The paths of the largest total weight for which no node's load exceeds its speed.
 
     A node's load is the sum over paths of weight x (its blocks) / blocks. `held[n]` is what node n
@@ -150,7 +150,7 @@ def _pack(
 
 def _feasible(
     weights: Mapping[Stages, float], blocks: int, speeds: Sequence[float]
-) -> tuple[Path, ...]:
+) -> tuple[WeightedPath, ...]:
     """The paths without tiny weights, scaled so that rounding overloads no node."""
     totals: dict[int, float] = {}
     for stages, weight in weights.items():
@@ -158,7 +158,7 @@ def _feasible(
             totals[node] = totals.get(node, 0.0) + load * weight
     scale = 1 / max([1.0, *(total / speeds[node] for node, total in totals.items())])
     return tuple(
-        Path(stages, weight * scale)
+        WeightedPath(stages, weight * scale)
         for stages, weight in sorted(weights.items())
         if weight >= LEAST
     )

@@ -10,11 +10,11 @@ import msgspec
 
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
+from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Change, Leases
 from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
-from services.registry.core.residency import Residency
 from services.registry.core.survey import Survey
 from shared.errors import BadInput
 from shared.ids import EventId, ModelId, NodeId
@@ -54,7 +54,7 @@ class Pool:
         """What happened to nodes and reservations, and why."""
         self.catalog = Catalog()
         self.leases = Leases(self.story)
-        self.residency = Residency()
+        self.holdings = Holdings()
         self.reservations = Reservations()
         self.at = 0.0
         """The time of what happens, for the story. The shell sets it before a request. Other events
@@ -94,7 +94,7 @@ class Pool:
     def status(self, status: NodeStatus, now: float) -> list[Effect]:
         if self.leases.is_over(status.node, status.generation):
             return [self.leases.gone_again(status.node, status.generation, status.origin)]
-        if self.residency.report(status, now):
+        if self.holdings.report(status, now):
             self.leases.heard(status.node, status.generation, now)
         return []
 
@@ -102,7 +102,7 @@ class Pool:
         """Ends whatever has been in doubt for too long."""
         effects = self._after(self.leases.overdue(now), now)
         present = {(info.node, info.generation) for info in self.leases.present}
-        self.residency.prune(present, now)
+        self.holdings.prune(present, now)
         return effects
 
     def _after(self, changes: Iterable[Change], now: float) -> list[Effect]:
@@ -121,7 +121,7 @@ class Pool:
         """Raises AssertionError if parts of the state contradict each other."""
         self.catalog.validate()
         self.leases.validate()
-        self.residency.validate()
+        self.holdings.validate()
         self.reservations.validate()
         for held in self.reservations.all:
             info = self.leases.info(held.node)
@@ -167,7 +167,7 @@ class Pool:
 
     def _survey(self, model_id: ModelId, event: EventId | None) -> Survey:
         record = self.catalog.identified(model_id)
-        return Survey(record, event, self.leases, self.residency, self.reservations)
+        return Survey(record, event, self.leases, self.holdings, self.reservations)
 
     def unreserve(self, request: Unreserve) -> list[Effect]:
         ended = self.reservations.release(request.event, request.nodes)
@@ -187,15 +187,15 @@ class Pool:
     def copies(self, model_id: ModelId) -> Copies:
         """Where the model is whole, among all nodes that are not gone."""
         record = self.catalog.identified(model_id)
-        holders = (self.leases.info(node) for node in self.residency.holders(model_id))
-        return replication.copies(record, filter(None, holders), self.residency)
+        holders = (self.leases.info(node) for node in self.holdings.holders(model_id))
+        return replication.copies(record, filter(None, holders), self.holdings)
 
     def copies_after(self, gone: NodeGone) -> list[tuple[ModelRecord, Copies]]:
         """For each model that the node held, where it is whole without the node. Models are left
         out that only the node's disk held and that another node holds whole: if every disk has all
         models, that is most of them."""
         found: list[tuple[ModelRecord, Copies]] = []
-        for model, tiers in sorted(self.residency.models(gone.node, gone.generation).items()):
+        for model, tiers in sorted(self.holdings.models(gone.node, gone.generation).items()):
             record = self.catalog.get(model)
             on_disk = tiers.keys() <= {Tier.DISK}
             if record is not None and not (on_disk and self._is_whole_somewhere(record)):
@@ -203,10 +203,10 @@ class Pool:
         return found
 
     def _is_whole_somewhere(self, record: ModelRecord) -> bool:
-        for node, generation in self.residency.reporters(record.model_id):
+        for node, generation in self.holdings.reporters(record.model_id):
             info = self.leases.info(node)
             if info is not None and info.generation == generation:
-                held = self.residency.blocks(info, record.model_id).values()
+                held = self.holdings.blocks(info, record.model_id).values()
                 if any(len(blocks) == record.n_blocks for blocks in held):
                     return True
         return False
@@ -218,7 +218,7 @@ class Pool:
         )
 
     def _node_view(self, info: NodeInfo) -> NodeView:
-        status = self.residency.of(info)
+        status = self.holdings.of(info)
         held = self.reservations.of(info.node)
         return NodeView(
             info=info,

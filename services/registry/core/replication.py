@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.registry.core.residency import Residency
+from services.registry.core.holdings import Holdings
 from shared.ids import NodeId
 from shared.messages.pool import ModelRecord, NodeInfo, Tier
 
@@ -32,7 +32,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory == (node,)
 
 
-def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Residency) -> Copies:
+def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Copies:
     every = frozenset(range(record.n_blocks))
     memory: list[NodeId] = []
     disk: list[NodeId] = []

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from services.registry.core.holdings import Blocks, Holdings
 from services.registry.core.leases import Leases
 from services.registry.core.placement import MEMORY, Candidate, Sender
 from services.registry.core.reservations import Reservations
-from services.registry.core.residency import Blocks, Residency
 from shared.ids import EventId, ModelId, NodeId
 from shared.messages.pool import ModelRecord, NodeInfo, NodeStatus, Source, Tier
 
@@ -22,14 +22,14 @@ class Survey:
         record: ModelRecord,
         event: EventId | None,
         leases: Leases,
-        residency: Residency,
+        holdings: Holdings,
         reservations: Reservations,
     ) -> None:
         """`event`: the event that asks. Its own reservations do not count against a node."""
         self.record = record
         self._event = event
         self._leases = leases
-        self._residency = residency
+        self._holdings = holdings
         self._reservations = reservations
         self._every = frozenset(range(record.n_blocks))
         others = reservations.others(event)
@@ -57,7 +57,7 @@ class Survey:
             held = self._reservations.of(info.node)
             if info.node in exclude or (held and held.event != self._event):
                 continue
-            status = self._residency.of(info)
+            status = self._holdings.of(info)
             # The event that has the node may have filled it already.
             has_space = held is not None or bool(self._blocks(info).keys() & set(MEMORY))
             if status is not None and (has_space or status.arena_free >= nbytes):
@@ -71,7 +71,7 @@ class Survey:
         blocks = self._blocks(info)
         others = [
             tiers.keys()
-            for model, tiers in self._residency.in_memory(info).items()
+            for model, tiers in self._holdings.in_memory(info).items()
             if model != self.record.model_id
         ]
         rate = _rate(info, status)
@@ -101,7 +101,7 @@ class Survey:
             if held.model_id == self.record.model_id and (info := self._leases.info(held.node))
         }
         for info in self._holders():
-            status = self._residency.of(info)
+            status = self._holdings.of(info)
             for tier, held in self._blocks(info).items():
                 blocks = held & self._every
                 if status is not None and blocks:
@@ -118,14 +118,14 @@ class Survey:
 
     def _holders(self) -> Iterator[NodeInfo]:
         """Nodes with a standing lease that hold something of the model, by name."""
-        return filter(None, map(self._leases.stands, self._residency.holders(self.record.model_id)))
+        return filter(None, map(self._leases.stands, self._holdings.holders(self.record.model_id)))
 
     def _blocks(self, info: NodeInfo) -> Blocks:
-        return self._residency.blocks(info, self.record.model_id)
+        return self._holdings.blocks(info, self.record.model_id)
 
     def _sharers(self, model: ModelId) -> Iterator[NodeInfo]:
         """Nodes that have blocks of a model in memory, in no order."""
-        for node, generation in self._residency.sharers(model):
+        for node, generation in self._holdings.sharers(model):
             info = self._leases.info(node)
             if info is not None and info.generation == generation:
                 yield info

@@ -17,7 +17,7 @@ from services.planner.core.instances import (
     plan,
     revise,
 )
-from services.planner.core.paths import Path
+from services.planner.core.paths import WeightedPath
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING
 from shared.ids import EventId, InstanceId, NodeId
@@ -239,7 +239,7 @@ def test_complete_members_become_sources_when_a_loading_begins() -> None:
 def test_the_strategy_is_told_who_the_sources_are() -> None:
     seen: list[Loading] = []
 
-    def spy(asked: Loading) -> tuple[Path, ...]:
+    def spy(asked: Loading) -> tuple[WeightedPath, ...]:
         seen.append(asked)
         return ()
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.planner.core.classes import Classes
 from services.planner.core.multicast.groups import binomial
-from services.planner.core.paths import Path, fewest_stages, plan_paths
+from services.planner.core.paths import WeightedPath, fewest_stages, plan_paths
 from services.planner.core.pricing import loads
 from shared.errors import BadInput
 from tests.unit.planner.step_model import capacity_bound
@@ -15,11 +15,13 @@ from tests.unit.planner.step_model import capacity_bound
 ALL4 = frozenset(range(4))
 
 
-def capacity(paths: Sequence[Path]) -> float:
+def capacity(paths: Sequence[WeightedPath]) -> float:
     return sum(path.weight for path in paths)
 
 
-def best(held: Sequence[AbstractSet[int]], blocks: int, max_stages: int) -> tuple[Path, ...]:
+def best(
+    held: Sequence[AbstractSet[int]], blocks: int, max_stages: int
+) -> tuple[WeightedPath, ...]:
     """Nothing but capacity counts."""
     return plan_paths(
         held, blocks, max_stages=max_stages, hop_cost=1e-4, keep_gain=0.0, replica_floor=0.0
@@ -99,7 +101,7 @@ def test_uncapped_capacity_meets_the_bound_for_two_sources() -> None:
 def test_previous_paths_stay_while_they_are_nearly_as_good() -> None:
     """Four nodes with a half each: it does not matter which first half goes with which second."""
     held = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2, 3})]
-    crossed = (Path(((0, 0, 2), (3, 2, 4)), 1.0), Path(((2, 0, 2), (1, 2, 4)), 1.0))
+    crossed = (WeightedPath(((0, 0, 2), (3, 2, 4)), 1.0), WeightedPath(((2, 0, 2), (1, 2, 4)), 1.0))
     paths = plan_paths(held, 4, max_stages=4, previous=crossed)
     assert {path.stages for path in paths} == {path.stages for path in crossed}
     assert capacity(paths) == pytest.approx(4.0, rel=1e-3)
@@ -107,14 +109,14 @@ def test_previous_paths_stay_while_they_are_nearly_as_good() -> None:
 
 def test_a_replica_that_was_alone_is_no_reason_to_open_no_path() -> None:
     held = [frozenset(range(16)), frozenset({0})]
-    alone = (Path(((0, 0, 16),), 1.0),)
+    alone = (WeightedPath(((0, 0, 16),), 1.0),)
     paths = plan_paths(held, 16, max_stages=4, hop_cost=0.02, previous=alone)
     assert [path.stages for path in paths] == [((0, 0, 16),), ((1, 0, 1), (0, 1, 16))]
 
 
 def test_a_hop_saved_is_no_reason_to_drop_a_previous_path() -> None:
     held = [frozenset({0, 1}), frozenset({1}), frozenset({2, 3})]
-    long = Path(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 2.0)
+    long = WeightedPath(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 2.0)
     (kept,) = plan_paths(held, 4, max_stages=4, previous=(long,))
     assert kept.stages == long.stages
     (short,) = plan_paths(held, 4, max_stages=4, previous=(long,), keep_gain=0.0)
@@ -122,7 +124,7 @@ def test_a_hop_saved_is_no_reason_to_drop_a_previous_path() -> None:
 
 
 def test_previous_paths_go_when_the_gain_is_large() -> None:
-    long = Path(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 1.0)
+    long = WeightedPath(((0, 0, 1), (1, 1, 2), (2, 2, 4)), 1.0)
     held = [frozenset({0}), frozenset({1}), ALL4, ALL4]
     paths = plan_paths([frozenset(), frozenset(), ALL4, ALL4], 4, max_stages=4, previous=(long,))
     assert long.stages not in {path.stages for path in paths}
@@ -131,9 +133,9 @@ def test_previous_paths_go_when_the_gain_is_large() -> None:
 
 
 def test_previous_paths_that_cannot_run_are_dropped() -> None:
-    gone = Path(((0, 0, 2), (1, 2, 4)), 1.0)
-    unknown = Path(((9, 0, 4),), 1.0)
-    short = Path(((1, 0, 2),), 1.0)
+    gone = WeightedPath(((0, 0, 2), (1, 2, 4)), 1.0)
+    unknown = WeightedPath(((9, 0, 4),), 1.0)
+    short = WeightedPath(((1, 0, 2),), 1.0)
     paths = plan_paths([frozenset(), ALL4], 4, max_stages=4, previous=(gone, unknown, short))
     assert [path.stages for path in paths] == [((1, 0, 4),)]
 
@@ -160,7 +162,7 @@ def test_capacity_is_near_the_bound_where_the_cheapest_paths_would_repeat_a_node
 
 def test_planning_for_classes_of_alike_nodes_loses_little() -> None:
     schedule = binomial(256, 64, range(8))
-    previous: tuple[Path, ...] = ()
+    previous: tuple[WeightedPath, ...] = ()
     for step in (30, 45):
         previous = plan_paths(schedule.held(step), 64, max_stages=4, previous=previous)
         assert capacity(previous) >= 0.97 * 256

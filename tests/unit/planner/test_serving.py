@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.planner.core.paths import Path as PlannedPath
+from services.planner.core.paths import WeightedPath
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from services.planner.core.serving.stop_the_world import stop_the_world
 from services.planner.core.serving.strategies import SERVING
@@ -28,7 +28,7 @@ async def test_the_configured_strategy_decides_what_serves(
 ) -> None:
     asked: list[Loading] = []
 
-    def spy(loading: Loading) -> tuple[PlannedPath, ...]:
+    def spy(loading: Loading) -> tuple[WeightedPath, ...]:
         asked.append(loading)
         return stop_the_world(loading)
 

@@ -8,7 +8,7 @@ import pytest
 from services.planner.core.multicast.fabric import step_task
 from services.planner.core.multicast.groups import make_groups
 from services.planner.core.multicast.strategies import STRATEGIES
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING, serving_strategy
 from shared.errors import BadInput
@@ -23,7 +23,7 @@ def serve(
     *,
     sources: AbstractSet[int] = frozenset({0}),
     max_stages: int = 4,
-    previous: tuple[Path, ...] = (),
+    previous: tuple[WeightedPath, ...] = (),
 ) -> dict[tuple[tuple[int, int, int], ...], float]:
     loading = Loading(held, B, [1.0] * len(held), sources, max_stages, 0.02, previous)
     return {path.stages: path.weight for path in serving_strategy(name)(loading)}
@@ -38,7 +38,7 @@ def mean_capacity(
 ) -> float:
     """Over the loading window, as a share of the final one."""
     schedule = STRATEGIES[multicast](step_task(nodes, blocks, range(sources)))
-    previous: tuple[Path, ...] = ()
+    previous: tuple[WeightedPath, ...] = ()
     total = 0.0
     for step in range(schedule.steps):
         held = schedule.held(step)
@@ -133,7 +133,7 @@ def test_live_scaling_shares_complete_nodes_out_between_targets() -> None:
 
 
 def test_live_scaling_keeps_pairs() -> None:
-    before = (Path(((1, 0, 2), (2, 2, B)), 1.0),)
+    before = (WeightedPath(((1, 0, 2), (2, 2, B)), 1.0),)
     assert ((1, 0, 3), (2, 3, B)) in serve("zigzag", [EVERY, first(3), EVERY], previous=before)
 
 

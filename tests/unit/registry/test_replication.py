@@ -1,15 +1,15 @@
+from services.registry.core.holdings import Holdings
 from services.registry.core.replication import Copies, copies
-from services.registry.core.residency import Residency
 from shared.ids import NodeId
 from shared.messages.pool import NodeStatus, Tier
 from tests.unit.registry.builders import holding, info, record, status
 
 
 def among(*reports: NodeStatus) -> Copies:
-    residency = Residency()
+    holdings = Holdings()
     for report in reports:
-        residency.report(report, 0.0)
-    return copies(record(), [info(report.node) for report in reports], residency)
+        holdings.report(report, 0.0)
+    return copies(record(), [info(report.node) for report in reports], holdings)
 
 
 def test_gpu_and_host_together_make_a_copy_in_memory() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from services.planner.core.paths import REPLICA_FLOOR, Path
+from services.planner.core.paths import REPLICA_FLOOR, WeightedPath
 from services.planner.core.pricing import loads
 
 
@@ -20,7 +20,7 @@ class Loading:
     max_stages: int
     hop_cost: float
     """The share of a pass through the model that one more stage costs."""
-    previous: tuple[Path, ...] = ()
+    previous: tuple[WeightedPath, ...] = ()
     """Paths that serve now."""
 
     @property
@@ -29,13 +29,13 @@ class Loading:
         return [node for node, have in enumerate(self.held) if len(have) == self.blocks]
 
 
-ServingStrategy = Callable[[Loading], tuple[Path, ...]]
+ServingStrategy = Callable[[Loading], tuple[WeightedPath, ...]]
 """The paths that take new requests, with their weights. No node's load exceeds its speed, no node
 stands in a path twice, and every complete node has a path of its own. Deterministic, ordered by
 stages."""
 
 
-def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]:
+def beside_replicas(loading: Loading, paths: Iterable[WeightedPath]) -> tuple[WeightedPath, ...]:
     """Adds to paths of several stages each complete node alone, with the share that they leave of
     it.
 
@@ -43,7 +43,7 @@ def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]
     """
     speeds = loading.speeds
     spare = {node: speeds[node] for node in loading.replicas}
-    chosen: list[Path] = []
+    chosen: list[WeightedPath] = []
     for path in paths:
         load = loads(path.stages, loading.blocks)
         limits = [
@@ -53,8 +53,8 @@ def beside_replicas(loading: Loading, paths: Iterable[Path]) -> tuple[Path, ...]
         ]
         weight = min([path.weight, *limits])
         if weight > 0:
-            chosen.append(Path(path.stages, weight))
+            chosen.append(WeightedPath(path.stages, weight))
             for node in load.keys() & spare.keys():
                 spare[node] -= weight * load[node]
-    alone = [Path(((node, 0, loading.blocks),), left) for node, left in spare.items()]
+    alone = [WeightedPath(((node, 0, loading.blocks),), left) for node, left in spare.items()]
     return tuple(sorted(chosen + alone, key=lambda path: path.stages))

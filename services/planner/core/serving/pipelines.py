@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from services.planner.core.multicast.groups import fixed_pipelines
-from services.planner.core.paths import Path, run_end
+from services.planner.core.paths import WeightedPath, run_end
 from services.planner.core.pricing import Stages
 from services.planner.core.serving.loading import Loading, beside_replicas
 
@@ -14,14 +14,14 @@ _WIDTH = 256
 furthest first. That is all of them for pipelines of up to ten nodes and four stages."""
 
 
-def pipelines(loading: Loading) -> tuple[Path, ...]:
+def pipelines(loading: Loading) -> tuple[WeightedPath, ...]:
     """A pipeline serves as soon as its members together hold all blocks, each member a contiguous
     run, until it is complete. Complete nodes, also sources, serve alone.
 
     If no source is among the nodes (the sources are in host memory or on disk), the destinations
     form one pipeline.
     """
-    found: list[Path] = []
+    found: list[WeightedPath] = []
     for members in _groups(loading):
         held = {node: loading.held[node] for node in members}
         if any(len(have) < loading.blocks for have in held.values()):
@@ -31,7 +31,7 @@ def pipelines(loading: Loading) -> tuple[Path, ...]:
                     loading.speeds[node] * loading.blocks / (stop - start)
                     for node, start, stop in stages
                 )
-                found.append(Path(stages, weight))
+                found.append(WeightedPath(stages, weight))
     return beside_replicas(loading, found)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.planner.core.paths import Path, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.serving.loading import Loading, beside_replicas
 
 _WORTH = 0.25
@@ -10,12 +10,12 @@ _WORTH = 0.25
 their capacity. It is about what a hop adds to the time of a decode step."""
 
 
-def pools(loading: Loading) -> tuple[Path, ...]:
+def pools(loading: Loading) -> tuple[WeightedPath, ...]:
     """Complete nodes and busy sources are stages like any other node."""
     return beside_replicas(loading, _paths(loading))
 
 
-def pools_of_targets(loading: Loading) -> tuple[Path, ...]:
+def pools_of_targets(loading: Loading) -> tuple[WeightedPath, ...]:
     """Only destinations are stages. Sources send, and serve alone (λScale)."""
     held = [
         frozenset[int]() if node in loading.sources else have
@@ -24,7 +24,7 @@ def pools_of_targets(loading: Loading) -> tuple[Path, ...]:
     return beside_replicas(loading, _paths(replace(loading, held=held)))
 
 
-def _paths(loading: Loading) -> list[Path]:
+def _paths(loading: Loading) -> list[WeightedPath]:
     """Paths of several stages.
 
     The most capacity might take all of the complete nodes for paths, even where that gains little
@@ -42,4 +42,6 @@ def _paths(loading: Loading) -> list[Path]:
     replicas = sum(loading.speeds[node] for node in loading.replicas)
     gain = sum(path.weight for path in planned) - replicas
     share = max(0.0, min(1.0, gain / (_WORTH * replicas))) if replicas else 1.0
-    return [Path(path.stages, path.weight * share) for path in planned if len(path.stages) > 1]
+    return [
+        WeightedPath(path.stages, path.weight * share) for path in planned if len(path.stages) > 1
+    ]

@@ -7,24 +7,24 @@ from the first block on.
 
 from collections.abc import Mapping
 
-from services.planner.core.paths import REPLICA_FLOOR, Path, run_end
+from services.planner.core.paths import REPLICA_FLOOR, WeightedPath, run_end
 from services.planner.core.serving.loading import Loading, beside_replicas
 
 
-def live_scaling(loading: Loading) -> tuple[Path, ...]:
+def live_scaling(loading: Loading) -> tuple[WeightedPath, ...]:
     """For each target the path (blocks up to the first that it lacks | a complete node), with as
     much weight as both can run. A complete node divides itself evenly among its targets."""
     if loading.max_stages < 2:
         return beside_replicas(loading, ())
     blocks = loading.blocks
     partners = _partners(loading)
-    found: list[Path] = []
+    found: list[WeightedPath] = []
     for target, source in partners.items():
         first = run_end(loading.held[target], 0)
         targets = sum(other == source for other in partners.values())
         share = (1 - REPLICA_FLOOR) / targets * loading.speeds[source]
         weight = min(loading.speeds[target] * blocks / first, share * blocks / (blocks - first))
-        found.append(Path(((target, 0, first), (source, first, blocks)), weight))
+        found.append(WeightedPath(((target, 0, first), (source, first, blocks)), weight))
     return beside_replicas(loading, found)
 
 

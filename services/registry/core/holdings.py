@@ -33,7 +33,7 @@ class _Report:
     all."""
 
 
-class Residency:
+class Holdings:
     def __init__(self) -> None:
         self._latest: dict[Key, _Report] = {}
         self._holders: dict[ModelId, set[Key]] = {}

@@ -1,11 +1,11 @@
-from services.registry.core.residency import ORPHAN_S, Residency
+from services.registry.core.holdings import ORPHAN_S, Holdings
 from shared.ids import Generation, NodeId
 from shared.messages.pool import Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
 
 def test_an_older_report_that_comes_late_is_ignored() -> None:
-    held = Residency()
+    held = Holdings()
     assert held.report(status(seq=2, free=5), 0.0)
     assert not held.report(status(seq=1, free=7), 0.1)
     assert not held.report(status(seq=2, free=7), 0.2)
@@ -13,7 +13,7 @@ def test_an_older_report_that_comes_late_is_ignored() -> None:
 
 
 def test_generations_count_apart() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status(seq=9), 0.0)
     assert held.report(status(seq=1, generation=2), 0.1)
     assert held.of(info(generation=2)) == status(seq=1, generation=2)
@@ -21,7 +21,7 @@ def test_generations_count_apart() -> None:
 
 
 def test_blocks_by_tier_of_one_model() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(
         status(
             "a",
@@ -37,7 +37,7 @@ def test_blocks_by_tier_of_one_model() -> None:
 
 
 def test_reports_without_a_lease_are_forgotten_after_a_while() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status("a"), 0.0)
     held.report(status("b"), 0.0)
     held.prune({(NodeId("a"), Generation(1))}, ORPHAN_S)
@@ -46,14 +46,14 @@ def test_reports_without_a_lease_are_forgotten_after_a_while() -> None:
 
 
 def test_a_fresh_report_waits_for_its_lease() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status("b"), 0.0)
     held.prune(set(), ORPHAN_S / 2)
     assert held.of(info("b")) is not None
 
 
 def test_who_holds_a_model_follows_the_reports() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status("b", holding(Tier.GPU, 0)), 0.0)
     held.report(status("a", holding(Tier.DISK), holding(Tier.HOST, 1, model_id=OTHER)), 0.0)
     held.report(status("a", generation=2), 0.0)
@@ -69,7 +69,7 @@ def test_who_holds_a_model_follows_the_reports() -> None:
 
 
 def test_a_report_that_repeats_the_holdings_still_says_the_rest() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status("a", holding(Tier.GPU, 0), free=5), 0.0)
     before = held.blocks(info("a"), MODEL)
     held.report(status("a", holding(Tier.GPU, 0), seq=2, free=7), 1.0)
@@ -78,7 +78,7 @@ def test_a_report_that_repeats_the_holdings_still_says_the_rest() -> None:
 
 
 def test_who_has_a_model_in_memory_follows_the_reports() -> None:
-    held = Residency()
+    held = Holdings()
     held.report(status("b", holding(Tier.GPU, 0), holding(Tier.DISK, 1, model_id=OTHER)), 0.0)
     held.report(status("a", holding(Tier.DISK, 0, 1), holding(Tier.HOST, model_id=OTHER)), 0.0)
     assert set(held.sharers(MODEL)) == {(NodeId("b"), Generation(1))}
