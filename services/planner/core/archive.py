@@ -41,7 +41,7 @@ class Archive:
         self, records: Iterable[EventRecord] = (), fixed: Mapping[ModelId, int] | None = None
     ) -> None:
         self.events: dict[EventId, EventRecord] = {}
-        """The oldest is first."""
+        """All events by id, the oldest first."""
         self.fixed: dict[ModelId, int] = dict(fixed or {})
         """Numbers of replicas that operators asked for."""
         for record in sorted(records, key=lambda r: r.decided_ns):

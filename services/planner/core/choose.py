@@ -29,7 +29,8 @@ from shared.errors import PlanError
 
 AUTO = "auto"
 CANDIDATES = ("binomial", "head", "taps", "chain")
-"""In order of preference among equals. The other strategies exist for comparison."""
+"""The strategies to choose from; among equals, the first is preferred. The other strategies exist
+for comparison."""
 STREAMED = ("head", "chain")
 """Strategies in which a node gets everything from a single node."""
 FOR_UNEQUAL_LINKS = ("taps", "chain")
@@ -129,7 +130,7 @@ class _Candidate:
     task: Task
     floor: Outlook
     score: float
-    """A lower bound."""
+    """A lower bound of the score."""
     exact: bool
     """Whether the floor is exact, as it is on equal links with equal blocks."""
 

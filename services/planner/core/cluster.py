@@ -27,7 +27,7 @@ IN_MEMORY = (Tier.GPU, Tier.HOST)
 
 @dataclass(slots=True)
 class _Said:
-    """A node's last word."""
+    """What a node said last."""
 
     status: NodeStatus
     at: float
@@ -42,9 +42,9 @@ class Change:
     """What a report changed."""
 
     more_room: bool = False
-    """The node has more room than it had."""
+    """Whether the node has more room than it had."""
     models: frozenset[ModelId] = frozenset()
-    """Those in the node's device memory, now or until now."""
+    """The models that are in the node's device memory, or were until now."""
     gained: Mapping[ModelId, Blocks] = field(default_factory=dict)
     """Blocks that are in its device memory now and were not."""
 
@@ -61,17 +61,17 @@ class Cluster:
         self.measured = Measured()
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
-        """Nodes that say they hold something of the model, of whatever generation."""
+        """The nodes, of any generation, that say they hold something of the model."""
         self._slots: int | None = None
-        """Of most nodes; None: to be found anew."""
+        """The slots of the node in the middle; None: they have to be found anew."""
         self.over: dict[NodeId, Generation] = {}
-        """The generation of each node that ended last: news of it that comes late is none."""
+        """For each node the generation that ended last. What is still heard of it is ignored."""
         self._over_at: dict[NodeId, float] = {}
 
     # --- what happens ---
 
     def on_joined(self, info: NodeInfo) -> NodeInfo | None:
-        """The node of that name as it was, if this is another generation of it."""
+        """Returns the node that had the name before, if this is another generation of it."""
         if self.over.get(info.node) == info.generation:
             return None
         before = self.nodes.get(info.node)
@@ -83,15 +83,15 @@ class Cluster:
         return before
 
     def meets(self, info: NodeInfo) -> bool:
-        """Whether the node is there, for all that is known: one that ended stays so. One that was
-        not known yet, as an answer named it before it was announced, is from now on."""
+        """Whether the node is there, for all that is known. A generation that has ended does not
+        come back. A node that an answer names before it was announced counts as announced."""
         if info.node not in self.nodes:
             self.on_joined(info)
         known = self.nodes.get(info.node)
         return known is not None and known.generation == info.generation
 
     def on_gone(self, node: NodeId, generation: Generation, now: float) -> bool:
-        """Whether that very generation was known."""
+        """Returns whether this generation was the one that is known."""
         self.over[node], self._over_at[node] = generation, now
         said = self._said.get(node)
         if said is not None and said.status.generation <= generation:
@@ -105,8 +105,9 @@ class Cluster:
         return True
 
     def on_revived(self, info: NodeInfo) -> None:
-        """The registry, asked after it was told that this generation is over, says it lives: one
-        that restarted does not know better, and its word counts with all others."""
+        """The registry says that this generation lives, although it was asked after the planner
+        heard of its end. (A registry that restarted may say so.) Everybody believes the registry,
+        and so does the planner."""
         if self.over.get(info.node) == info.generation:
             del self.over[info.node], self._over_at[info.node]
 
@@ -167,7 +168,7 @@ class Cluster:
                 del self._holders[model]
 
     def on_arrived(self, message: BlockArrived, now: float) -> bool:
-        """Whether the block is one more in the device memory of a node that lives."""
+        """Returns whether the device memory of a live node holds one block more by this."""
         self.loads.on_sign_of_life(now)
         node, model = message.node, message.model_id
         info, said = self.nodes.get(node), self._said.get(node)
@@ -194,7 +195,7 @@ class Cluster:
         self._sort(said.status, now)
 
     def forget(self, now: float, models: Collection[ModelId]) -> None:
-        """Lets go of what can no longer matter; `models` are those that there are."""
+        """Forgets what can no longer matter. `models`: all models that are published."""
         for node in [node for node, at in self._over_at.items() if now - at > REMEMBER_S]:
             del self.over[node], self._over_at[node]
         for node, said in list(self._said.items()):
@@ -214,7 +215,8 @@ class Cluster:
         return self._models(node).get(model, {}).get(Tier.GPU, frozenset())
 
     def holders(self, model: ModelId, tiers: Iterable[Tier]) -> dict[NodeId, Blocks]:
-        """By name."""
+        """The nodes that hold something of the model in any of the tiers, by name, with their
+        blocks."""
         tiers = tuple(tiers)
         nodes = sorted(self._holders.get(model, ()))
         found = {node: self.held(node, model, tiers) for node in nodes}
@@ -235,7 +237,7 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """What the node in the middle has: half of the nodes have no more. At least 1."""
+        """The slots of the node in the middle (half of the nodes have no more). At least 1."""
         if self._slots is None:
             self._slots = median_low([info.slots for info in self.nodes.values()] or [1])
         return max(1, self._slots)
@@ -261,7 +263,7 @@ class Cluster:
         assert holders == self._holders
 
     def _of_node(self, node: NodeId) -> _Said | None:
-        """What the node that lives said."""
+        """What the current generation of the node said; None if it has said nothing."""
         info, said = self.nodes.get(node), self._said.get(node)
         if info is None or said is None or said.status.generation != info.generation:
             return None

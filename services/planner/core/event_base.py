@@ -161,7 +161,7 @@ class EventBase:
         self._desk.announce(record)
 
     def cancel(self, reason: str) -> None:
-        """Ends the event as it is."""
+        """Ends the event without an error. What has arrived stays where it is."""
         if not self.over:
             self._finish(EventState.CANCELLED, reason)
 
@@ -173,8 +173,8 @@ class EventBase:
             self._finish(EventState.FAILED, str(error))
 
     def abandon(self, error: LambdaScaleError) -> None:
-        """Ends the event whose end in order has failed: only its record says so. The registry's
-        next answer ends its reservations."""
+        """Ends the event by its record only, because ending it in order has raised. Its
+        reservations end with the registry's next answer."""
         self.phase, self._waits = Phase.OVER, {}
         if self.record.state not in events.TERMINAL:
             at = self._desk.now.wall_ns

@@ -62,8 +62,8 @@ class Fleet:
         self._revise_at = NEVER
         self._closed = False
         self._basis: tuple[object, ...] = ()
-        """What the instances were made from. Only retired instances change without a change of
-        this."""
+        """What the instances were made from. While it stays the same, only retired instances
+        change."""
 
     # --- the members ---
 
@@ -172,8 +172,8 @@ class Fleet:
             self._plan()
 
     def on_not_planned(self, number: int) -> None:
-        """A plan failed. It is asked for again when the members change, or with the next set that
-        is due."""
+        """Takes in that a plan failed. Another is asked for when the members change, or with the
+        next set that is due."""
         if number == self._planning:
             self._planning, self._outdated = 0, True
 
@@ -298,6 +298,6 @@ class Fleet:
 
 
 def describe(path: Instance) -> dict[str, str | float]:
-    """A path, for the trace."""
+    """The attributes of a path in a trace."""
     stages = " ".join(f"{s.node}[{s.start}:{s.stop}]" for s in path.stages)
     return {"instance": path.id, "stages": stages, "capacity": round(path.capacity, 3)}

@@ -53,7 +53,8 @@ class Rules:
 
 
 def joined(members: Mapping[NodeId, Member], member: Member, blocks: int) -> dict[NodeId, Member]:
-    """The members with one more. Complete members become sources when a loading begins."""
+    """The members, with `member` among them. Complete members become sources when a loading
+    begins."""
     if not loading(members, blocks):
         members = {node: replace(known, source=True) for node, known in members.items()}
     complete = len(member.held) == blocks
@@ -149,8 +150,8 @@ def _rate(member: Member) -> tuple[int, float]:
 def _spare(
     paths: Mapping[Stages, float], members: Mapping[NodeId, Member], blocks: int
 ) -> dict[NodeId, float]:
-    """What paths leave of their nodes. A node that was completed after the plan was made has all of
-    itself."""
+    """The capacity that paths leave of their nodes. A node that is not in it has all of its
+    capacity left: it became complete after the plan was made."""
     spare: dict[NodeId, float] = {}
     for stages, capacity in paths.items():
         for stage in stages:
@@ -207,8 +208,8 @@ def _path(
 
 
 def _retired(instance: Instance, *, moving: bool) -> Instance:
-    """The instance when it takes no more requests. What has begun to move goes on moving, whatever
-    loads next."""
+    """The instance in the state in which it takes no more requests. An instance that has begun to
+    move goes on moving, whatever loads next."""
     moving = moving or instance.state is InstanceState.MOVING
     state = InstanceState.MOVING if moving else InstanceState.DRAINING
     return msgspec.structs.replace(instance, state=state)

@@ -25,7 +25,7 @@ Arrived = Mapping[tuple[NodeId, int], float]
 class Late:
     transfer: Transfer
     took_s: float
-    """So far, if the transfer is not over."""
+    """Seconds from when it was due until its end, or until now."""
     expected_s: float
 
     def __str__(self) -> str:

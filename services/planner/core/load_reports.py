@@ -12,10 +12,11 @@ from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
 
 FRESH_S = 2.0
-"""A gateway that is silent for so long, while others are heard, no longer counts."""
+"""A gateway no longer counts when it was silent for this long while others were heard."""
 BLIND_S = 1.5
-"""When nobody is heard for so long it is the planner who is cut off from the bus, and nothing is
-known to have ended. Less than FRESH_S, so that no gateway is forgotten for that."""
+"""When nobody was heard for this long, it is the planner that is cut off from the bus, and the
+silence of a node or gateway says nothing. It is less than FRESH_S, so that no gateway is forgotten
+meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class LoadReports:
         self._heard_at = float("-inf")
 
     def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
-        """The models of which the gateway says something else than it said before."""
+        """Returns the models whose load differs from what the gateway said before."""
         self.on_sign_of_life(now)
         before = self._loads.get(load.gateway)
         known: Mapping[ModelName, ModelLoad] = before.models if before is not None else {}
@@ -42,7 +43,7 @@ class LoadReports:
         return frozenset(name for name in names if models.get(name) != known.get(name))
 
     def on_sign_of_life(self, now: float) -> None:
-        """Something came over the bus."""
+        """Takes note that something came over the bus."""
         live = {gateway: r for gateway, r in self._loads.items() if self._counts(r)}
         if self.blind(now):
             live = {gateway: replace(r, fresh_from=now) for gateway, r in live.items()}
@@ -50,7 +51,7 @@ class LoadReports:
         self._heard_at = now
 
     def blind(self, now: float) -> bool:
-        """Nothing was heard from anybody: what is known may be long over."""
+        """Whether nobody was heard lately, so that what is known may no longer be so."""
         return now - self._heard_at > BLIND_S
 
     def demand(self, model: ModelName) -> Demand:
@@ -77,14 +78,14 @@ class LoadReports:
         return self.running(model).get(instance, 0)
 
     def reported_since(self, at: float) -> bool:
-        """Whether what gateways say is later than that, of all who still count."""
+        """Whether every gateway that still counts has reported later than `at`."""
         return self._heard_at > at and all(report.at > at for report in self._reports())
 
     def _counts(self, report: _Report) -> bool:
         return self._heard_at - report.fresh_from <= FRESH_S
 
     def _reports(self) -> list[_Report]:
-        """Of the gateways that still count."""
+        """The reports of the gateways that still count."""
         return [report for report in self._loads.values() if self._counts(report)]
 
     def _of(self, model: ModelName) -> list[ModelLoad]:

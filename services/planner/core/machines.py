@@ -15,7 +15,7 @@ from shared.ids import ModelId, ModelName
 from shared.messages.pool import ModelRecord
 
 BROKEN_S = 1.0
-"""A model whose machine raised is left alone for this long; doubles each time."""
+"""Seconds for which a model is left alone whose machine raised. They double each time."""
 BROKEN_MAX_S = 60.0
 
 
@@ -35,7 +35,7 @@ class Machines:
         return (model.event for model in self.named.values() if model.event is not None)
 
     def tell(self, model: ModelMachine, act: Callable[[ModelMachine], None]) -> None:
-        """Something happens to a model, and it does all that is due."""
+        """Tells a model that something happened. The model then does all that is due."""
         id_ = model.record.model_id
         if id_ in self.broken:
             return
@@ -54,7 +54,7 @@ class Machines:
             self.tell(model, act)
 
     def _break(self, model: ModelMachine, error: Exception) -> None:
-        """Leaves the model alone for a while; then it is made anew."""
+        """Leaves the model alone for a while, until its machine is made anew."""
         id_, desk = model.record.model_id, self._desk
         desk.complain("a model's machine failed", error, model=model.record.name)
         times = self._times_broken.get(id_, 0)
@@ -74,7 +74,8 @@ class Machines:
                 self._attempt("nor abandoned", model, lambda: event.abandon(error))
 
     def _attempt(self, text: str, model: ModelMachine, act: Callable[[], object]) -> bool:
-        """Whether it raised nothing. Otherwise it has commanded nothing, but for a complaint."""
+        """Returns whether `act` raised nothing. If it did, its commands are dropped, and the error
+        is logged."""
         mark = len(self._desk.out)
         try:
             act()

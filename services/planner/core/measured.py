@@ -11,7 +11,8 @@ ALIKE = 1.5
 """Speeds that differ by less than this factor count as the same, so that noise changes nothing: the
 length of contexts, and what else runs on a machine."""
 MOST = 16.0
-"""Who says to be faster than the others by more, or slower, is believed this much."""
+"""The factor by which a node may be faster or slower than the others. What it claims beyond that is
+not believed."""
 
 
 class Measured:
@@ -21,7 +22,7 @@ class Measured:
         self._times: dict[ModelId, dict[NodeId, ModelProfile]] = {}
         """What each node that ran the model says of it."""
         self._middle: dict[ModelId, ModelProfile] = {}
-        """What the nodes in the middle say; absent: to be found anew."""
+        """What the nodes in the middle say. Absent: it has to be found anew."""
 
     def on_profile(self, node: NodeId, profile: Profile) -> None:
         for each in profile.models:
@@ -29,17 +30,17 @@ class Measured:
             self._middle.pop(each.model_id, None)
 
     def on_gone(self, node: NodeId) -> None:
-        """What comes under its name may be another machine."""
+        """Forgets a node: the next process of its name may run on another machine."""
         for model, times in self._times.items():
             if times.pop(node, None) is not None:
                 self._middle.pop(model, None)
 
     def on_kv(self, models: Iterable[ModelId], positions: int) -> None:
-        """A node that has these models open says for how many positions it has room."""
+        """Takes in for how many positions a node has room that has these models open."""
         self._kv.update(dict.fromkeys(models, positions))
 
     def forget(self, models: Collection[ModelId]) -> None:
-        """Lets go of all but these models."""
+        """Forgets all but these models."""
         for model in self._kv.keys() - set(models):
             del self._kv[model]
         for model in self._times.keys() - set(models):
@@ -86,5 +87,5 @@ class Measured:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """Of the values that can be; 0 if there is none."""
+    """The value in the middle, of those that are positive and finite; 0 if there is none."""
     return median_low([value for value in values if 0 < value < inf] or [0.0])

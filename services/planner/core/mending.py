@@ -29,7 +29,7 @@ class Mending(EventBase):
 
     @abstractmethod
     def _load(self) -> None:
-        """Goes (back) to `loading`, and on from there if there is a reason."""
+        """Enters `loading`, and leaves it at once if there is a reason."""
 
     # --- what calls for it ---
 
@@ -77,7 +77,7 @@ class Mending(EventBase):
         self._judge(case, self._participants())
 
     def _look_for_slow_nodes(self) -> None:
-        """Relieves slow nodes of what others can send."""
+        """Plans again if nodes are slow, so that others send in their stead where they can."""
         held, transfers = self._of_targets(), self.record.transfers
         slow = self._trust.slow(
             transfers, held, self._links().expected(self._model.block_bytes), self._desk.at
@@ -103,7 +103,7 @@ class Mending(EventBase):
         self._judged()
 
     def _judged(self) -> None:
-        """Once all have answered, or will not."""
+        """Goes on once every node has answered, or its answer counts as lost."""
         if self._waits:
             return
         case = self._case

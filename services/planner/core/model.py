@@ -103,7 +103,7 @@ class ModelMachine:
             self.on_holdings(message.node, (message.block,), message.finished_ns)
 
     def on_load(self) -> None:
-        """Its load has changed: waiting requests are answered at once."""
+        """The load has changed. If requests wait, the number of replicas is decided at once."""
         demand = self._desk.cluster.loads.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()

@@ -10,7 +10,7 @@ from services.planner.core.paths import run_end
 from services.planner.core.pricing import Stages
 
 SAMPLES = 24
-"""At how many moments of the loading window the capacity is computed."""
+"""The number of moments of the loading window at which the capacity is computed."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Roles:
 @dataclass(frozen=True, slots=True)
 class Plan:
     transfers: tuple[Transfer, ...]
-    """In order of steps."""
+    """The transfers, in order of steps."""
     strategy: str
     loading: tuple[NodeId, ...] = ()
     """Receiving targets that load from their own disk instead."""

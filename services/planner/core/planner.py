@@ -75,7 +75,7 @@ class Planner:
         self._machines = Machines(self._desk, self._alarms)
         self._pool = PoolView(self._desk, self._machines, self._alarms)
         self._suspects: dict[int, NodeId] = {}
-        """Open pings."""
+        """The open pings to suspects."""
         self._strays = Strays(settings.stray_s)
         self._started = False
         self._woken_at = NEVER
@@ -100,7 +100,7 @@ class Planner:
     # --- the one door ---
 
     def handle(self, stimulus: Stimulus, now: Moment) -> list[Command]:
-        """What the shell is to do about it, in order."""
+        """Returns what the shell has to do about the stimulus, in order."""
         desk = self._desk
         desk.now, desk.cause, desk.out = now, cause_of(stimulus), []
         if not self._started:
@@ -127,7 +127,8 @@ class Planner:
         return tuple(model.fleet.set() for model in self._machines.named.values())
 
     def events(self, count: int) -> tuple[EventRecord, ...]:
-        """The newest first; large ones without their schedules."""
+        """The records of the newest events, newest first. Large records come without their
+        schedules."""
         records = dict(self._desk.archive.events)
         records |= {event.record.id: event.record for event in self._machines.events()}
         newest = sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
@@ -172,7 +173,7 @@ class Planner:
             self._machines.tell(model, lambda _: None)
 
     def _free_strays(self) -> None:
-        """Finds what lies in arenas without use, in part or of models that are gone."""
+        """Frees what lies in arenas without use: parts of models, and models that are gone."""
         if not self._pool.ready or self._cluster.loads.blind(self._desk.at):
             return
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
@@ -187,7 +188,7 @@ class Planner:
                 self._free_unknown(self._cluster.nodes[node], id_)
 
     def _free_unknown(self, info: NodeInfo, id_: ModelId) -> None:
-        """Once: if it fails, the stray is found again."""
+        """Asks once: if the node does not free it, the stray is found again."""
         self._desk.log("info", "memory of a model that is gone is given back", node=info.node)
         self._desk.tell("is released: the model is gone", info.node, id_)
         message = ReleaseModel(

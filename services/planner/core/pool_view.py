@@ -27,15 +27,15 @@ from shared.messages.pool import (
 REFRESH_S = 5.0
 """How often the planner compares what it knows with the registry."""
 MOST_SLOTS = 1 << 20
-"""Of a node: who says more is not believed."""
+"""A node that claims more slots is not believed."""
 REFRESH = ".refresh"
 """The name of the alarm at which the registry is asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PoolQuestion:
-    """A question to the registry, and what was known when it was asked: only what was so before can
-    be proved wrong by the answer."""
+    """A question to the registry, and what was known when it was asked. The answer can only correct
+    what was known then: what was heard since is newer."""
 
     number: int
     nodes: dict[NodeId, NodeInfo]
@@ -71,7 +71,7 @@ class PoolView:
         )
 
     def on_answer(self, answer: Answer) -> bool:
-        """Whether this answers the question to the registry. Then it is taken in."""
+        """Takes the answer in, if it is the registry's. Returns whether it is."""
         if self._asked is None or answer.ticket.number != self._asked.number:
             return False
         self._on_read(self._asked, answer)
@@ -126,8 +126,8 @@ class PoolView:
         self.on_status(status)
 
     def _unreserve_for_nobody(self, pool: PoolState) -> None:
-        """Ends reservations of events that are over: of an earlier planner, or of an answer that
-        came too late."""
+        """Ends reservations of events that are over. They were made for an earlier planner, or by
+        an answer that came too late."""
         running = {event.record.id for event in self._machines.events() if not event.over}
         held = {view.reserved_by for view in pool.nodes if view.reserved_by}
         for event in sorted(held - running):
@@ -140,7 +140,7 @@ class PoolView:
     # --- what nodes say ---
 
     def on_status(self, status: NodeStatus) -> None:
-        """Told to the models that it concerns: of a hundred, one or two."""
+        """Tells the models that the report concerns: one or two of a hundred."""
         change = self._cluster.on_status(status, self._desk.at)
         for id_ in sorted(change.models & self._machines.by_id.keys()):
             gained = change.gained.get(id_, frozenset())
@@ -172,7 +172,7 @@ class PoolView:
         self.on_gone(NodeGone(node=info.node, generation=info.generation, reason=reason))
 
     def _say_gone(self, info: NodeInfo, reason: str) -> None:
-        """Of a node whose name another has now."""
+        """Says that a node is gone whose name another process has now."""
         message = NodeGone(node=info.node, generation=info.generation, reason=reason)
         self._desk.tell(f"gone: {reason}", info.node)
         self._machines.tell_all(lambda model: model.on_gone(message))

@@ -1,4 +1,4 @@
-"""Lets nodes go: those that drain, those that hold something without use, and what they keep.
+"""Lets nodes go that drain or hold something without use, and says what they keep.
 
 `standing` has the states. A release is repeated until the node's own report says that the memory is
 free.

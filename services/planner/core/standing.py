@@ -19,7 +19,7 @@ from shared.messages.pool import Tier
 from shared.story import Story
 
 AVOID_S = 10.0
-"""Seconds for which a node that failed an event, or did not answer, is not used."""
+"""Seconds for which a node is not used after it failed an event or did not answer."""
 RELEASE_RETRY_S = 0.5
 HOLDS_STILL_S = 5.0
 """Seconds after its answer in which the node's report should show that the memory is free. Reports
@@ -48,7 +48,7 @@ class Leaving:
     since: Moment
     """Since when it drains or, if it never did, is being released."""
     released_at: float = 0.0
-    """When it was first asked."""
+    """When its release began."""
     keep: Tier | None = None
     trace: str = ""
     """The trace of the event that loaded a node which drained."""
@@ -158,7 +158,7 @@ class Standing:
         self._avoid[node] = now + AVOID_S
 
     def forget(self, node: NodeId) -> None:
-        """The node is gone. Whoever comes under its name is another node."""
+        """Forgets a node that is gone: the next process of its name is another node."""
         self.stay(node)
         self._avoid.pop(node, None)
 
