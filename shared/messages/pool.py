@@ -56,6 +56,9 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     decode_s: float = 0.0
     """Seconds of one pass of one token through the whole model. It is bound by reading the
     weights."""
+    share: float = 1.0
+    """The part of the model that the node ran in these passes, about. The fixed costs of a pass
+    make a small part look slow."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

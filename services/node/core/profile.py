@@ -113,6 +113,11 @@ class EngineTimes:
         passes.append((tokens, seconds))
         self._new += 1
 
+    @property
+    def share(self) -> float:
+        """The part of the model that the passes ran, about."""
+        return self._share
+
     def line(self) -> tuple[float, float]:
         """(seconds of a pass of one token, seconds for each further token); 0: not known yet.
 
@@ -177,9 +182,13 @@ class Profiler:
 
     def _models(self) -> Iterable[ModelProfile]:
         for model in sorted(self._engine):
-            one, more = self._engine[model].line()
+            times = self._engine[model]
+            one, more = times.line()
             yield ModelProfile(
-                model_id=model, prefill_s_per_token=_rounded(more), decode_s=_rounded(one)
+                model_id=model,
+                prefill_s_per_token=_rounded(more),
+                decode_s=_rounded(one),
+                share=_rounded(times.share),
             )
 
 

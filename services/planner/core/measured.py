@@ -10,6 +10,8 @@ from shared.messages.pool import ModelProfile, Profile
 ALIKE = 1.5
 """Speeds that differ by less than this factor count as the same, so that noise changes nothing: the
 length of contexts, and what else runs on a machine."""
+WHOLE = 0.8
+"""The part of a model from which on a pass counts as one over the whole model."""
 MOST = 16.0
 """The factor by which a node may be faster or slower than the others. What it claims beyond that is
 not believed."""
@@ -62,13 +64,13 @@ class Measured:
     def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
         """How fast the node runs a pass of `tokens` tokens, relative to the node in the middle.
         `known`: what was said of it last, which stays unless it has clearly changed. 1 for a node
-        that has not measured both a token and a further token."""
+        that cannot be compared."""
         own = self._times.get(model, {}).get(node)
 
         def pass_s(times: ModelProfile) -> float:
             return times.decode_s + (tokens - 1) * times.prefill_s_per_token
 
-        if own is None or not 0 < pass_s(own) < inf or not own.prefill_s_per_token:
+        if own is None or not 0 < pass_s(own) < inf or not _is_whole(own):
             return 1.0
         speed = float(f"{pass_s(self._ordinary(model)) / pass_s(own):.2g}")
         alike = (each for each in (known, 1.0) if each / ALIKE < speed < each * ALIKE)
@@ -77,13 +79,20 @@ class Measured:
     def _ordinary(self, model: ModelId) -> ModelProfile:
         """What the nodes in the middle measured; 0: nothing is known."""
         if model not in self._middle:
-            said = self._times.get(model, {}).values()
+            every = self._times.get(model, {}).values()
+            said = list(filter(_is_whole, every)) or list(every)
             self._middle[model] = ModelProfile(
                 model_id=model,
                 decode_s=_middle(each.decode_s for each in said),
                 prefill_s_per_token=_middle(each.prefill_s_per_token for each in said),
             )
         return self._middle[model]
+
+
+def _is_whole(times: ModelProfile) -> bool:
+    """Whether the node ran the whole model, and knows the two times apart, so that it can be
+    compared with others."""
+    return times.share >= WHOLE and times.prefill_s_per_token > 0
 
 
 def _middle(values: Iterable[float]) -> float:

@@ -30,7 +30,9 @@ def test_a_profile_of_everything_in_two_digits() -> None:
         out_bytes_per_s=9.9e7,
         overhead_s=0.0012,
         load_bytes_per_s=1.1e8,
-        models=(ModelProfile(model_id=MODEL, decode_s=0.02, prefill_s_per_token=0.0001),),
+        models=(
+            ModelProfile(model_id=MODEL, decode_s=0.02, prefill_s_per_token=0.0001, share=0.5),
+        ),
     )
 
 

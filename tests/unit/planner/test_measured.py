@@ -49,6 +49,9 @@ def test_a_speed_that_is_not_known_is_1() -> None:
     found = measured(a=0.02)
     found.on_profile(B, timed(0.08, 0.0))
     assert found.speed(B, MODEL, TOKENS) == 1.0, "this may be the time of any batch"
+    times = ModelProfile(model_id=MODEL, decode_s=0.08, prefill_s_per_token=0.008, share=0.2)
+    found.on_profile(B, Profile(models=(times,)))
+    assert found.speed(B, MODEL, TOKENS) == 1.0, "a small part looks slow"
 
 
 def test_noise_changes_no_speed_and_a_clear_change_does() -> None:
