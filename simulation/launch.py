@@ -95,8 +95,8 @@ async def _follow(
         now = time.monotonic()
         if now - told_at >= TELL_EVERY_S:
             told_at = now
-            at = float(line)
-            share = 100 * min(1.0, at / end_s) if end_s else 100.0
+            at = min(float(line), end_s)  # beyond the end, the last requests run
+            share = 100 * at / end_s if end_s else 100.0
             tell(f"{system}: {at:.0f} of {end_s:.0f} s ({share:.0f} %), {now - began:.0f} s taken")
 
 

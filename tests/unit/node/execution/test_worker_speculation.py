@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
@@ -40,8 +41,12 @@ class Run:
 
     @property
     def tokens(self) -> list[list[Token]]:
-        """The tokens of each attempt, with their log probabilities and how the attempt ended."""
-        return [attempt.tokens for attempt in self.attempts]
+        """The tokens of each attempt, with their log probabilities and how it ended. How much
+        of a prompt was cached is left out: that depends on which attempt ended first."""
+        return [
+            [msgspec.structs.replace(token, cached=0) for token in attempt.tokens]
+            for attempt in self.attempts
+        ]
 
 
 async def serve(
