@@ -16,7 +16,7 @@ Args = TypeVarTuple("Args")
 
 
 class Try(Protocol):
-    """Does something beside everything else, and logs what comes of it."""
+    """Runs an action in a task of its own, and logs its failure."""
 
     def __call__(
         self, what: str, action: Callable[[*Args], Awaitable[object]], *args: *Args
@@ -34,7 +34,8 @@ class Peers:
         mesh: int,
         attempt: Try,
     ) -> None:
-        """`info`: of this node, as it is now. `mesh`: how many are connected to ahead of need."""
+        """`info` describes this node as it is now. `mesh`: to how many peers connections are made
+        before they are needed."""
         self._info = info
         self._bus = bus
         self._data = data
@@ -44,9 +45,9 @@ class Peers:
         self._known: dict[str, NodeInfo] = {}
         """By data-plane address."""
         self._addresses: dict[NodeId, set[str]] = {}
-        """Each one's, that of an earlier process included."""
+        """The addresses of each node, including those of its earlier processes."""
         self._connected: set[str] = set()
-        """Those that connections were made to ahead of need."""
+        """The addresses to which connections were made before they were needed."""
         self._ways: dict[str, str] = {}
         """Address -> what carries the bytes of reads from it."""
 
@@ -66,8 +67,8 @@ class Peers:
             self._addresses.setdefault(info.node, set()).add(info.address)
 
     def _distance(self, other: NodeInfo) -> tuple[bool, bool, int]:
-        """Own host, own rack, and then at random, so that no node is near to all; the same from
-        either end."""
+        """Nodes of the own host are nearest, then those of the own rack. Among equals a hash of
+        both names decides, so that no node is near to all others, and both ends agree."""
         own = self._info()
         apart = zlib.crc32(own.node.encode()) ^ zlib.crc32(other.node.encode())
         return other.host != own.host, other.rack != own.rack, apart
@@ -79,7 +80,7 @@ class Peers:
         for address in sorted(addresses):
             peer = self._known.get(address)
             if peer is None or peer.node != gone.node:
-                continue  # another node has it now
+                continue  # another node has the address now
             if peer.generation > gone.generation:
                 self.know(peer)
             else:
@@ -90,8 +91,8 @@ class Peers:
     # --- what the data plane says ---------------------------------------------
 
     def dialled(self, address: str) -> None:
-        """Who says that it is a peer we know is dialled back: then the connection tells its loss,
-        and it is that peer."""
+        """A peer has connected to this node and says that it has this address. It is dialled back
+        there: that proves the address, and the connection will tell if the peer is lost."""
         if (peer := self._known.get(address)) and address not in self._ways:
             self._try(f"connecting to {peer.node}", self._data.connect, address)
 
@@ -110,7 +111,7 @@ class Peers:
             self._try("reporting a peer", self._bus.publish, subjects.PLANNER_SUSPECT, suspect)
 
     def by_way(self) -> dict[str, tuple[NodeId, ...]]:
-        """Whom reads can be made from, by what carries the bytes."""
+        """The nodes that can be read from, by what carries the bytes."""
         ways: dict[str, set[NodeId]] = {}
         for address, way in self._ways.items():
             if address in self._known:

@@ -70,7 +70,8 @@ class RealParts:
         )
 
     def _ways(self, memory: Memory, landing: Landing | None) -> list[Direct]:
-        """Best first. `landing`: of the device."""
+        """The ways to read from peers besides TCP, best first. `landing`: where bytes may land on
+        the device."""
         config = self._config
         here: list[Direct] = []
         if landing is not None and (exported := landing.exported()):

@@ -51,7 +51,8 @@ from shared.story import Transition
 
 STATUS_EVERY_S = 1.0
 STATUS_GAP_S = 0.05
-"""Between two, however much changes: while blocks land, each is reported by itself anyhow."""
+"""The least time between two statuses, however much changes. Each block that lands is reported by
+itself anyhow."""
 RETRY_S = 0.2
 
 Args = TypeVarTuple("Args")
@@ -128,7 +129,7 @@ class NodeService(Service):
         await self._worker.ready()
 
     async def drain(self) -> None:
-        """No new work; what runs ends at once, and its gateways resume it elsewhere."""
+        """Takes no new work. What runs ends at once, and gateways resume it elsewhere."""
         await self._lease.give_back()
         await self._worker.stop()
         await self._tokens.join()
@@ -200,7 +201,7 @@ class NodeService(Service):
         self.spawn(self._learn_pool(), name="learn pool")
 
     def _try(self, what: str, action: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
-        """Does it beside everything else. What the action cannot do is logged, no more."""
+        """Runs an action in a task of its own. If it fails, that is logged."""
 
         async def work() -> None:
             with self.contain(what):
@@ -214,7 +215,8 @@ class NodeService(Service):
     # --- the pool ---
 
     async def _learn_pool(self) -> None:
-        """Models and peers that were there before this node; waits for the registry."""
+        """Learns of the models and peers that were there before this node. Waits for the
+        registry."""
         while True:
             try:
                 models = await self._bus.request(

@@ -1,7 +1,7 @@
 """What a node's other threads say, brought to its control loop.
 
-The engine and the data plane call these methods on their own threads. What is for the other one of
-them goes straight across; everything else is called on the control loop, in order.
+The engine and the data plane call these methods on their own threads. What one of them has for the
+other goes straight across. Everything else is called on the control loop, in order.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from shared.messages.serving import Tokens
 
 
 class Control(Protocol):
-    """A node's control loop. Errors are logged, and end no more than the call."""
+    """What a node does on its control loop. An error is logged, and ends only the call."""
 
     def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None: ...
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None: ...

@@ -182,8 +182,8 @@ def _stored(
 
 
 def _source(sources: Sequence[Shapes], found: Mapping[str, StoredTensor]) -> Shapes:
-    """Of the ways to store a tensor, the one of which most is there. If they tie, the last, which
-    is the most usual."""
+    """Chooses among the ways to store a tensor: the way whose parts are most completely there. If
+    several tie, the last of them, which is the most usual."""
     return max(
         reversed(sources), key=lambda parts: sum(part in found for part in parts) / len(parts)
     )

@@ -13,14 +13,14 @@ class WorkerLoad:
     tokens_out: int = 0
     """Tokens drawn here since the start."""
     prompt_tokens: int = 0
-    """Tokens that sequences led here have begun with since then."""
+    """Tokens with which sequences began that are led here, since the start."""
     cached_tokens: int = 0
-    """Those of them whose KV was found in the prefix cache."""
+    """How many of `prompt_tokens` had their KV in the prefix cache."""
     preemptions: int = 0
-    """Times since then that a sequence gave its KV back, so that others had room."""
+    """How often since the start a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0
-    """By speculation, for sequences led here, since the start; and those of them that were drawn.
-    """
+    """Tokens proposed by speculation since the start, for sequences led here. `tokens_accepted` of
+    them were drawn."""
     tokens_accepted: int = 0
     violations: int = 0
     """Messages of peers that were malformed or out of place."""

@@ -1,6 +1,6 @@
 """What a node holds of one model, and which plan it follows; pure.
 
-A model's span in the arena is taken whole, before its first block. From then on:
+A model's whole span in the arena is taken before its first block comes. From then on:
 
     step        from      to        legal if
     follow      any       as it is  the plan is not older than the one that is followed
@@ -10,9 +10,9 @@ A model's span in the arena is taken whole, before its first block. From then on
     stand by    active    standby
 
 Active: the engine has the model open, and runs each block once it is attached. Standby: the engine
-does not, and the bytes stay. Peers are served what is held in either. An older plan is StaleEpoch:
-it comes late, which happens. Any other step that is not here is a bug: IllegalTransition, with the
-model's story.
+has closed the model, and the bytes stay. In both modes peers can read what is held. A plan that is
+older than the one being followed has come late, which happens: StaleEpoch. Any other step that is
+not in the table is a bug: IllegalTransition, with the model's story.
 """
 
 import enum
@@ -49,7 +49,7 @@ STEPS: dict[ResidencyStep, tuple[frozenset[Mode], Mode | None]] = {
 
 
 class PlanId(NamedTuple):
-    """Which plan something was done for."""
+    """The plan that something was done for."""
 
     event: EventId
     revision: int
@@ -66,7 +66,7 @@ class Residency:
     runnable: frozenset[int] = frozenset()
     """Blocks that the engine can run."""
     plan: PlanId | None = None
-    """The last that was followed; None: since it stands by, none."""
+    """The plan that was followed last. None: no plan was followed since the model stands by."""
 
     @property
     def complete(self) -> bool:
@@ -113,8 +113,8 @@ class Residency:
             raise self.story.illegal(self.model_id, f"to be {self}")
 
     def holdings(self) -> list[Holding]:
-        """Every held block once. An active model has its GPU tier also with no block in it yet:
-        the space is taken."""
+        """Names every held block once. An active model has a GPU tier even if no block is in it,
+        since its space is taken."""
         found: list[Holding] = []
         if self.mode is Mode.ACTIVE:
             found.append(Holding(self.model_id, Tier.GPU, tuple(sorted(self.runnable))))
@@ -124,9 +124,9 @@ class Residency:
 
 
 class Planners:
-    """Whose plans a node takes up: those of the newest planner that it has heard.
+    """A node takes up the plans of the newest planner that it has heard.
 
-    A planner that was replaced and comes back to life still sends its plans; its epoch is lower.
+    A planner that was replaced and comes back to life still sends its plans, with a lower epoch.
     """
 
     def __init__(self) -> None:

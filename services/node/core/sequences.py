@@ -3,8 +3,8 @@
 A lane of S stages keeps at most S micro-batches in flight (2-D pipelining: lambdaScale, section
 4.3). A micro-batch takes at most an S-th of the lane's sequences, from those that are not in
 flight. So the lane stays evenly split while sequences come and go. Prompts are prefilled first
-come, first served, because sharing the budget among all would make all of them late. Decodes go by
-who has waited longest.
+come, first served, because sharing the budget among all would make all of them late. Among
+sequences that decode, those that have waited longest go first.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,9 +1,9 @@
-"""The engine thread: one a node. It runs the scheduler and the engine, and nothing else does, but
-for grammars: they are made one after the other on a thread beside it.
+"""The engine thread of a node. It alone runs the scheduler and the engine. Only grammars are made
+elsewhere, one after the other, on a thread beside it.
 
 Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
-blocks it takes in all that has come, so that new rows join the sweep at a block ahead, or the next
-one; with nothing to run it sleeps.
+blocks it takes in all calls that have come, so that new rows join the sweep at a block ahead, or
+the next sweep. With nothing to run it sleeps.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class Worker:
         emit: EmitTo,
         ran: Ran,
     ) -> None:
-        """`device`: where the engine computes, if that is not in host memory; others open it before
-        the worker is started, and close it after it has ended."""
+        """`device`: where the engine computes, if not in host memory. The caller opens it before
+        the worker is started, and closes it after the worker has ended."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
@@ -66,7 +66,7 @@ class Worker:
         """Guards `_calls`, `_over` and `_error`."""
         self._over = False
         self._stopping = False
-        """The thread's own."""
+        """Used on the engine thread only."""
         self._load = WorkerLoad()
         self._traces: dict[ModelId, str] = {}
         """The span in which each open model was opened."""
@@ -76,12 +76,12 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._beside: threading.Thread | None = None
         self._work: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
-        """For the thread beside the engine's; None: it ends."""
+        """What the thread beside the engine's is to do. None: it ends."""
 
     # --- on the control loop ------------------------------------------------
 
     def start(self) -> None:
-        """Starts the threads; the engine is made on its own."""
+        """Starts the threads. The engine is made on the engine thread."""
         loop = asyncio.get_running_loop()
         name = f"engine-{self._node}"
         self._thread = threading.Thread(target=self._main, args=(loop,), name=name, daemon=True)
@@ -93,11 +93,11 @@ class Worker:
         threading.stack_size(default)
 
     async def ready(self) -> None:
-        """Until the engine is made; Conflict if it could not be (`wait` raises why)."""
+        """Waits until the engine is made. Conflict if it could not be made (`wait` raises why)."""
         await self._ask(lambda steps: None)
 
     async def wait(self) -> None:
-        """Until the thread has ended; raises what it failed with."""
+        """Waits until the thread has ended, and raises what it failed with."""
         await self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -113,7 +113,8 @@ class Worker:
         await asyncio.to_thread(self._beside.join)
 
     async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        """What else can be prepared before blocks come is done after it returns."""
+        """Opens a model. After this returns, what else can be prepared before blocks come is
+        prepared between steps."""
         with telemetry.span("open_model", parent=telemetry.here()):
             await self._ask(lambda steps: steps.open_model(model_id, manifest))
         trace = self._traces[model_id] = telemetry.here()
@@ -124,8 +125,8 @@ class Worker:
         self._post(lambda steps: steps.use_tokenizer(model_id, tokenizer_json))
 
     async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        """Once it returns, the block can be run. One that was brought to a device went there while
-        the engine ran others."""
+        """Once this returns, the block can be run. If the engine computes on a device, the block's
+        bytes are copied there while it runs other blocks."""
         weights: Weights = buffer
         if self._device is not None:
             weights = await self._on_device(self._device, model_id, block, buffer)
@@ -142,14 +143,15 @@ class Worker:
             return await device.upload(buffer)
 
     async def close_model(self, model_id: ModelId) -> None:
-        """Once it returns, nothing touches the model's buffers."""
+        """Once this returns, the worker does not touch the model's buffers."""
         self._traces.pop(model_id, None)
         if self._device is not None:
             await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id))
 
     async def submit(self, submit: Submit) -> None:
-        """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it is not."""
+        """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not
+        queued."""
         await self._ask(lambda steps: steps.submit(submit))
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
@@ -167,7 +169,8 @@ class Worker:
         self._post(lambda steps: steps.received(sender, header, payload))
 
     def on_peer_lost(self, address: str, error: TransportError) -> None:
-        """Its attempts fail. Also for a peer that a message could not be sent to, or that died."""
+        """Ends the sequences on paths through the peer: its connection broke, a message could not
+        be sent to it, or it died."""
         self._post(lambda steps: steps.peer_lost(address, error))
 
     @property
@@ -181,7 +184,7 @@ class Worker:
     # --- between the threads ------------------------------------------------
 
     def _post(self, call: Call) -> bool:
-        """Queues a call; False if the thread is over and nothing will come of it."""
+        """Queues a call. Returns False if the thread has ended, so that it will not be made."""
         with self._changed:
             if not self._over:
                 self._calls.append(call)
@@ -263,7 +266,7 @@ class Worker:
             self._load = steps.load
 
     def _take_in(self, steps: Steps, timeout: float | None) -> None:
-        """Runs the calls that have come, having waited for one if there was none."""
+        """Runs the calls that have come. If there are none, waits for one."""
         with self._changed:
             if not self._calls and timeout != 0:
                 self._changed.wait(timeout)
@@ -276,12 +279,12 @@ class Worker:
             self._load = steps.load
 
     def _hold(self, steps: Steps, until: float) -> None:
-        """Returns at that time, taking in what comes until then."""
+        """Takes in what comes until a time, and returns then."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             self._take_in(steps, timeout=left)
 
     def _warm_up(self, pieces: Iterator[None], trace: str) -> None:
-        """A piece of it; what runs has a step between two pieces."""
+        """Does one piece of a model's warm-up. Between two pieces, what runs has a step."""
         started = wall_ns()
         try:
             next(pieces)

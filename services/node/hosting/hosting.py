@@ -32,8 +32,8 @@ TOKENIZER_RETRY_MAX_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A model with space in the arena. Whatever changes `residency` has `lock`: plans and releases
-    (one at a time, see `Hosting._turn`), promotion, and blocks that land."""
+    """A model with space in the arena. Whatever changes `residency` holds `lock`: plans and
+    releases (which come one at a time, see `Hosting._turn`), promotion, and blocks that land."""
 
     manifest: Manifest
     span: Span
@@ -43,7 +43,7 @@ class Hosted:
     """The trace of the plan that is followed."""
     promotion: Promotion | None = None
     bringing: asyncio.Task[None] | None = None
-    """Of the tokenizer, for the engine."""
+    """The task that brings the tokenizer to the engine."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -64,7 +64,7 @@ class Hosting:
         changed: Callable[[], None],
         spawn: Spawn,
     ) -> None:
-        """`changed`: what is held is not what it was."""
+        """`changed` is called when what is held has changed."""
         self._node = node
         self._log = telemetry.logger("hosting", node=node)
         self._arena = arena
@@ -95,7 +95,8 @@ class Hosting:
     # --- plans ---
 
     async def apply(self, plan: ApplyPlan) -> None:
-        """Takes up a plan: space, engine and regions stand and pulls run when this returns.
+        """Takes up a plan. When this returns, the model has its space, engine and regions, and its
+        pulls run.
 
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
@@ -166,7 +167,8 @@ class Hosting:
             await self._attach(hosted, block)
 
     async def _bring_tokenizer(self, model: ModelId) -> None:
-        """For requests with grammars. Tried again and again; a model that has none is told once."""
+        """Brings the model's tokenizer, which requests with grammars need. Tries again until the
+        asset store answers. If the model has no tokenizer, that is logged once."""
         pause_s = TOKENIZER_RETRY_S
         while True:
             try:
@@ -182,7 +184,7 @@ class Hosting:
             self._log.warning("no structured output: the model has no tokenizer", model=model)
 
     async def _attach(self, hosted: Hosted, block: int) -> None:
-        """A held block."""
+        """Has the engine run a block that is held."""
         await self._worker.attach(hosted.model, block, hosted.space.block(block))
         hosted.residency = hosted.residency.run(block)
         self._tell(hosted, _event_of(hosted), f"runs block {block}")
@@ -213,8 +215,8 @@ class Hosting:
     def land(self, item: Arrival | PullFailure) -> None:
         """A block came, or cannot come. Called on the control loop, in the order of the events.
 
-        Pulls and promotion of a model that is dropped all end before it is: none is taken for one
-        of the same model when it is hosted again.
+        All pulls and the promotion of a model end before the model is dropped. So nothing that
+        comes late is taken for a block of the same model when it is hosted again.
         """
         hosted = self._hosted.get(item.model_id)
         if hosted is not None:
@@ -236,7 +238,8 @@ class Hosting:
             await self._reports.failed(item, hosted.trace)
 
     async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
-        """Reported under the plan that is followed now, though it came for an older one."""
+        """Attaches a block. It is reported under the plan that is followed now, even if it came for
+        an older plan."""
         async with hosted.lock:
             if self._hosted.get(item.model_id) is not hosted:
                 return  # released meanwhile
@@ -314,7 +317,7 @@ class Hosting:
         self._arena.free(hosted.span)
         self._tell(hosted, cause, "gives its space back")
 
-    # --- what there is to know of it ---
+    # --- what is known of a model ---
 
     def _tell(self, hosted: Hosted, cause: str, text: str) -> None:
         self.story.tell(now(), cause, text, hosted.model)

@@ -22,7 +22,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 
 class Promotion:
-    """Peers read each chunk as soon as it is verified; a block lands once it is whole."""
+    """Reads blocks. Peers may read each chunk as soon as it is verified, and a block lands once it
+    is whole."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Promotion:
         land: Callable[[Arrival | PullFailure], None],
         spawn: Spawn,
     ) -> None:
-        """Begins it. `land` is told of each block once."""
+        """Begins to read. `land` is told of each block once."""
         self._node = node
         self._model = model
         self._plan = plan
@@ -46,7 +47,7 @@ class Promotion:
         self._data = data
         self._land = land
         self._missing = dict.fromkeys(blocks, 0)
-        """Chunks, by block that has not landed."""
+        """How many chunks are missing of each block that has not landed."""
         self._first_ns: dict[int, int] = {}
         """When a block's first chunk was asked of the disk."""
         self._asked_ns = wall_ns()
@@ -54,7 +55,8 @@ class Promotion:
         self._task = spawn(self._run(), f"promote {model}")
 
     async def stop(self) -> None:
-        """Ends it; once it returns, nothing of it touches the space. What was verified stays."""
+        """Ends the promotion. Once this returns, it does not touch the space any more. What was
+        verified stays."""
         self._stopping = True
         await asyncio.wait([self._task])
 
@@ -62,7 +64,7 @@ class Promotion:
         self._space.span.hold(READER)
         try:
             await self._read(await self._take_over())
-        except Exception as error:  # the data plane's, or a bug: no block can go on
+        except Exception as error:  # an error of the data plane, or a bug: no block can go on
             for block in list(self._missing):
                 self._fail(block, as_typed(error))
         finally:
@@ -95,7 +97,8 @@ class Promotion:
         self._count(outcome.block, len(outcome.chunks))
 
     def _count(self, block: int, chunks: int) -> None:
-        """Of a block that failed, other chunks may still come."""
+        """Counts chunks of a block that have come. After a block has failed, more of its chunks may
+        come: they do not count."""
         if block not in self._missing:
             return
         self._missing[block] -= chunks

@@ -19,7 +19,7 @@ from shared.messages.scaling import BlockArrived, PullFailed
 DISK = "disk"
 """The transport of a promotion."""
 HELD = "held"
-"""That of a block which was there before it was asked for."""
+"""The transport of a block that was there before it was asked for."""
 
 
 class Reports:

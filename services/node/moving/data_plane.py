@@ -84,7 +84,7 @@ class DataPlane:
         await self._close()
 
     async def wait(self) -> None:
-        """Until the thread has ended; raises what it failed with."""
+        """Waits until the thread has ended, and raises what it failed with."""
         await asyncio.shield(self._over)
 
     async def _close(self) -> None:
@@ -138,7 +138,7 @@ class DataPlane:
         return await self._await(call())
 
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """What was begun goes on if this is cancelled."""
+        """Has work done on the data loop. If the caller is cancelled, the work goes on."""
         if self._closing:
             work.close()
             raise _closed()
@@ -195,7 +195,7 @@ class DataPlane:
 
 
 def _milestone() -> "concurrent.futures.Future[None]":
-    """One that who waits for it cannot cancel."""
+    """A future that its waiters cannot cancel."""
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
     return future

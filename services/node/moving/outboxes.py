@@ -1,4 +1,4 @@
-"""Stage messages on their way out: one queue a peer, so that each peer's keep their order."""
+"""Stage messages on their way out: a queue for each peer, so that its messages keep their order."""
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,7 +9,7 @@ from shared.errors import TransportError
 
 
 class Outboxes:
-    """Everything on the transport's loop. `spawn` owns the tasks that send."""
+    """Called on the transport's loop only. `spawn` owns the tasks that send."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Outboxes:
         self._spawn = spawn
         self._hears = listener
         self._waiting: dict[str, deque[tuple[bytes, Sequence[Buffer]]]] = {}
-        """Of the peers that something is being sent to."""
+        """The messages that wait, by address of a peer to which something is being sent."""
 
     def put(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
         outbox = self._waiting.get(address)
@@ -31,8 +31,8 @@ class Outboxes:
         outbox.append((header, payload))
 
     async def _send_all(self, address: str, outbox: deque[tuple[bytes, Sequence[Buffer]]]) -> None:
-        """Until nothing is left. After an error the rest is lost too, and the peer with it; what
-        is sent because of that goes out anew."""
+        """Sends until nothing is left. After an error the rest is lost too, and the peer counts as
+        lost. What is sent to it because of that begins a new queue."""
         lost: TransportError | None = None
         try:
             while outbox:
