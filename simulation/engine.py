@@ -310,7 +310,7 @@ class ModelledSweep:
         self._waiting[self._joined] = _Rider(part, sequences, positions, context, pairs, draws)
         return self._joined
 
-    def advance(self) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
         left: dict[int, PartResult] = {}
         if self._changes != self._engine.changes:
             left = self._drop_freed()

@@ -116,7 +116,7 @@ class HashSweep:
         if sequence.position > sequence.limit:
             raise Conflict(f"sequence {row.sequence} goes past its limit")
 
-    def advance(self) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
         self._take_out_freed()
         needed = [rider for rider in self._riders.values() if rider.values]
         if needed:

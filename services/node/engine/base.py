@@ -99,10 +99,10 @@ class Sweep(Protocol):
         or hidden states do not fit. RowsRefused: the rules of some rows cannot be followed here. An
         error changes nothing, for this part or for others."""
 
-    def advance(self) -> dict[int, PartResult]:
-        """Runs the next block that is needed, or several if no part joins or leaves between them.
-        Returns the parts that left, by number. After an error the sweep is over, and sequences with
-        rows in it can only be freed."""
+    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+        """Runs the next block that is needed, and may run those after it, until a part joins or
+        leaves or `for_s` seconds have passed. Returns the parts that left, by number. After an
+        error the sweep is over, and sequences with rows in it can only be freed."""
 
 
 class Engine(Kv, Protocol):

@@ -4,6 +4,7 @@ A row's result does not depend on its place or on the other rows (attention.py s
 not matter which rows share a sweep.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -214,7 +215,8 @@ class TorchSweep:
         )
         return self._joined
 
-    def advance(self) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+        until = time.monotonic() + (0 if self._floor_s else for_s)
         with torch.inference_mode():
             # Sequences may have been freed since the last block: their rows must not run.
             if self._changes != self._kv.changes:
@@ -231,11 +233,20 @@ class TorchSweep:
                 self._packed = False
             if self._aboard:
                 model = self._find(self._model_id)
-                self._run(model)
-                self._at += 1
-                self._due_s += self._floor_s / model.manifest.n_blocks
+                stop = self._next_stop()
+                while True:
+                    self._run(model)
+                    self._at += 1
+                    self._due_s += self._floor_s / model.manifest.n_blocks
+                    if self._at == stop or time.monotonic() >= until:
+                        break
                 left |= self._let_off(lambda rider: rider.stop == self._at)
             return left
+
+    def _next_stop(self) -> int:
+        """The next block before which a part leaves or boards."""
+        ahead = [rider.start for rider in self._waiting if rider.start > self._at]
+        return min([*ahead, *(rider.stop for rider in self._aboard)])
 
     # --- a block ------------------------------------------------------------
 

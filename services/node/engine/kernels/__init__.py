@@ -6,6 +6,7 @@ compete with torch's for cores, because OpenMP threads spin for a while after ea
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -180,12 +181,20 @@ def _compiled(compiler: str) -> Path:
     library = folder / f"kernels-{made_of.hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own) / "kernels.so"
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            made.replace(library)
+        # Of processes that start together the first one compiles; the others wait for it.
+        with (folder / "kernels.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, library)
     return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as own:
+        made = Path(own) / "kernels.so"
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        made.replace(library)
 
 
 def _processor() -> str:

@@ -1,5 +1,6 @@
 """Kernels are compiled once for a machine, and done without where they can't be."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,14 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     kernels.load.cache_clear()
 
 
+def libraries(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.name != "kernels.lock"]
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.load() is not None
-    (library,) = empty_cache.iterdir()
+    (library,) = libraries(empty_cache)
     made = library.stat().st_mtime_ns
     kernels.load.cache_clear()
     assert kernels.load() is not None
@@ -30,7 +35,24 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     kernels.load.cache_clear()
     monkeypatch.setattr(kernels, "_processor", lambda: "another")
     assert kernels.load() is not None
-    assert len(list(empty_cache.iterdir())) == 2
+    assert len(libraries(empty_cache)) == 2
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_processes_that_start_together_compile_once(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, ran = shutil.which("cc"), tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "cc"
+    script.write_text(f'#!/bin/sh\necho ran >> "{ran}"\nexec "{real}" "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    load = "from services.node.engine import kernels; assert kernels.load()"
+    together = [subprocess.Popen([sys.executable, "-c", load]) for _ in range(3)]
+    assert [process.wait() for process in together] == [0, 0, 0]
+    assert ran.read_text() == "ran\n"
+    assert len(libraries(empty_cache)) == 1
 
 
 ON_THREADS = """
@@ -74,7 +96,7 @@ def test_with_a_compiler_that_fails(
 ) -> None:
     compiler(tmp_path / "bin", "echo no such option >&2; exit 1", monkeypatch)
     assert kernels.load() is None
-    assert list(empty_cache.iterdir()) == []
+    assert libraries(empty_cache) == []
 
 
 def test_with_a_compiler_that_makes_rubbish(
@@ -83,7 +105,7 @@ def test_with_a_compiler_that_makes_rubbish(
     script = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     compiler(tmp_path / "bin", script, monkeypatch)
     assert kernels.load() is None
-    assert list(empty_cache.iterdir()) == []
+    assert libraries(empty_cache) == []
 
 
 def test_without_a_place_for_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

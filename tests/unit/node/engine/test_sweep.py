@@ -137,6 +137,21 @@ def test_parts_get_off_where_they_stop(model: Model) -> None:
     assert (sweep.at, sweep.advance()) == (LAST, {})
 
 
+def test_blocks_run_one_after_the_other_until_a_part_joins_or_leaves(model: Model) -> None:
+    long_s = 600.0
+    sweep = model.engine().begin(MODEL)
+    early = sweep.join(part([row("early", 0, PROMPT)], 0, 2))
+    whole = sweep.join(part([row("whole", 0, PROMPT, draw=0)], 0, LAST))
+    late = sweep.join(from_block(model, 4, row("late", 0, PROMPT, draw=0)))
+    assert [set(sweep.advance()), sweep.at] == [set(), 1]
+    assert [set(sweep.advance(long_s)), sweep.at] == [{early}, 2]
+    assert [set(sweep.advance(long_s)), sweep.at] == [set(), 4]
+    left = sweep.advance(long_s)
+    assert [set(left), sweep.at] == [{whole, late}, LAST]
+    for number in (whole, late):
+        assert list(*left[number].sampled) == model.expected_tokens(PROMPT, 1)
+
+
 def test_joining_on_the_way(model: Model) -> None:
     sweep = model.engine().begin(MODEL)
     first = sweep.join(part([row("first", 0, PROMPT, draw=0)], 0, LAST))
@@ -312,7 +327,7 @@ def test_the_floor_is_shared_among_the_blocks_that_are_run(model: Model) -> None
     one = row("s", 0, [1])
     sweep.join(part(untokened([one]), 3, 5, hidden_before(model, 3, [one])))
     due = []
-    while not sweep.advance():
+    while not sweep.advance(600.0):  # a block at a time, since the caller waits after each
         due.append(sweep.due_s)
     assert [*due, sweep.due_s] == pytest.approx([0.1, 0.2])
     assert model.engine().begin(MODEL).due_s == 0
