@@ -1,4 +1,5 @@
-"""The engine beside transformers: the same checkpoint, threads and prompts, in one process.
+"""The engine beside transformers, in one process, and beside llama.cpp, in another: the same
+checkpoint, threads and prompts.
 
 A Llama with random weights is made for the run. Every round measures every case of every side once,
 so that a drift of the machine affects all sides alike.
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.engine import llama_peer
 from benchmarks.engine import peer as peers
 from benchmarks.engine.memory import Memory
 from benchmarks.engine.ours import STEP_TOKENS, Ours
@@ -40,7 +42,7 @@ from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.node.checkpoints.store import Store
 from services.node.engine.attention import AttentionStep
 from services.node.engine.kernels import Kernels
-from services.node.engine.linear import Stored
+from services.node.engine.linear import Form, Stored
 from services.node.engine.ops import TorchOps
 from shared.config import NodeConfig
 from shared.errors import BadInput
@@ -52,6 +54,8 @@ PREFIX_TOKENS = 1000
 OWN_TOKENS = 8
 """Tokens of each prompt after the shared prefix."""
 CONTEXT = 4096
+HELD = {"int8": "bfloat16"}
+"""The checkpoint's dtype, where the engine rounds the weights as it packs them."""
 REPEATING = LogitRules(frequency_penalty=-2.0)
 """Rewards repetition, so that a model with random weights gives an answer that repeats itself."""
 COMPUTING: tuple[tuple[type, str], ...] = (
@@ -70,8 +74,13 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
     if settings.hidden % (GROUP * HEAD_DIM):
         raise BadInput(f"--hidden: {settings.hidden} is not a multiple of {GROUP * HEAD_DIM}")
     without = peers.missing() if settings.peer else "left out (--no-peer)"
-    if without:
-        say(f"no peer: {without}")
+    missing = [without] if without else []
+    if settings.llama_cpp:
+        llama_peer.check(settings.llama_cpp)
+    else:
+        missing.append("llama.cpp is left out (--llama-cpp PYTHON measures it)")
+    for reason in missing:
+        say(f"no peer: {reason}")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     memory = Memory()
@@ -79,16 +88,20 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
     with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
         for dtype in settings.dtypes:
             say(f"making the model in {dtype}")
-            checkpoint = Path(folder) / dtype
-            make_checkpoint(checkpoint, replace(spec(settings), dtype=getattr(torch, dtype)))
+            checkpoint, held = Path(folder) / dtype, HELD.get(dtype, dtype)
+            make_checkpoint(checkpoint, replace(spec(settings), dtype=getattr(torch, held)))
             store = Store(Path(folder) / f"store-{dtype}")
             imported = store.import_checkpoint(checkpoint)
             threads = torch.get_num_threads()
-            ours = Ours(store, imported, slots=settings.batch + 1, threads=threads)
+            form: Form = "int8" if dtype == "int8" else "packed"
+            ours = Ours(store, imported, slots=settings.batch + 1, threads=threads, form=form)
             most = NodeConfig().speculation
-            speculating = Ours(store, imported, slots=1, threads=threads, speculation=most)
-            peer = None if without else peers.Peer(checkpoint, dtype)
-            cases = Cases(settings, dtype, ours, speculating, peer, memory)
+            speculating = Ours(
+                store, imported, slots=1, threads=threads, form=form, speculation=most
+            )
+            peer = None if without or dtype in HELD else peers.Peer(checkpoint, dtype)
+            llama = _llama(settings, checkpoint, dtype, threads) if settings.llama_cpp else None
+            cases = Cases(settings, dtype, ours, speculating, peer, llama, memory)
             gc.collect()
             gc.freeze()  # no node has transformers' objects to look through
             for number in range(-1, settings.rounds):
@@ -98,10 +111,23 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
             rows += cases.rows
             parameters = (
                 sum(tensor.nbytes for block in imported.manifest.blocks for tensor in block.tensors)
-                // getattr(torch, dtype).itemsize
+                // getattr(torch, held).itemsize
             )
+            if llama is not None:
+                llama.close()
     return Results(
-        settings, parameters, torch.get_num_threads(), memory.bandwidth, tuple(rows), without
+        settings, parameters, torch.get_num_threads(), memory.bandwidth, tuple(rows), tuple(missing)
+    )
+
+
+def _llama(settings: Settings, checkpoint: Path, dtype: str, threads: int) -> llama_peer.LlamaCpp:
+    return llama_peer.LlamaCpp(
+        settings.llama_cpp,
+        checkpoint,
+        dtype,
+        threads=threads,
+        sequences=settings.batch,
+        length=settings.prompt + settings.tokens,
     )
 
 
@@ -141,11 +167,12 @@ class Cases:
         ours: Ours,
         speculating: Ours,
         peer: peers.Peer | None,
+        llama: llama_peer.LlamaCpp | None,
         memory: Memory,
     ) -> None:
         """`speculating`: the same engine again, with speculation."""
         self._settings, self._ours, self._peer, self._memory = settings, ours, peer, memory
-        self._speculating = speculating
+        self._speculating, self._llama = speculating, llama
         self._random = random.Random(0)
         self._ranges = Ranges(ours)
         self._rows: dict[str, Row] = {}
@@ -201,6 +228,9 @@ class Cases:
                 if self._peer.batches and batch > 1:
                     step_s = self._peer.generate_batch(prompts, settings.tokens, STEP_TOKENS)
                     row.peers.setdefault(peers.BATCHING, []).append(batch / step_s)
+            if self._llama is not None:
+                _, step_s = self._llama.generate(prompts, settings.tokens)
+                row.peers.setdefault(llama_peer.NAME, []).append(batch / step_s)
 
     def _prefill(self) -> None:
         row, prompt = self._rows[PREFILL], self._prompt(self._settings.prompt)
@@ -208,6 +238,9 @@ class Cases:
         if self._peer is not None:
             first_s, _ = self._peer.generate([prompt], 1)
             row.peers.setdefault(peers.NAME, []).append(len(prompt) / first_s)
+        if self._llama is not None:
+            first_s, _ = self._llama.generate([prompt], 1)
+            row.peers.setdefault(llama_peer.NAME, []).append(len(prompt) / first_s)
 
     def _overhead(self) -> None:
         """Measures the part of a decode step outside of products, attention, norms and gates.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.node.checkpoints.store import Imported, Store
 from services.node.engine.engine import TorchEngine
+from services.node.engine.linear import Form
 from services.node.execution.steps import Steps
 from services.node.memory.arena import Arena
 from shared.errors import LambdaScaleError
@@ -37,13 +38,21 @@ class Ours:
     """A node's engine with one model, from a store and in an arena, as in a node."""
 
     def __init__(
-        self, store: Store, imported: Imported, *, slots: int, threads: int, speculation: int = 0
+        self,
+        store: Store,
+        imported: Imported,
+        *,
+        slots: int,
+        threads: int,
+        form: Form = "packed",
+        speculation: int = 0,
     ) -> None:
         manifest = imported.manifest
         self.model: ModelId = imported.model_id
         self.manifest = manifest
+        self._form = form
         context = int(manifest.config["max_position_embeddings"])
-        self.engine = TorchEngine("cpu", slots * context, threads)
+        self.engine = TorchEngine("cpu", slots * context, threads, cpu_weights=form)
         self.steps = Steps(
             node=NODE,
             engine=self.engine,
@@ -70,7 +79,8 @@ class Ours:
         a few rows."""
         blocks = self.manifest.blocks
         table = next(t for t in blocks[0].tensors if t.name == "model.embed_tokens.weight")
-        return sum(tensor.nbytes for b in blocks for tensor in b.tensors) - table.nbytes
+        rounded = 2 if self._form == "int8" else 1  # bfloat16 to 8 bits
+        return (sum(t.nbytes for b in blocks for t in b.tensors) - table.nbytes) // rounded
 
     def submit(self, prompt: Sequence[int], tokens: int, rules: LogitRules | None = None) -> Answer:
         self._made += 1

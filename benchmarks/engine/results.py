@@ -1,9 +1,10 @@
 """The measurements of the engine, the bars that they are held to, and both in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from benchmarks.engine.llama_peer import NAME as LLAMA_CPP
 from benchmarks.machine import machine
 from benchmarks.multicast.bars import Bar
 
@@ -19,7 +20,8 @@ MILLISECONDS = "ms"
 OVER_PEER_ONE = 1.3
 OVER_PEER_BATCH = 2.0
 OVER_PEER_PREFILL = 1.0
-OF_ROOFLINE = 0.70
+OVER_LLAMA_CPP = 1.0
+OF_ROOFLINE = 0.75
 MOST_OVERHEAD = 0.10
 MOST_PREFIX = 0.15
 
@@ -40,6 +42,8 @@ class Settings:
     threads: int
     """0: torch's default."""
     peer: bool
+    llama_cpp: str = ""
+    """The Python that has llama.cpp; empty: llama.cpp is left out."""
 
 
 @dataclass(slots=True)
@@ -67,17 +71,20 @@ class Row:
     @property
     def peer(self) -> tuple[str, float] | None:
         """The best peer, and its value."""
+        return self.best_of(self.peers)
+
+    def best_of(self, names: Iterable[str]) -> tuple[str, float] | None:
         best = max if self.unit == TOKENS_PER_S else min
-        values = {name: median(values) for name, values in self.peers.items() if values}
+        values = {name: median(values) for name in names if (values := self.peers.get(name))}
         return best(values.items(), key=lambda item: item[1]) if values else None
 
     @property
     def ratio(self) -> float | None:
         """How many times as good as the best peer."""
-        if self.peer is None:
-            return None
-        _, peer = self.peer
-        return self.value / peer if self.unit == TOKENS_PER_S else peer / self.value
+        return None if self.peer is None else self.ratio_to(self.peer[1])
+
+    def ratio_to(self, value: float) -> float:
+        return self.value / value if self.unit == TOKENS_PER_S else value / self.value
 
     @property
     def limit(self) -> float | None:
@@ -96,8 +103,8 @@ class Results:
     bandwidth: float
     """bytes/s that the machine reads from memory, median of the rounds."""
     rows: tuple[Row, ...]
-    without: str = ""
-    """The reason why there is no peer. Empty if there is a peer."""
+    without: tuple[str, ...] = ()
+    """The reasons why peers are missing."""
 
 
 def batched(batch: int) -> str:
@@ -112,9 +119,9 @@ def bars(results: Results) -> Iterator[Bar]:
             batched(results.settings.batch): OVER_PEER_BATCH,
             PREFILL: OVER_PEER_PREFILL,
         }.get(row.case)
-        if least is not None and row.ratio is not None and row.peer is not None:
-            what = f"{row.name}: {row.ratio:.2f} x {row.peer[0]}, at least {least:.1f}"
-            yield Bar(what, row.ratio >= least)
+        if least is not None:
+            yield from _beside(row, row.peers.keys() - {LLAMA_CPP}, least)
+            yield from _beside(row, [LLAMA_CPP], OVER_LLAMA_CPP)
         if (share := row.of_limit) is None:
             continue
         if row.case == DECODE_ONE:
@@ -126,6 +133,14 @@ def bars(results: Results) -> Iterator[Bar]:
         elif row.case == PREFIX:
             what = f"{row.name}: TTFT {share:.1%} of the first's, at most {MOST_PREFIX:.0%}"
             yield Bar(what, share <= MOST_PREFIX)
+
+
+def _beside(row: Row, peers: Iterable[str], least: float) -> Iterator[Bar]:
+    """The bar beside the best of these peers, if one was measured."""
+    if (best := row.best_of(peers)) is not None:
+        name, value = best
+        ratio = row.ratio_to(value)
+        yield Bar(f"{row.name}: {ratio:.2f} x {name}, at least {least:.1f}", ratio >= least)
 
 
 def document(results: Results) -> dict[str, object]:
@@ -142,6 +157,7 @@ def document(results: Results) -> dict[str, object]:
                 "limit": _rounded(row.limit),
                 "of_limit": _rounded(row.of_limit),
                 "peer_name": row.peer[0] if row.peer else None,
+                "peers": {name: _rounded(median(found)) for name, found in row.peers.items()},
                 "rounds": len(row.ours),
             }
             for row in results.rows
@@ -161,8 +177,8 @@ def table(results: Results) -> Iterator[str]:
         f"{results.bandwidth / 1e9:.1f} GB/s; medians of {settings.rounds} rounds"
     )
     yield machine()
-    if results.without:
-        yield f"no peer: {results.without}"
+    for reason in results.without:
+        yield f"no peer: {reason}"
     width = max(len(row.name) for row in results.rows)
     yield (
         f"{'case':<{width}}  {'unit':<8}  {'ours':>8} {'spread':>17}  {'peer':>8} {'ratio':>6}  "

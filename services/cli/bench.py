@@ -9,6 +9,7 @@ from shared.errors import BadInput
 
 ALL = "all"
 DTYPES = ("float32", "bfloat16")
+ALL_DTYPES = (*DTYPES, "int8")
 MULTICAST = """\
 Measures how long a model takes from one node to all others, by strategy, beside what the links
 allow and beside torch.distributed over gloo. The nodes are real, each on a host of its own: network
@@ -26,6 +27,13 @@ Measures how fast the engine computes on this machine's processor: decode steps 
 sequences, prefills, what a step spends outside of torch's operators, what a shared prefix saves.
 The same run measures transformers (if it is installed) with the same checkpoint, threads and
 prompts, and the rate at which the machine reads memory. The model is a Llama with random weights.
+
+--llama-cpp measures llama.cpp too, with weights of as many bits (F32, BF16; Q8_0 beside int8), in
+turn with the others. It runs in a Python of its own, made like this (the build takes minutes):
+  python3 -m venv ~/llama-cpp
+  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF" \\
+    ~/llama-cpp/bin/pip install llama-cpp-python==0.3.36 gguf
+  lambdascale bench engine --dtypes float32,bfloat16,int8 --llama-cpp ~/llama-cpp/bin/python
 """
 PIPELINE = """\
 Measures whether the stages of a path are busy while it decodes a steady batch: the share of the
@@ -126,7 +134,7 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--dtypes", type=_dtypes, default=DTYPES, metavar="T,T,..",
-        help=f"dtypes of the weights ({','.join(DTYPES)})",
+        help=f"dtypes of the weights ({','.join(DTYPES)}); int8: a bfloat16 model's, rounded",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=_count, default=16, help="sequences of the large decode batch (16)"
@@ -140,6 +148,10 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--rounds", type=_count, default=5, help="rounds (5)")
     parser.add_argument("--threads", type=_count, default=0, help="threads (default: torch's own)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument(
+        "--llama-cpp", default="", metavar="PYTHON",
+        help="measure llama.cpp too, with this Python (see above)",
+    )  # fmt: skip
     add_json_option(parser)
     parser.set_defaults(run=run_engine)
 
@@ -239,6 +251,7 @@ def run_engine(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         threads=args.threads,
         peer=not args.no_peer,
+        llama_cpp=args.llama_cpp,
     )
     found = bench.measure(settings, say)
     verdict = [str(bar) for bar in results.bars(found)]
@@ -300,8 +313,8 @@ def _racks(text: str) -> tuple[int, ...]:
 
 def _dtypes(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in DTYPES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(DTYPES)}")
+    if unknown := [name for name in names if name not in ALL_DTYPES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(ALL_DTYPES)}")
     return names
 
 

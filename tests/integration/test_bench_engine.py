@@ -1,6 +1,7 @@
 """`lambdascale bench engine`, small: the engine under its scheduler, transformers beside it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -55,7 +56,23 @@ def test_without_the_peer() -> None:
     done = bench(*SMALL, "--dtypes", "float32", "--no-peer")
     assert done.returncode == 0, done.stderr
     assert "no peer: left out (--no-peer)" in done.stdout
+    assert "no peer: llama.cpp is left out (--llama-cpp PYTHON measures it)" in done.stdout
     assert "transformers" not in done.stdout
+
+
+@pytest.mark.skipif(
+    "LLAMA_CPP_PYTHON" not in os.environ,
+    reason="LLAMA_CPP_PYTHON names no Python with llama.cpp (`bench engine --help`)",
+)
+def test_beside_llama_cpp() -> None:
+    dtypes = ["float32", "bfloat16", "int8"]
+    python = os.environ["LLAMA_CPP_PYTHON"]
+    done = bench(*SMALL, "--json", "--dtypes", ",".join(dtypes), "--llama-cpp", python)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row["peers"] for row in json.loads(done.stdout)["rows"]}
+    for dtype in dtypes:
+        assert all(rows[f"{case}, {dtype}"]["llama.cpp"] > 0 for case in CASES[:3])
+        assert ("transformers" in rows[f"prefill, {dtype}"]) == (dtype != "int8")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +80,7 @@ def test_without_the_peer() -> None:
     [
         (["--hidden", "100"], "multiple of 192"),
         (["--dtypes", "int4"], "int4"),
+        (["--llama-cpp", "no-python"], "no-python cannot import llama_cpp"),
         (["--prompt", "4000"], "positions"),
         (["--rounds", "0"], "less than 1"),
     ],
