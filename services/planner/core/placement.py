@@ -47,6 +47,8 @@ class Plan:
     setup_s: float = 0.0
     forecast: Forecast = NO_FORECAST
     considered: tuple[Considered, ...] = ()
+    """The candidates of the choice. None where the links' rates are not known, since candidates are
+    then compared on links of one byte a second."""
 
 
 def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
@@ -110,7 +112,7 @@ def plan_transfers(
     else:
         plan = _from_nothing(roles, nodes, task, serving, strategy, links.load_rates(nodes))
     if plan.transfers and fabric is None:
-        return replace(plan, forecast=NO_FORECAST)
+        return replace(plan, forecast=NO_FORECAST, considered=())
     if roles.from_disk:
         found = _from_disks(roles, plan, nodes, task, serving, links.load_rates(nodes))
         return replace(plan, forecast=found)

@@ -1,13 +1,14 @@
 """Predictions in the record are made of what is known, or not at all."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
 
 from services.planner.core.forecast import NO_FORECAST, Forecast, later
 from services.planner.core.links import Links
-from services.planner.core.placement import Held, Roles, plan_transfers
+from services.planner.core.placement import Held, Plan, Roles, plan_transfers
 from shared.ids import NodeId
 from shared.messages.pool import ModelProfile, Profile
 from shared.messages.scaling import Timings
@@ -21,7 +22,7 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 RATES = {A: 100, B: 100, C: 100}
 
 
-def predict(
+def planned(
     held: Held,
     rates: Mapping[NodeId, int] = RATES,
     runs: tuple[NodeId, ...] = (A, B, C),
@@ -30,10 +31,10 @@ def predict(
     from_disk: bool = False,
     strategy: str = "binomial",
     chunk_bytes: int = 0,
-) -> Forecast:
+) -> Plan:
     receiving = tuple(node for node, blocks in held.items() if blocks != EVERY)
     infos = {n: msgspec.structs.replace(info(n), link_bytes_per_s=r) for n, r in rates.items()}
-    plan = plan_transfers(
+    return plan_transfers(
         Roles((A,), (), receiving, from_disk=from_disk),
         held,
         msgspec.structs.replace(MODEL, chunk_bytes=chunk_bytes),
@@ -42,7 +43,10 @@ def predict(
         executing=runs,
         max_stages=4,
     )
-    return plan.forecast
+
+
+def predict(held: Held, *args: Any, **kwargs: Any) -> Forecast:
+    return planned(held, *args, **kwargs).forecast
 
 
 def test_one_target_takes_the_time_of_its_blocks_one_after_the_other() -> None:
@@ -79,7 +83,10 @@ def test_measured_engines_predict_the_first_token() -> None:
 
 @pytest.mark.parametrize("rates", [{}, {A: 100}, {A: 100, B: 0}])
 def test_a_rate_that_is_not_known_makes_no_prediction(rates: dict[NodeId, int]) -> None:
-    assert predict({A: EVERY, B: NONE}, rates) == NO_FORECAST
+    plan = planned({A: EVERY, B: NONE}, rates)
+    assert plan.transfers
+    assert plan.forecast == NO_FORECAST
+    assert not plan.considered, "seconds on links of one byte a second"
 
 
 def test_what_comes_from_disks_takes_what_the_disks_take() -> None:
