@@ -88,8 +88,9 @@ class Decoder:
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,
         hidden_size]."""
-        picked = hidden[to_device(torch.tensor(rows), self.device)]
-        normed = self.ops.rms_norm(picked, unit.norm, self.config.norm_eps)
+        if list(rows) != [*range(len(hidden))]:  # in decode steps all rows are wanted
+            hidden = hidden[to_device(torch.tensor(rows), self.device)]
+        normed = self.ops.rms_norm(hidden, unit.norm, self.config.norm_eps)
         return unit.head(normed, torch.float32)
 
 
