@@ -99,7 +99,8 @@ def test_every_strategy_fills_the_receivers(strategy: str) -> None:
 
 
 def test_the_multicast_is_the_best_there_is() -> None:
-    made = plan(Roles((A,), (), (B, C, D), from_disk=False))
+    links = rates(a=400, b=400, c=400, d=400)
+    made = plan(Roles((A,), (), (B, C, D), from_disk=False), links=links)
     assert max(t.step for t in made.transfers) == lower_bound(4, BLOCKS, 1)
     assert made.considered[0].strategy == "binomial"
     assert {each.strategy for each in made.considered} == {"binomial", "head", "taps", "chain"}
