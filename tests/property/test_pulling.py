@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 
 from services.node.core.pulling import (
     BLOCK_WINDOW,
-    BLOCKS_AHEAD,
     FIRST_WINDOW,
     Arrived,
     Command,
@@ -224,7 +223,6 @@ class Mover(RuleBasedStateMachine):
             window = BLOCK_WINDOW if source in self.heard else FIRST_WINDOW
             live = [p for p in self.pulls.live.values() if p.source == source]
             assert all(len(pulling.reading) <= window for pulling in live)
-            assert sum(len(pulling.reading) for pulling in live) <= window * BLOCKS_AHEAD
 
     def teardown(self) -> None:
         """Whatever happened: when sources answer, every block that is pulled comes."""

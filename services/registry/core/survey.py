@@ -1,5 +1,6 @@
 """What the pool knows that matters for placement, gathered for one question about one model."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 
@@ -138,4 +139,5 @@ def _memory(blocks: Blocks) -> frozenset[int]:
 def _rate(info: NodeInfo, status: NodeStatus) -> float:
     """bytes/s of the port: the configured rate, or else the highest that was seen, or else 0."""
     profile = status.profile
-    return info.link_bytes_per_s or max(profile.in_bytes_per_s, profile.out_bytes_per_s)
+    seen = max(profile.in_bytes_per_s, profile.out_bytes_per_s)
+    return info.link_bytes_per_s or (seen if math.isfinite(seen) else 0.0)
