@@ -50,7 +50,7 @@ class Slots(RuleBasedStateMachine):
             gateways[gateway % len(gateways)].admit(f"r{next(self.names)}", prompt, tokens)
 
     def publish(self, instances: list[Instance]) -> None:
-        """Of instances with the same id, the last counts."""
+        """Publishes the instances. If two have the same id, the later one counts."""
         self.pool.publish(*{each.id: each for each in instances}.values())
 
     @rule(nodes=st.sampled_from(PLACES), slots=st.integers(1, 3))

@@ -91,7 +91,8 @@ class Cluster:
         return known is not None and known.generation == info.generation
 
     def on_gone(self, node: NodeId, generation: Generation, now: float) -> bool:
-        """Returns whether this generation was the one that is known."""
+        """Takes note that a generation of the node has ended. Returns whether the node was known by
+        that generation."""
         self.over[node], self._over_at[node] = generation, now
         said = self._said.get(node)
         if said is not None and said.status.generation <= generation:

@@ -96,5 +96,5 @@ def _is_whole(times: ModelProfile) -> bool:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """The value in the middle, of those that are positive and finite; 0 if there is none."""
+    """The lower median of the values that are positive and finite. 0 if no value is."""
     return median_low([value for value in values if 0 < value < inf] or [0.0])

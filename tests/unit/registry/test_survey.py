@@ -1,5 +1,6 @@
 """What the pool's facts come to in placement: rooms, neighbours, racks, ports."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -93,6 +94,15 @@ def test_a_measured_rate_counts_where_none_is_configured(nodes: Nodes) -> None:
     fast = msgspec.structs.replace(status("b", seq=2), profile=Profile(in_bytes_per_s=1e9))
     nodes.pool.status(fast, 0.1)
     assert nodes.best() == ["b", "a"]
+
+
+@pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan])
+def test_a_measured_rate_that_is_not_finite_counts_as_not_known(nodes: Nodes, rate: float) -> None:
+    nodes.add("b")
+    nodes.add("a")
+    odd = msgspec.structs.replace(status("b", seq=2), profile=Profile(in_bytes_per_s=rate))
+    nodes.pool.status(odd, 0.1)
+    assert nodes.best() == ["a", "b"]
 
 
 def test_what_another_event_uses_comes_later(nodes: Nodes) -> None:
