@@ -1,9 +1,8 @@
 """What the planner knows of the cluster: nodes, what they hold, and the load that gateways see.
 
-This is the only place that says what nodes hold: events, members and releases ask here. Reports
-come every second from every node, and every 100 ms from every gateway, mostly to say what they
-said before. What they say is sorted by model when it changes, so that a question about one model
-costs what concerns that model.
+This is the only place that says what nodes hold: events, members and releases ask here. Every node
+reports at least once a second, mostly what it said before. What it says is sorted by model when it
+changes, so that the cost of a question about one model does not grow with the others.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -63,7 +62,7 @@ class Cluster:
         self._holders: dict[ModelId, set[NodeId]] = {}
         """The nodes, of any generation, that say they hold something of the model."""
         self._slots: int | None = None
-        """The slots of the node in the middle; None: they have to be found anew."""
+        """The median of the nodes' slots; None: it has to be found anew."""
         self.over: dict[NodeId, Generation] = {}
         """For each node the generation that ended last. What is still heard of it is ignored."""
         self._over_at: dict[NodeId, float] = {}
@@ -169,7 +168,7 @@ class Cluster:
                 del self._holders[model]
 
     def on_arrived(self, message: BlockArrived, now: float) -> bool:
-        """Returns whether the device memory of a live node holds one block more by this."""
+        """Returns whether this adds a block to the device memory of a live node."""
         self.loads.on_sign_of_life(now)
         node, model = message.node, message.model_id
         info, said = self.nodes.get(node), self._said.get(node)
@@ -238,7 +237,7 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """The slots of the node in the middle (half of the nodes have no more). At least 1."""
+        """The lower median of the nodes' slots. At least 1."""
         if self._slots is None:
             self._slots = median_low([info.slots for info in self.nodes.values()] or [1])
         return max(1, self._slots)

@@ -157,7 +157,7 @@ class Span(Caused, frozen=True, kw_only=True):
     parent: str = ""
     """A traceparent."""
     own: str = ""
-    """The traceparent by which it is known already. Empty: any."""
+    """The traceparent by which it is known already. Empty: it gets a new one."""
     attributes: dict[str, Attribute] = {}
     error: str = ""
     children: tuple["Span", ...] = ()

@@ -2,9 +2,9 @@
 
 A port carries blocks from or to one peer back to back, at beta bytes/s: nodes ask for blocks ahead
 of time, so that there is no pause between two blocks. Alpha (`overhead_s`) is paid in two cases.
-The first bytes from a new peer come alpha after both ports are free for them. And every byte is
-with the next node alpha after it could have left. A relay forwards a block while it receives it, so
-that it is delta = alpha + c / beta behind, for chunks of c bytes. Alpha and beta are measured.
+The first bytes from a new peer come alpha after both ports are free for them. And every byte
+reaches the next node alpha after it could have left. A relay forwards a block while it receives it,
+so that it is delta = alpha + c / beta behind, for chunks of c bytes. Alpha and beta are measured.
 """
 
 import math
@@ -33,10 +33,10 @@ def equal_links_seconds(name: str, task: Task) -> float:
       other from one node, g - 1 hops behind.
     - binomial, taps (which are the same here): (b + h) tau with h = ceil(log2(N/k)) - 1, however
       small the chunks. The source's port carries a block in each of the b + h steps (all b blocks,
-      and the last one h times more), each to another node than in the step before. If the group's
-      size is no power of two, twins are as busy in the source's stead; for 2 < b < h, and just over
-      2^h nodes, twins change partners less often, and the multicast is over up to (b - 2) alpha
-      sooner. A chain if g = 1.
+      and the last one h times more), each to another node than in the step before. If the number of
+      nodes is no power of two, the ports of twins (`multicast.binomial`) are as busy as the
+      source's; for 2 < b < h, and just over 2^h nodes, twins change partners less often, and the
+      multicast is over up to (b - 2) alpha sooner. A chain if g = 1.
     - head: a binomial pipeline from the head to the g - 1 others, delta late: delta + (b +
       ceil(log2 g) - 1) tau. A chain if g < 3.
 

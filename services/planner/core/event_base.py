@@ -174,7 +174,7 @@ class EventBase:
 
     def abandon(self, error: LambdaScaleError) -> None:
         """Ends the event by its record only, because ending it in order has raised. Its
-        reservations end with the registry's next answer."""
+        reservations end when the pool is next read (`PoolView`)."""
         self.phase, self._waits = Phase.OVER, {}
         if self.record.state not in events.TERMINAL:
             at = self._desk.now.wall_ns

@@ -1,6 +1,7 @@
 """The course of one scaling event, from its decision to its end (`event_phases` has the table).
 
-Trouble that comes in another phase than loading waits for it, and is answered with one revision.
+Trouble that comes in another phase waits until the event is `loading`. All trouble that has come by
+then is answered with one revision.
 """
 
 from collections.abc import Collection, Iterable
@@ -236,7 +237,7 @@ class EventMachine(Mending):
             self._incomplete.pop(node, None)
 
     def on_path(self) -> None:
-        """The first path over nodes that are still loading is open."""
+        """A path over nodes that are still loading has opened. The time of the first is noted."""
         if self.over:
             return
         at = self._desk.now.wall_ns

@@ -34,7 +34,7 @@ class Member:
     event: EventId | None
     """The event that loads it, or did; None if it was found loaded."""
     trace: str = ""
-    """Of that event."""
+    """The traceparent of that event."""
     draining: bool = False
     speed: float = 1.0
     """Its capacity when it is complete: how fast it runs the model, relative to other nodes."""

@@ -42,7 +42,7 @@ def late_transfers(
     now: float,
     expected_s: Callable[[Transfer], float],
 ) -> Iterator[Late]:
-    """The late ones among a plan's transfers, in order of steps. The plan `began` at that time.
+    """A plan's late transfers, in order of steps. `began`: when the plan was sent.
 
     A transfer is considered once its sender has the block. A transfer that waits for another at
     either end is not late; only the other may be.

@@ -25,9 +25,9 @@ class Links:
     default_overhead_s: float
 
     def port(self, node: NodeId) -> Port | None:
-        """The node's port; None if a rate is not known. What a node says of its link is the rate
-        that it keeps to. What it measured counts only without that, because the link may be able to
-        do more."""
+        """The node's port; None if a rate is not known. A node keeps to the rate that it states for
+        its link, although the link may be able to do more. So the rates that it measured count only
+        if it states none."""
         info, profile = self.nodes.get(node), self.profiles.get(node, _UNMEASURED)
         stated = float(info.link_bytes_per_s) if info else 0.0
         out = stated or profile.out_bytes_per_s or self.default_bytes_per_s

@@ -1,6 +1,6 @@
 """The load that gateways report, and whether anything is heard over the bus at all.
 
-Reports come every 100 ms from every gateway, mostly to say what they said before.
+A gateway reports every 100 ms while its load changes, and every 500 ms otherwise.
 """
 
 from collections import Counter

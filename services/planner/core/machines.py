@@ -1,4 +1,4 @@
-"""One machine for each model: what happens to a model is told here, and one that fails begins anew.
+"""One state machine for each model (`ModelMachine`), which is told here what happens to the model.
 
 A machine that raises is made anew from what nodes hold, as by a planner that starts, and the others
 go on.
@@ -21,7 +21,7 @@ BROKEN_MAX_S = 60.0
 
 class Machines:
     def __init__(self, desk: Desk, alarms: Alarms) -> None:
-        """A model's alarm is its id."""
+        """The name of a model's alarm is the model's id."""
         self.named: dict[ModelName, ModelMachine] = {}
         self.by_id: dict[ModelId, ModelMachine] = {}
         self.broken: set[ModelId] = set()

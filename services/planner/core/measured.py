@@ -24,7 +24,7 @@ class Measured:
         self._times: dict[ModelId, dict[NodeId, ModelProfile]] = {}
         """What each node that ran the model says of it."""
         self._middle: dict[ModelId, ModelProfile] = {}
-        """What the nodes in the middle say. Absent: it has to be found anew."""
+        """The medians of what nodes say. Absent: they have to be found anew."""
 
     def on_profile(self, node: NodeId, profile: Profile) -> None:
         for each in profile.models:
@@ -38,7 +38,7 @@ class Measured:
                 self._middle.pop(model, None)
 
     def on_kv(self, models: Iterable[ModelId], positions: int) -> None:
-        """Takes in for how many positions a node has room that has these models open."""
+        """Takes in the KV positions of a node that has these models open."""
         self._kv.update(dict.fromkeys(models, positions))
 
     def forget(self, models: Collection[ModelId]) -> None:
@@ -62,8 +62,8 @@ class Measured:
         return self._ordinary(model).decode_s
 
     def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
-        """How fast the node runs a pass of `tokens` tokens, relative to the node in the middle.
-        `known`: what was said of it last, which stays unless it has clearly changed. 1 for a node
+        """How fast the node runs a pass of `tokens` tokens, relative to the median of the nodes.
+        `known`: its last result, which stays unless the speed has clearly changed. 1 for a node
         that cannot be compared."""
         own = self._times.get(model, {}).get(node)
 
@@ -77,7 +77,7 @@ class Measured:
         return next(alike, min(max(1 / MOST, speed), MOST))
 
     def _ordinary(self, model: ModelId) -> ModelProfile:
-        """What the nodes in the middle measured; 0: nothing is known."""
+        """The medians of what nodes measured; 0: nothing is known."""
         if model not in self._middle:
             every = self._times.get(model, {}).values()
             said = list(filter(_is_whole, every)) or list(every)

@@ -19,7 +19,9 @@ from shared.messages.pool import NodeGone
 from shared.messages.scaling import PullFailed, Transfer
 
 MAX_STALLS = 3
+"""The event fails after more stalls than this without a block between them."""
 MAX_REVISIONS = 32
+"""The event fails instead of making a further plan."""
 
 
 class Mending(EventBase):
@@ -42,7 +44,7 @@ class Mending(EventBase):
             for t in troubles
             if isinstance(t, PullFailed)
             and self.loads(t.node)
-            and self._orders.sent.get(t.node) == t.revision  # others have been answered
+            and self._orders.sent.get(t.node) == t.revision  # older ones have been answered
         )
         for failure in failures:
             self._log(
@@ -173,7 +175,7 @@ class Mending(EventBase):
 
     def _on_not_repaired(self, error: LambdaScaleError) -> None:
         if self._case.slow:
-            self._load()  # everything left must come from those that send it now
+            self._load()  # nobody else can send what is left
         else:
             self.fail(PlanError(f"{self._case.why}, and {error}"))
 

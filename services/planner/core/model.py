@@ -1,8 +1,8 @@
 """One model: decides how many replicas there should be, runs scaling events, drains and releases.
 
 At most one of its events is not over. Any stimulus may make a decision due at once, such as a load
-report with waiting requests. A condition that must hold for a while is looked at again when that
-while is over (`next_wake`).
+report with waiting requests. A condition that must hold for some time is looked at again when that
+time is over (`next_wake`).
 """
 
 from collections.abc import Collection
@@ -159,8 +159,8 @@ class ModelMachine:
                 self._note_released(released)
 
     def check_fixed(self, count: int | None) -> None:
-        """Refuses an operator's number of replicas that cannot be (BadInput), or not now
-        (Conflict)."""
+        """BadInput if an operator's number of replicas is above the model's own limit; Conflict
+        while a scaling event runs."""
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
             raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
@@ -184,7 +184,7 @@ class ModelMachine:
         self._decide_at = min(self._decide_at, at)
 
     def settle(self) -> None:
-        """Does everything that is due. To be called after every stimulus, and at `next_wake`."""
+        """Does everything that is due. It is called after every stimulus, and at `next_wake`."""
         if self._removed:
             return
         at = self._desk.at
@@ -254,7 +254,7 @@ class ModelMachine:
         )
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
-        elif self._sizing.surplus:  # the next one goes when this one has
+        elif self._sizing.surplus:  # the next replica goes when this one is gone
             self._decide_by(at + config.tick_s)
         missing = decision.replicas - have - coming
         if missing > 0:

@@ -95,8 +95,8 @@ def _first_path(
 def _path_around(now: Sequence[AbstractSet[int]], node: int, block: int, blocks: int) -> Stages:
     """The path with the fewest stages in which `node` runs the blocks it holds around `block`.
 
-    Another holder may stand on both sides of it. But schedules begin at the model's ends, so that a
-    single source does not.
+    The path may name another holder twice, before and after it. A single source does not stand
+    there twice, because schedules begin at the model's ends.
     """
     start = block
     while start - 1 in now[node]:

@@ -52,9 +52,10 @@ class Plan:
 
 
 def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
-    """Copies in memory feed the multicast. A copy on disk does only if there is no copy in memory.
+    """Complete copies in memory feed the multicast. If there are none, the targets with a copy on
+    disk promote it, and feed the others.
 
-    A target with its own copy in memory promotes it. PlanError if no copy is complete.
+    A target with its own copy in memory promotes it. PlanError if nobody can feed the multicast.
     """
     complete = [source for source in sources if source.complete]
     memory = [s.info.node for s in complete if s.tier in (Tier.GPU, Tier.HOST)]

@@ -126,8 +126,8 @@ class PoolView:
         self.on_status(status)
 
     def _unreserve_for_nobody(self, pool: PoolState) -> None:
-        """Ends reservations of events that are over. They were made for an earlier planner, or by
-        an answer that came too late."""
+        """Ends reservations of events that are over. They were made for an earlier planner, or the
+        answer to a `Reserve` came too late."""
         running = {event.record.id for event in self._machines.events() if not event.over}
         held = {view.reserved_by for view in pool.nodes if view.reserved_by}
         for event in sorted(held - running):
@@ -140,7 +140,7 @@ class PoolView:
     # --- what nodes say ---
 
     def on_status(self, status: NodeStatus) -> None:
-        """Tells the models that the report concerns: one or two of a hundred."""
+        """Tells the models that the report concerns: usually one or two of a hundred."""
         change = self._cluster.on_status(status, self._desk.at)
         for id_ in sorted(change.models & self._machines.by_id.keys()):
             gained = change.gained.get(id_, frozenset())

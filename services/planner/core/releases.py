@@ -1,4 +1,4 @@
-"""Lets nodes go that drain or hold something without use, and says what they keep.
+"""Releases nodes that drain or hold something without use, and decides what they keep.
 
 `standing` has the states. A release is repeated until the node's own report says that the memory is
 free.
@@ -83,7 +83,7 @@ class Releases:
         self._ask(node)
 
     def again(self, node: NodeId) -> None:
-        """Asks a node again that refused, or that still holds what it was asked to free."""
+        """Asks again: the node refused, or still holds what it was asked to free."""
         known = self._standing.of(node)
         if known is not None and known.state is State.ANSWERED:
             self._log("warning", "a node holds a model that it had freed", node=node)
@@ -110,7 +110,7 @@ class Releases:
         self._desk.do(commands.Release(ticket=ticket, message=release, cause=self._desk.cause))
 
     def on_answer(self, answer: Answer) -> NodeId | None:
-        """Takes in the answer to a release. Returns the node that has taken it, if it has."""
+        """Takes in the answer to a release. Returns the node if it has accepted."""
         released = (
             node
             for node in self._standing.in_state(State.RELEASING)
@@ -136,8 +136,8 @@ class Releases:
         return node
 
     def freed(self, node: NodeId) -> bool:
-        """Whether the node's memory has become free. Only its own report says so; until then it is
-        leaving."""
+        """Whether the node has freed its memory. Only its own report says so; until then the node
+        counts as leaving."""
         known = self._standing.of(node)
         hosts = self._desk.cluster.hosts(node, self._record.model_id)
         if known is None or known.state is not State.ANSWERED or hosts:

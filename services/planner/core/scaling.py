@@ -1,5 +1,5 @@
-"""How many replicas a model needs for its load; pure. To be called whenever the load changes, and
-at `Decision.wake_at`.
+"""How many replicas a model needs for its load. `decide` is pure, and is called whenever the load
+changes, and at `Decision.wake_at`.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
 sequences, by KV tokens, or by the prefill that requests wait for, whichever is most. More replicas
@@ -111,7 +111,7 @@ def decide(
     now: float,
 ) -> tuple[Scaler, Decision]:
     """`have` replicas serve, `coming` are being loaded, and `leaving` drain or are being released
-    (and do not count). Times are in seconds of any one clock."""
+    (and do not count). Times are in seconds, all of the same clock."""
     load = fulls(demand, policy)
     want = wanted(load, policy)
     total = have + coming

@@ -9,7 +9,8 @@ from shared.messages.scaling import PullFailed, Transfer
 
 LOOK_S = 0.5
 MAX_FAILURES = 4
-"""After this many failed pulls from senders that are well, the target itself is at fault."""
+"""A target that fails with senders that are well, in more revisions than this, is itself at
+fault."""
 
 
 class Trust:
@@ -21,7 +22,7 @@ class Trust:
         self._looked_at = float("-inf")
 
     def begin(self, now: float) -> None:
-        """A revision is sent out."""
+        """Starts a revision, when it is sent to the nodes."""
         self._pace.begin(now)
 
     def land(self, node: NodeId, block: int, now: float) -> None:
@@ -48,8 +49,8 @@ class Trust:
     def blame(
         self, failures: Sequence[PullFailed], silent: AbstractSet[NodeId]
     ) -> frozenset[NodeId]:
-        """Nodes that the event goes on without: senders that are `silent`, and targets that fail
-        with senders that are not."""
+        """Nodes that the event goes on without: senders that are `silent`, and targets that have
+        failed too often with senders that are not."""
         unable = {f.source for f in failures} & silent
         self.distrusted |= {f.source for f in failures} - unable
         for target in {f.node for f in failures if f.source not in unable}:

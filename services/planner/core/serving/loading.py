@@ -36,8 +36,7 @@ stages."""
 
 
 def beside_replicas(loading: Loading, paths: Iterable[WeightedPath]) -> tuple[WeightedPath, ...]:
-    """Adds to paths of several stages each complete node alone, with the share that they leave of
-    it.
+    """Adds each complete node as a path of its own, with the share of it that `paths` leave.
 
     That share is at least `REPLICA_FLOOR`: a path that would leave less gets less weight.
     """

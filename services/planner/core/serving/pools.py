@@ -27,9 +27,10 @@ def pools_of_targets(loading: Loading) -> tuple[WeightedPath, ...]:
 def _paths(loading: Loading) -> list[WeightedPath]:
     """Paths of several stages.
 
-    The most capacity might take all of the complete nodes for paths, even where that gains little
-    and makes every request slower. So paths get as large a share of them as the gain is of
-    `_WORTH`. Paths open with the first block that helps, and grow with the gain.
+    The plan of the most capacity may take all of the complete nodes for paths, even where that
+    gains little and makes every request slower. So the weights of paths are scaled by the gain, as
+    a share of the replicas' capacity, over `_WORTH` (at most by 1). Paths open with the first block
+    that helps, and grow with the gain.
     """
     planned = plan_paths(
         loading.held,
