@@ -149,7 +149,7 @@ class Network:
         self._reroute([self.node(one), self.node(other)])
 
     def partition(self, *sides: Iterable[str]) -> None:
-        """Lets nothing pass between sides. All nodes that are on no side form one of their own.
+        """Lets nothing pass between sides. All nodes that are on no side form a side of their own.
         Without any sides, everything passes again."""
         numbers = {name: number for number, side in enumerate(sides, 1) for name in side}
         moved = []
@@ -174,8 +174,8 @@ class Network:
         self.node(name).corrupt += reads
 
     def spoils(self, name: str) -> bool:
-        """Whether the next region read from the node is to be spoiled by `corrupt`. Counts as that
-        read."""
+        """Whether the next region read from the node is to be spoiled by `corrupt`. This call
+        counts as that read."""
         node = self._nodes.get(name)
         if node is None or not node.corrupt:
             return False

@@ -74,7 +74,7 @@ class SystemRun:
     requests: tuple[RequestResult, ...]
     events: tuple[EventResult, ...]
     samples: tuple[Sample, ...]
-    """One at every change, in order of time."""
+    """A sample at every change, in order of time."""
     token_bin_s: float
     tokens_by_bin: tuple[int, ...]
     """Tokens that clients received, in bins of `token_bin_s` from time 0."""

@@ -18,8 +18,8 @@ from simulation.bus import SimBroker
 S = TypeVar("S", bound=Service)
 
 RESTART_S = 1.0
-"""As systemd does (`deploy/systemd`): a process that finds no bus when it starts ends, and is
-started again."""
+"""A process that finds no bus when it starts ends, and is started again after this time, as by
+systemd (`deploy/systemd`)."""
 
 
 class Process(Generic[S]):

@@ -13,7 +13,7 @@ from shared.errors import BadInput, CapacityExceeded, LambdaScaleError
 from shared.grammar import MAX_CHARS
 
 MAX_WAITING = 64
-"""The most grammars that wait to be checked. Further ones are refused."""
+"""The most grammars that wait to be checked. Further grammars are refused."""
 MAX_KNOWN = 4096
 """The number of grammars whose check is remembered."""
 _ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ class GrammarChecker:
         try:
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             answer = await process.stdout.readline()
-        except BaseException:  # its answer would be taken for the next one
+        except BaseException:  # its answer would be taken for that of the next grammar
             self._process = None
             await _end(process)
             raise

@@ -74,7 +74,8 @@ class KeyValue(Protocol):
     def watch(self) -> AsyncIterator[KvEntry | None]:
         """The live entries, then None once, then changes, expiries included, as they come.
 
-        The last change of a key is always told; one that another overtakes may be left out.
+        The last change of a key is always told. A change that a later one overtakes may be left
+        out.
         """
 
 
@@ -100,13 +101,15 @@ class Bus(Protocol):
 
     @property
     def is_up(self) -> bool:
-        """It is connected right now."""
+        """Whether the bus is connected right now."""
 
     async def publish(self, subject: str, message: Message) -> None:
-        """Fire and forget; while disconnected it is buffered up to the client's limit."""
+        """Sends a message that nobody confirms. While the bus is disconnected, messages are
+        buffered up to the client's limit; BusError beyond it."""
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
-        """One answer of the expected kind, or the error that the server replied with."""
+        """Returns the answer. Raises the error with which the server replied, BadMessage for an
+        answer of another kind, BusTimeout or NoResponders."""
 
     async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:
         """Calls the first handler that takes the message's kind, one message after the other, in

@@ -20,10 +20,10 @@ from shared.errors import (
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
 MAX_PAYLOAD = 8 << 20
-"""Bytes of one message or KV value: the whole pool of some thousand nodes fits. nats-server must
-be told (`max_payload`), its default is 1 MiB."""
+"""The most bytes of a message or a KV value. The state of a pool of some thousand nodes fits.
+nats-server has to be told (`max_payload`), because its default is 1 MiB."""
 INBOX_LIMIT = 1 << 16
-"""Messages that wait for one handler; more are dropped, as a slow consumer's are."""
+"""The most messages that wait for one handler. Further messages are dropped and counted."""
 
 _KEY = re.compile(r"[-/_=A-Za-z0-9]+(\.[-/_=A-Za-z0-9]+)*")
 
@@ -87,7 +87,7 @@ class Delivery:
         """Messages lost because their handler was too slow."""
 
     def inbox(self, subject: str, handlers: tuple[On[Any], ...]) -> "Inbox":
-        """An inbox, and the task that works it off."""
+        """Makes an inbox, and starts the task that gives its messages to the handlers."""
         inbox = Inbox(self, subject)
         self.tasks.spawn(inbox.work_off(handlers), name=f"{self.name}/{subject}")
         return inbox

@@ -51,7 +51,7 @@ class NatsBus(Delivery):
 
     @property
     def is_up(self) -> bool:
-        """It is connected right now."""
+        """Whether the bus is connected right now."""
         return self._connection.is_up
 
     async def publish(self, subject: str, message: Message) -> None:

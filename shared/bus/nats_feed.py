@@ -35,7 +35,8 @@ def is_marker(headers: Mapping[str, str] | None) -> bool:
 
 
 class Feed:
-    """`created`: when the bucket was made. Another bucket under its name is an error."""
+    """One consumer of a bucket. `created`: when the bucket was made. BusError if another bucket
+    has its name now."""
 
     def __init__(self, connection: Connection, bucket: str, created: object) -> None:
         self._connection = connection

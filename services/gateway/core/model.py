@@ -193,7 +193,7 @@ class Model:
             request = self.queue[position]
             route = routing.choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
-                position += 1  # it keeps away from all that are free: the next one may begin
+                position += 1  # it keeps away from all that are free: the next request may begin
                 continue
             del self.queue[position]
             self._attempts.start(request, route, now)
