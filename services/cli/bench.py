@@ -1,8 +1,10 @@
 """`lambdascale bench`: measurements on this machine. The code is in `benchmarks/`."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
+from services.cli.arguments import amount, amount_or_zero, count, counts
 from services.cli.client import absolute, add_json_option, print_json, say
 from services.planner.core.choose import AUTO
 from shared.errors import BadInput
@@ -63,7 +65,7 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nodes", type=_counts, default=(2, 4, 8, 16), metavar="N,N,..",
+        "--nodes", type=_sizes, default=(2, 4, 8, 16), metavar="N,N,..",
         help="numbers of nodes, the source included (2,4,8,16)",
     )  # fmt: skip
     parser.add_argument(
@@ -71,19 +73,19 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
         help=f"the planner's strategies; {AUTO} is its own choice (default: {ALL})",
     )  # fmt: skip
     parser.add_argument(
-        "--link-mbit", type=_amount, default=400.0, metavar="R",
+        "--link-mbit", type=amount, default=400.0, metavar="R",
         help="10^6 bits/s of each link in each direction (400). With 16 nodes, more than 800 "
         "measures the processor",
     )  # fmt: skip
-    parser.add_argument("--mib", type=_count, default=64, help="size of the model in MiB (64)")
-    parser.add_argument("--blocks", type=_count, default=32, help="blocks of the model (32)")
-    parser.add_argument("--runs", type=_count, default=3, help="runs of each strategy (3)")
+    parser.add_argument("--mib", type=count, default=64, help="size of the model in MiB (64)")
+    parser.add_argument("--blocks", type=count, default=32, help="blocks of the model (32)")
+    parser.add_argument("--runs", type=count, default=3, help="runs of each strategy (3)")
     parser.add_argument(
         "--racks", type=_racks, default=(4, 4), metavar="N,N,..",
         help="also measure nodes in racks of these sizes (4,4); `none`: no racks",
     )  # fmt: skip
     parser.add_argument(
-        "--trunk-mbit", type=_amount, metavar="R", help="rate of a rack's trunk (default: a link's)"
+        "--trunk-mbit", type=amount, metavar="R", help="rate of a rack's trunk (default: a link's)"
     )
     parser.add_argument("--no-peers", action="store_true", help="leave gloo out")
     parser.add_argument(
@@ -101,19 +103,19 @@ def _add_serving_source(benches: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--link-mbit", type=_amount, default=400.0, metavar="R",
+        "--link-mbit", type=amount, default=400.0, metavar="R",
         help="10^6 bits/s of each link in each direction (400)",
     )  # fmt: skip
-    parser.add_argument("--mib", type=_count, default=64, help="size of the model in MiB (64)")
-    parser.add_argument("--blocks", type=_count, default=16, help="blocks of the model (16)")
+    parser.add_argument("--mib", type=count, default=64, help="size of the model in MiB (64)")
+    parser.add_argument("--blocks", type=count, default=16, help="blocks of the model (16)")
     parser.add_argument(
-        "--batch", type=_count, default=8, help="sequences that are decoded at once (8)"
+        "--batch", type=count, default=8, help="sequences that are decoded at once (8)"
     )
     parser.add_argument(
-        "--window", type=_amount, default=2.5, metavar="S",
+        "--window", type=amount, default=2.5, metavar="S",
         help="least seconds of one measurement (2.5)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, default=10, help="rounds (10)")
+    parser.add_argument("--rounds", type=count, default=10, help="rounds (10)")
     add_json_option(parser)
     parser.set_defaults(run=run_serving_source)
 
@@ -125,28 +127,28 @@ def _add_engine(benches: "argparse._SubParsersAction[Any]") -> None:
         description=ENGINE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", type=_count, default=12, help="layers of the model (12)")
+    parser.add_argument("--layers", type=count, default=12, help="layers of the model (12)")
     parser.add_argument(
-        "--hidden", type=_count, default=768, help="width of the model, a multiple of 192 (768)"
+        "--hidden", type=count, default=768, help="width of the model, a multiple of 192 (768)"
     )
     parser.add_argument(
-        "--vocab", type=_count, default=32000, help="vocabulary of the model (32000)"
+        "--vocab", type=count, default=32000, help="vocabulary of the model (32000)"
     )
     parser.add_argument(
         "--dtypes", type=_dtypes, default=DTYPES, metavar="T,T,..",
         help=f"dtypes of the weights ({','.join(DTYPES)}); int8: a bfloat16 model's, rounded",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", type=_count, default=16, help="sequences of the large decode batch (16)"
+        "--batch", type=count, default=16, help="sequences of the large decode batch (16)"
     )
     parser.add_argument(
-        "--prompt", type=_count, default=512, help="tokens of the longest prompt (512)"
+        "--prompt", type=count, default=512, help="tokens of the longest prompt (512)"
     )
     parser.add_argument(
-        "--tokens", type=_count, default=16, help="decode steps of each case in a round (16)"
+        "--tokens", type=count, default=16, help="decode steps of each case in a round (16)"
     )
-    parser.add_argument("--rounds", type=_count, default=5, help="rounds (5)")
-    parser.add_argument("--threads", type=_count, default=0, help="threads (default: torch's own)")
+    parser.add_argument("--rounds", type=count, default=5, help="rounds (5)")
+    parser.add_argument("--threads", type=count, default=0, help="threads (default: torch's own)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument(
         "--llama-cpp", default="", metavar="PYTHON",
@@ -164,26 +166,26 @@ def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--stages", type=_counts, default=(2, 4), metavar="N,N,..", help="stages of each path (2,4)"
+        "--stages", type=_sizes, default=(2, 4), metavar="N,N,..", help="stages of each path (2,4)"
     )
     parser.add_argument(
-        "--stage-ms", type=_milliseconds, default=20.0, metavar="T",
+        "--stage-ms", type=amount_or_zero, default=20.0, metavar="T",
         help="least time of a stage's step (20, the time of a quarter of a model of 8B parameters "
         "in bf16 at 200 GB/s); 0: as fast as the machine computes",
     )  # fmt: skip
     parser.add_argument(
         "--batch",
-        type=_count,
+        type=count,
         default=8,
         help="sequences of a micro-batch; there is one for each stage (8)",
     )
     parser.add_argument(
-        "--hidden", type=_count, default=512, help="width of the model, a multiple of 64 (512)"
+        "--hidden", type=count, default=512, help="width of the model, a multiple of 64 (512)"
     )
     parser.add_argument(
-        "--window", type=_amount, default=2.0, metavar="S", help="seconds of a measurement (2)"
+        "--window", type=amount, default=2.0, metavar="S", help="seconds of a measurement (2)"
     )
-    parser.add_argument("--rounds", type=_count, default=5, help="rounds (5)")
+    parser.add_argument("--rounds", type=count, default=5, help="rounds (5)")
     add_json_option(parser)
     parser.set_defaults(run=run_pipeline)
 
@@ -207,12 +209,7 @@ def run_multicast(args: argparse.Namespace) -> int:
     results = bench.measure(settings, say)
     if args.figure:
         figure.draw(results, args.figure)
-    verdict = [str(bar) for bar in bars.bars(results)]
-    if args.json:
-        print_json(bench.document(results))
-        say("\n".join(verdict))
-    else:
-        print("\n".join([*bench.table(results), "", *verdict]))
+    _show(args, bench.document(results), bench.table(results), bars.bars(results))
     return 0
 
 
@@ -228,12 +225,7 @@ def run_serving_source(args: argparse.Namespace) -> int:
         rounds=args.rounds,
     )
     found = bench.measure(settings, say)
-    verdict = str(results.bar(found))
-    if args.json:
-        print_json(results.document(found))
-        say(verdict)
-    else:
-        print("\n".join([*results.table(found), "", verdict]))
+    _show(args, results.document(found), results.table(found), [results.bar(found)])
     return 0
 
 
@@ -254,12 +246,7 @@ def run_engine(args: argparse.Namespace) -> int:
         llama_cpp=args.llama_cpp,
     )
     found = bench.measure(settings, say)
-    verdict = [str(bar) for bar in results.bars(found)]
-    if args.json:
-        print_json(results.document(found))
-        say("\n".join(verdict))
-    else:
-        print("\n".join([*results.table(found), "", *verdict]))
+    _show(args, results.document(found), results.table(found), results.bars(found))
     return 0
 
 
@@ -275,13 +262,20 @@ def run_pipeline(args: argparse.Namespace) -> int:
         rounds=args.rounds,
     )
     found = bench.measure(settings, say)
-    verdict = [str(bar) for bar in results.bars(found)]
+    _show(args, results.document(found), results.table(found), results.bars(found))
+    return 0
+
+
+def _show(
+    args: argparse.Namespace, document: object, table: Iterable[str], bars: Iterable[object]
+) -> None:
+    """Prints the results, as a table or as a document, and which bars they meet."""
+    verdict = [str(bar) for bar in bars]
     if args.json:
-        print_json(results.document(found))
+        print_json(document)
         say("\n".join(verdict))
     else:
-        print("\n".join([*results.table(found), "", *verdict]))
-    return 0
+        print("\n".join([*table, "", *verdict]))
 
 
 def _strategies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -293,22 +287,12 @@ def _strategies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted(set(counts(text))))
 
 
 def _racks(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(_count(part) for part in text.split(","))
+    return () if text == "none" else counts(text)
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -316,17 +300,3 @@ def _dtypes(text: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in ALL_DTYPES]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(ALL_DTYPES)}")
     return names
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number more than 0")
-    return value
-
-
-def _milliseconds(text: str) -> float:
-    return 0.0 if text == "0" else _amount(text)

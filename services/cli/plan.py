@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from services.cli import plan_explain, plan_text
+from services.cli.arguments import amount, amounts, count, counts, whole
 from services.cli.plan_text import Plan
 from services.node.checkpoints.packing import chunk_bytes
 from services.planner.core.choose import AUTO, choose, units
@@ -27,14 +27,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "shows how long that takes, on unequal links too.",
     )
     parser.add_argument(
-        "--nodes", type=_positive, required=True, help="number of nodes, N, sources included"
+        "--nodes", type=count, required=True, help="number of nodes, N, sources included"
     )
-    parser.add_argument(
-        "--blocks", type=_positive, required=True, help="number of blocks of the model"
-    )
+    parser.add_argument("--blocks", type=count, required=True, help="number of blocks of the model")
     parser.add_argument(
         "--sources",
-        type=_positive,
+        type=count,
         default=1,
         help="number of nodes that hold the model at first, K (1)",
     )
@@ -54,14 +52,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_links(links: "argparse._ArgumentGroup") -> None:
-    links.add_argument("--size-mb", type=_amount, help="size of the model, 10^6 bytes")
+    links.add_argument("--size-mb", type=amount, help="size of the model, 10^6 bytes")
     links.add_argument(
-        "--link-mbit", type=_amount, help="rate of every node's port in each direction"
+        "--link-mbit", type=amount, help="rate of every node's port in each direction"
     )
-    links.add_argument("--rates", type=_amounts, metavar="R,R,..", help="rate of each node's port")
+    links.add_argument("--rates", type=amounts, metavar="R,R,..", help="rate of each node's port")
     links.add_argument(
         "--overhead-ms",
-        type=_amount,
+        type=amount,
         help="alpha: what a hop, or a change of partners, costs (default: the planner's)",
     )
     links.add_argument(
@@ -71,13 +69,11 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
         "arrive (of the size that importing the model would give them)",
     )
     links.add_argument(
-        "--racks", type=_counts, metavar="N,N,..", help="number of nodes of each rack"
+        "--racks", type=counts, metavar="N,N,..", help="number of nodes of each rack"
     )
-    links.add_argument(
-        "--trunk-mbit", type=_amount, help="rate of a rack's trunk in each direction"
-    )
-    links.add_argument("--hosts", type=_positive, metavar="N", help="number of nodes of each host")
-    links.add_argument("--local-mbit", type=_amount, help="rate between nodes of one host")
+    links.add_argument("--trunk-mbit", type=amount, help="rate of a rack's trunk in each direction")
+    links.add_argument("--hosts", type=count, metavar="N", help="number of nodes of each host")
+    links.add_argument("--local-mbit", type=amount, help="rate between nodes of one host")
     links.add_argument(
         "--receive-only",
         type=_indices,
@@ -190,37 +186,5 @@ def _bytes_per_s(mbit: float) -> float:
     return mbit * 1e6 / 8
 
 
-def _positive(text: str) -> int:
-    return _integer(text, least=1)
-
-
-def _integer(text: str, *, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-    return value
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number more than 0")
-    return value
-
-
-def _amounts(text: str) -> tuple[float, ...]:
-    return tuple(_amount(part) for part in text.split(","))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_integer(part, least=1) for part in text.split(","))
-
-
 def _indices(text: str) -> tuple[int, ...]:
-    return tuple(_integer(part, least=0) for part in text.split(","))
+    return tuple(whole(part) for part in text.split(","))

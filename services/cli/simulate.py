@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.cli.arguments import amount, amount_or_zero, count, whole
 from services.cli.client import absolute, add_json_option, ended_by_signals, print_json, say
 from shared.errors import BadInput
 from simulation.systems import SYSTEMS
@@ -74,12 +75,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     slo = parser.add_argument_group(
         "SLO", f"by default {SLO_FACTOR:g} times what a request of its length takes on an idle node"
     )
-    slo.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="time to the first token")
+    slo.add_argument("--slo-ttft-ms", type=amount, metavar="MS", help="time to the first token")
     slo.add_argument(
-        "--slo-tpot-ms", type=_positive, metavar="MS", help="time of each token after the first"
+        "--slo-tpot-ms", type=amount, metavar="MS", help="time of each token after the first"
     )
     parser.add_argument(
-        "--jobs", type=_count, default=1, metavar="N", help="systems simulated at once (1)"
+        "--jobs", type=count, default=1, metavar="N", help="systems simulated at once (1)"
     )
     parser.add_argument(
         "--plots", type=absolute, metavar="DIR", help="draw the comparison: PNGs in this directory"
@@ -98,11 +99,11 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--trace", required=True, metavar="FILE|KIND:...", help="the workload, see above"
     )
     group.add_argument(
-        "--from", dest="from_s", type=_seconds, default=0.0, metavar="S",
+        "--from", dest="from_s", type=amount_or_zero, default=0.0, metavar="S",
         help="begin at this second of the trace (0)",
     )  # fmt: skip
     group.add_argument(
-        "--until", dest="until_s", type=_seconds, default=math.inf, metavar="S",
+        "--until", dest="until_s", type=amount_or_zero, default=math.inf, metavar="S",
         help="end before this second of the trace",
     )  # fmt: skip
     group.add_argument(
@@ -129,10 +130,10 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "architecture (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--nodes", type=_count, default=12, metavar="N", help="nodes (default: %(default)s)"
+        "--nodes", type=count, default=12, metavar="N", help="nodes (default: %(default)s)"
     )
     group.add_argument(
-        "--racks", type=_count, default=1, metavar="N", help="racks (default: %(default)s)"
+        "--racks", type=count, default=1, metavar="N", help="racks (default: %(default)s)"
     )
     group.add_argument(
         "--hardware",
@@ -141,11 +142,11 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         help="hardware of every node (default: %(default)s)",
     )
     group.add_argument(
-        "--slots", type=_count, default=32, metavar="N",
+        "--slots", type=count, default=32, metavar="N",
         help="requests that a complete node runs at once (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--min-instances", type=_whole, default=1, metavar="N",
+        "--min-instances", type=whole, default=1, metavar="N",
         help="replicas of each model that stay when nobody asks for it; 0: the model sleeps "
         "until somebody does (default: %(default)s)",
     )  # fmt: skip
@@ -319,38 +320,4 @@ def _systems(text: str) -> tuple[str, ...]:
 
 
 def _factor(text: str) -> float | str:
-    return FIT if text == FIT else _positive(text)
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number")
-    return value
-
-
-def _whole(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+    return FIT if text == FIT else amount(text)
