@@ -5,11 +5,16 @@ its subjects (the ids of the nodes, scaling events, requests and models that it 
 fault in production can be followed backwards: `lambdascale events ID --story`.
 """
 
+import enum
 from collections import deque
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from shared.errors import IllegalTransition
+
+State = TypeVar("State", bound=enum.Enum | None)
 
 
 class Transition(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +47,23 @@ class Story:
                 found.append(transition)
         return tuple(reversed(found))
 
+    def check_step(
+        self,
+        subject: str,
+        table: Mapping[State, Collection[State]],
+        before: State,
+        after: State,
+    ) -> None:
+        """IllegalTransition if the table of legal steps (state -> the states that may follow) has
+        no such step. The state None means that the subject has none."""
+        if after not in table[before]:
+            raise self.illegal(subject, f"{_name(before)} -> {_name(after)}")
+
     def illegal(self, subject: str, step: str) -> IllegalTransition:
         """The error for a step that the subject's table does not have, with its story."""
         told = "; ".join(f"{t.text} ({t.cause})" for t in self.of(subject, 20))
         return IllegalTransition(f"{subject}: {step} is not a step; so far: {told or 'nothing'}")
+
+
+def _name(state: enum.Enum | None) -> str:
+    return str(state.value) if state is not None else "nothing"

@@ -41,9 +41,7 @@ class Ledger:
 
     def step(self, request: Request, state: State, why: str) -> None:
         """Moves the request to its next state. IllegalTransition if its table has no such step."""
-        if state not in NEXT[request.state]:
-            before = request.state.value
-            raise self.story.illegal(request.id, f"{before} -> {state.value} ({why})")
+        self.story.check_step(request.id, NEXT, request.state, state)
         request.state = state
         about = (request.id, request.model_id, request.instance, request.call)
         subjects = [subject for subject in about if subject]

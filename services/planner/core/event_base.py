@@ -116,9 +116,7 @@ class EventBase:
     # --- steps ---
 
     def _step(self, phase: Phase) -> None:
-        if phase not in STEPS[self.phase]:
-            step = f"{self.phase.value} -> {phase.value}"
-            raise self._desk.story.illegal(self.record.id, step)
+        self._desk.story.check_step(self.record.id, STEPS, self.phase, phase)
         self._tell(f"{self.phase.value} -> {phase.value}")
         self.phase = phase
         self._waits = {}

@@ -164,10 +164,7 @@ class Standing:
 
     def _step(self, node: NodeId, state: State | None) -> None:
         known = self._leaving.get(node)
-        before = known.state if known is not None else None
-        if state not in STEPS[before]:
-            names = (each.value if each else "nothing" for each in (before, state))
-            raise self._story.illegal(node, " -> ".join(names))
+        self._story.check_step(node, STEPS, known.state if known is not None else None, state)
 
     def validate(self, members: Iterable[NodeId], draining: Iterable[NodeId]) -> None:
         """`members`: the model's members. `draining`: members that take no new requests."""

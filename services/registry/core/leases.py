@@ -204,8 +204,7 @@ class Leases:
 
     def _step(self, lease: _Lease, to: State, now: float, cause: str, why: str = "") -> None:
         node = lease.info.node
-        if to not in _STEPS[lease.state]:
-            raise self._story.illegal(node, f"{lease.state} -> {to}")
+        self._story.check_step(node, _STEPS, lease.state, to)
         if to is not lease.state:
             text = f"generation {lease.info.generation} {to.value}"
             self._story.tell(now, cause, f"{text}: {why}" if why else text, node)

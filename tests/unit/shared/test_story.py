@@ -1,5 +1,9 @@
 """Stories: what happened to a subject, in order, and no more than fits."""
 
+import enum
+
+import pytest
+
 from shared.errors import IllegalTransition
 from shared.story import Story
 
@@ -29,3 +33,27 @@ def test_an_illegal_step_carries_the_story() -> None:
     error = story.illegal("demo", "active -> active")
     assert isinstance(error, IllegalTransition)
     assert str(error) == "demo: active -> active is not a step; so far: standby -> active (ev-1)"
+
+
+class Mode(enum.Enum):
+    ACTIVE = "active"
+    STANDBY = "standby"
+
+
+TABLE: dict[Mode | None, frozenset[Mode | None]] = {
+    None: frozenset({Mode.STANDBY}),
+    Mode.STANDBY: frozenset({Mode.ACTIVE, None}),
+    Mode.ACTIVE: frozenset({Mode.STANDBY}),
+}
+
+
+@pytest.mark.parametrize("before", TABLE)
+@pytest.mark.parametrize("after", TABLE)
+def test_a_step_is_legal_if_the_table_has_it(before: Mode | None, after: Mode | None) -> None:
+    story = Story()
+    if after in TABLE[before]:
+        story.check_step("demo", TABLE, before, after)
+        return
+    names = [state.value if state else "nothing" for state in (before, after)]
+    with pytest.raises(IllegalTransition, match=f"^demo: {names[0]} -> {names[1]} is not a step"):
+        story.check_step("demo", TABLE, before, after)
