@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from services.node.engine import kernels
 from services.node.engine.attention import ROWS
+from services.node.engine.huge_pages import HugePages
 from shared.errors import ConfigError
 
 Form = Literal["stored", "packed", "int8"]
@@ -49,24 +50,31 @@ class Gate(Protocol):
         product."""
 
 
-def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
+def linear(
+    weight: Tensor, bias: Tensor | None, form: Form, pages: HugePages | None = None
+) -> Linear:
     """A product with `weight` [out, in] and `bias` [out]. The packed form falls back to stored
-    where our kernels cannot run or do not support the dtype."""
+    where our kernels cannot run or do not support the dtype. `pages`: where packed weights lie, if
+    not in torch's own memory."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return Stored(weight, bias)
-    return Packed(compiled, weight, bias, form)
+    return Packed(compiled, weight, bias, form, pages)
 
 
 def gate(
-    weight: Tensor, bias: Tensor | None, form: Form, silu_times: Callable[[Tensor], Tensor]
+    weight: Tensor,
+    bias: Tensor | None,
+    form: Form,
+    silu_times: Callable[[Tensor], Tensor],
+    pages: HugePages | None = None,
 ) -> Gate:
     """A gated product with `weight` [out, in], whose first half are the gates. `silu_times` is used
-    in the stored form."""
+    in the stored form, `pages` as in `linear`."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return StoredGate(Stored(weight, bias), silu_times)
-    return Packed(compiled, weight, bias, form, gated=True)
+    return Packed(compiled, weight, bias, form, pages, gated=True)
 
 
 def check_form(form: Form) -> None:
@@ -118,6 +126,7 @@ class Packed:
         weight: Tensor,
         bias: Tensor | None,
         form: Form,
+        pages: HugePages | None = None,
         *,
         gated: bool = False,
     ) -> None:
@@ -130,7 +139,8 @@ class Packed:
         self._compiled, self._panels, self._inputs = compiled, panels, inputs
         self._width = outputs // 2 if gated else outputs
         self._way = compiled.way if narrow else kernels.VECTORS
-        self._weight = torch.empty(panels * PANEL, -(-inputs // DEPTH) * DEPTH, dtype=held)
+        pages = pages or HugePages(0)
+        self._weight = pages.take(panels * PANEL, -(-inputs // DEPTH) * DEPTH, held)
         self._scales = torch.empty(panels * PANEL) if held == torch.int8 else None
         self._bias = None if bias is None else torch.empty(panels * PANEL)
         self._matrix = kernels.Matrix(

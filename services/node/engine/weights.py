@@ -15,6 +15,7 @@ from services.node.checkpoints.config import (
 )
 from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER
 from services.node.engine.base import Weights
+from services.node.engine.huge_pages import HugePages
 from services.node.engine.linear import Form, Gate, Linear, gate, linear
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
@@ -118,7 +119,7 @@ class BlockTensors:
         if isinstance(weights, memoryview):
             weights = torch.frombuffer(weights, dtype=torch.uint8)
         self._bytes = weights
-        self._form = form
+        self._form, self._pages = form, HugePages(block.nbytes)
         self._specs = {tensor.name: tensor for tensor in block.tensors}
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
@@ -134,7 +135,7 @@ class BlockTensors:
         return weight, self._joined([f"{prefix}{name}.bias" for name in names])
 
     def _formed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return linear(weight, bias, self._form)
+        return linear(weight, bias, self._form, self._pages)
 
     def _joined(self, names: Sequence[str]) -> torch.Tensor:
         """Joins tensors that are applied to the same input: fewer and larger products.
@@ -205,4 +206,4 @@ class DecoderTensors(BlockTensors):
         )
 
     def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Gate:
-        return gate(weight, bias, self._form, self._silu_times)
+        return gate(weight, bias, self._form, self._silu_times, self._pages)

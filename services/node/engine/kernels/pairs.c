@@ -102,7 +102,8 @@ void with_pairs(const Product *p) {
                     const uint16_t *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
                     int64_t n = least(SUMMED, it.rows - r);
-                    int64_t nbytes = converts || r >= passes * SUMMED ? 0 : WIDTH * size / passes;
+                    int64_t fetches = it.rows > UNAIDED && !converts && r < passes * SUMMED;
+                    int64_t nbytes = fetches ? WIDTH * size / passes : 0;
                     if (converts || m->kind == BFLOAT16)
                         add_parts_of_pairs(own, in, part, BFLOAT16, depth, to, n, following, nbytes);
                     else add_parts_of_pairs(own, in, part, INT8, depth, to, n, following, nbytes);

@@ -12,6 +12,13 @@ enum {
     CONVERTED = 64, /* the same, for weights that are converted first */
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
     PAIRED = 32, /* panels are padded with zeros to a multiple of this many inputs */
+    /* With up to this many rows a panel is read as fast as memory allows, and the processor fetches
+       ahead by itself. Asking for it too made a Zen 4 slower, and Sapphire Rapids faster. */
+#ifdef __AMX_TILE__
+    UNAIDED = 0,
+#else
+    UNAIDED = 6,
+#endif
 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -71,7 +71,8 @@ void with_vectors(const Product *p) {
                     const float *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
                     /* What comes next is fetched in the first passes. */
-                    int64_t nbytes = converts || r >= passes * FEW ? 0 : WIDTH * size / passes;
+                    int64_t fetches = it.rows > UNAIDED && !converts && r < passes * FEW;
+                    int64_t nbytes = fetches ? WIDTH * size / passes : 0;
                     int64_t n = least(FEW, it.rows - r);
                     if (kind == FLOAT32)
                         add_parts(own, in, part, FLOAT32, depth, to, n, following, nbytes);
