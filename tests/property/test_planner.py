@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.planner.core import commands
 from services.planner.core.commands import Question
+from services.planner.core.event_base import THINK_S
 from services.planner.core.stimuli import Answer, Asked, Failed, Pinged, Replied
 from shared.errors import BusTimeout, LambdaScaleError, NoResponders, PeerLost, StaleEpoch
 from shared.ids import Generation, ModelName, NodeId
@@ -333,7 +334,8 @@ class PlannerMachine(RuleBasedStateMachine):
                 for block, source in nodes.may_arrive(node):
                     nodes.gpu[node].add(block)
                     self._tell_arrival(node, block, source)
-            driver.wait(0.25)
+            # Longer at first: an answer of a thread counts as lost after THINK_S.
+            driver.wait(THINK_S / 200 if round_ < 200 else 0.25)
         machine = driver.core._machines.named[ModelName(NAME)]
         story = [f"{told.at:.2f} {told.cause}: {told.text}" for told in driver.core.story(NAME)]
         assert not machine.standing.count, story
