@@ -7,6 +7,7 @@ ROOT = "ls"
 # --- registry (requests) ---
 REGISTRY_MODEL_ADD = f"{ROOT}.registry.model_add"
 REGISTRY_MODEL_REMOVE = f"{ROOT}.registry.model_remove"
+REGISTRY_MODEL_SET = f"{ROOT}.registry.model_set"
 REGISTRY_MODELS = f"{ROOT}.registry.models"
 REGISTRY_SOURCES = f"{ROOT}.registry.sources"
 REGISTRY_RESERVE = f"{ROOT}.registry.reserve"

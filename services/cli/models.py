@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import sys
+from math import inf
 from typing import Any
 
 from services.cli.client import (
@@ -20,7 +21,7 @@ from shared.bus.base import Bus
 from shared.errors import BadInput, BusError
 from shared.ids import ModelName
 from shared.messages import Ok
-from shared.messages.pool import ModelRemove, Models, ModelsQuery
+from shared.messages.pool import ModelRemove, Models, ModelSet, ModelsQuery
 from shared.messages.scaling import (
     ImportModel,
     PlannerQuery,
@@ -34,7 +35,7 @@ MOST = "instances that it has at most (default: as many as there are nodes)"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    model = commands.add_parser("model", help="publish, list, remove and make models")
+    model = commands.add_parser("model", help="publish, change, list, remove and make models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
     add = actions.add_parser(
         "add",
@@ -56,6 +57,39 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument("--min-instances", type=int, default=1, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))
+    change = actions.add_parser(
+        "set",
+        help="change a model's limits, priority or keep-alive",
+        description="Changes what a published model is to have, at once and until it is changed "
+        "again. What is not named stays as it is.",
+    )
+    change.add_argument("name", metavar="MODEL", help="the model's name")
+    change.add_argument(
+        "--min-instances",
+        type=int,
+        metavar="N",
+        help="instances that it keeps even when idle; 0 lets it sleep",
+    )
+    change.add_argument(
+        "--max-instances",
+        type=int,
+        metavar="N",
+        help="instances that it has at most; 0: as many as there are nodes",
+    )
+    change.add_argument(
+        "--priority",
+        type=int,
+        metavar="P",
+        help="who gets memory that is short: higher priorities first (models begin at 0)",
+    )
+    change.add_argument(
+        "--keep-alive",
+        type=_seconds,
+        metavar="SECONDS|default",
+        dest="keep_alive_s",
+        help="how long an instance stays that the load no longer fills; default: planner.idle_s",
+    )
+    change.set_defaults(run=lambda args: asyncio.run(_set(args)))
     listing = actions.add_parser(
         "ls",
         aliases=["list"],
@@ -95,7 +129,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="how many; 0 refuses requests; auto: the autoscaler decides",
     )
     scale.set_defaults(run=lambda args: asyncio.run(_scale(args)))
-    for parser in (add, listing, remove, scale):
+    for parser in (add, change, listing, remove, scale):
         add_cluster_options(parser)
         add_json_option(parser)
 
@@ -106,6 +140,18 @@ def _instances(text: str) -> int | None:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if text == "default":
+        return -1.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither seconds nor 'default'")
+    return seconds
 
 
 async def _add(args: argparse.Namespace) -> int:
@@ -128,6 +174,26 @@ async def _add(args: argparse.Namespace) -> int:
         )
     if args.json:
         print_json(record)
+    return 0
+
+
+async def _set(args: argparse.Namespace) -> int:
+    fields = ("min_instances", "max_instances", "priority", "keep_alive_s")
+    wish = ModelSet(name=ModelName(args.name), **{field: getattr(args, field) for field in fields})
+    if all(getattr(wish, field) is None for field in fields):
+        raise BadInput(
+            "nothing to change: name --min-instances, --max-instances, --priority or --keep-alive"
+        )
+    async with connect(args) as bus:
+        (record,) = (await ask(bus, subjects.REGISTRY_MODEL_SET, wish, Models)).records
+    if args.json:
+        print_json(record)
+        return 0
+    alive = "planner.idle_s" if record.keep_alive_s is None else f"{record.keep_alive_s:g} s"
+    say(
+        f"{record.name}: {wanted(record.min_instances, record.max_instances, None)} instances, "
+        f"priority {record.priority}, keep-alive {alive}"
+    )
     return 0
 
 

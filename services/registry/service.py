@@ -20,9 +20,11 @@ from shared.messages import Message, Ok, Ping
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
+    ModelRecord,
     ModelRemove,
     ModelRemoved,
     Models,
+    ModelSet,
     ModelsQuery,
     NodeGone,
     NodeJoined,
@@ -92,6 +94,7 @@ class RegistryService(Service):
         self.spawn(self._reconcile(), name="reconcile")
         self.own(await bus.serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model))
         self.own(await bus.serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model))
+        self.own(await bus.serve(subjects.REGISTRY_MODEL_SET, ModelSet, self._set_model))
         self.own(await bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models))
         self.own(await bus.serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources))
         self.own(await bus.serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve))
@@ -127,11 +130,31 @@ class RegistryService(Service):
             await self._store.model(record.model_id, record, before)
             self.pool.catalog.put(record)
         self.log.info("model added", model=record.name, model_id=record.model_id)
-        self._send(
-            subjects.POOL_MODELS,
-            ModelAdded(record=record, trace=request.trace, cause=request.origin),
-        )
+        self._publish(record, request)
         return Ok()
+
+    async def _set_model(self, request: ModelSet) -> Models:
+        async with self._catalog_lock:
+            before = self.pool.catalog.named(request.name)
+            record = self.pool.catalog.changed(request)
+            if record != before:
+                await self._store.model(record.model_id, record, before)
+                self.pool.catalog.put(record)
+        if record != before:
+            self.log.info(
+                "model changed",
+                model=record.name,
+                min_instances=record.min_instances,
+                max_instances=record.max_instances,
+                priority=record.priority,
+                keep_alive_s=record.keep_alive_s,
+            )
+            self._publish(record, request)
+        return Models(records=(record,))
+
+    def _publish(self, record: ModelRecord, request: Message) -> None:
+        added = ModelAdded(record=record, trace=request.trace, cause=request.origin)
+        self._send(subjects.POOL_MODELS, added)
 
     async def _remove_model(self, request: ModelRemove) -> Ok:
         async with self._catalog_lock:

@@ -165,6 +165,11 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     min_instances: int = 0
     max_instances: int = 0
     """0: no limit but the number of nodes."""
+    priority: int = 0
+    """Who gets memory that is short: models of higher priority come first, and may take the place
+    of what serves models of lower priority."""
+    keep_alive_s: float | None = None
+    """Seconds for which a replica stays that the load no longer fills. None: `planner.idle_s`."""
     chunk_bytes: int = 0
     """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
     then assume that relays forward whole blocks, which is later than they do."""
@@ -180,6 +185,18 @@ class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):
 
 class ModelRemove(Message, frozen=True, kw_only=True, tag="model_remove"):
     name: ModelName
+
+
+class ModelSet(Message, frozen=True, kw_only=True, tag="model_set"):
+    """Operator -> registry: changes what a published model is to have. None leaves a field as it
+    is. Answered with Models, of this one model."""
+
+    name: ModelName
+    min_instances: int | None = None
+    max_instances: int | None = None
+    priority: int | None = None
+    keep_alive_s: float | None = None
+    """Negative: `planner.idle_s` again."""
 
 
 class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):

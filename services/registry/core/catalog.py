@@ -5,12 +5,15 @@ of one model would take it away from each other.
 """
 
 from collections.abc import Iterable
+from math import inf
 
 import msgspec
 
 from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId, ModelName, check_model_name
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import ModelRecord, ModelSet
+
+MOST_PRIORITY = 1000
 
 
 class Catalog:
@@ -21,8 +24,8 @@ class Catalog:
     def admit(self, record: ModelRecord) -> ModelRecord | None:
         """The record to keep for this one; None if it is kept already. Changes nothing.
 
-        The same model again under its name replaces limits and files, and keeps its first
-        `created_ns`. BadInput: the record makes no sense. Conflict: the name or the id is taken.
+        The same model again under its name replaces files and the limits on instances, and keeps
+        everything else. BadInput: the record makes no sense. Conflict: the name or the id is taken.
         """
         _check(record)
         named = self._by_name.get(record.name)
@@ -39,8 +42,25 @@ class Catalog:
                 f"model {record.model_id} is published as {known.name!r} already: use that name, "
                 f"or remove it before publishing as {record.name!r}"
             )
-        updated = msgspec.structs.replace(record, created_ns=known.created_ns)
+        updated = msgspec.structs.replace(
+            record,
+            created_ns=known.created_ns,
+            priority=known.priority,
+            keep_alive_s=known.keep_alive_s,
+        )
         return None if updated == known else updated
+
+    def changed(self, wish: ModelSet) -> ModelRecord:
+        """The record with the operator's changes. Changes nothing. NotFound, BadInput."""
+        known = self.named(wish.name)
+        fields = ("min_instances", "max_instances", "priority", "keep_alive_s")
+        wishes = {field: getattr(wish, field) for field in fields}
+        changes = {field: value for field, value in wishes.items() if value is not None}
+        if changes.get("keep_alive_s", 0.0) < 0:
+            changes["keep_alive_s"] = None
+        record: ModelRecord = msgspec.structs.replace(known, **changes)
+        _check(record)
+        return record
 
     def put(self, record: ModelRecord) -> None:
         """Keeps a record that `admit` returned."""
@@ -120,4 +140,13 @@ def _check(record: ModelRecord) -> None:
         raise BadInput(
             f"model {record.name!r}: min_instances {record.min_instances} exceeds "
             f"max_instances {record.max_instances}"
+        )
+    if abs(record.priority) > MOST_PRIORITY:
+        raise BadInput(
+            f"model {record.name!r}: priority {record.priority} is not within "
+            f"{-MOST_PRIORITY} and {MOST_PRIORITY}"
+        )
+    if record.keep_alive_s is not None and not 0 <= record.keep_alive_s < inf:
+        raise BadInput(
+            f"model {record.name!r}: keep_alive_s {record.keep_alive_s} must be 0 or more seconds"
         )

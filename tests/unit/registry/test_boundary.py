@@ -20,6 +20,7 @@ from shared.messages import Message
 from shared.messages.pool import (
     ModelAdd,
     ModelRemove,
+    ModelSet,
     ModelsQuery,
     NodeInfo,
     Nodes,
@@ -38,6 +39,7 @@ from tests.unit.registry.cluster import WAIT_S, Node
 REQUESTS: dict[str, type[Message]] = {
     subjects.REGISTRY_MODEL_ADD: ModelAdd,
     subjects.REGISTRY_MODEL_REMOVE: ModelRemove,
+    subjects.REGISTRY_MODEL_SET: ModelSet,
     subjects.REGISTRY_MODELS: ModelsQuery,
     subjects.REGISTRY_SOURCES: SourcesQuery,
     subjects.REGISTRY_RESERVE: Reserve,

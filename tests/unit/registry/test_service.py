@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from shared.bus.base import KvOp, On
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.clock import wall_ns
 from shared.config import RegistryConfig
-from shared.errors import BadMessage, BusTimeout, Conflict, NotFound
+from shared.errors import BadInput, BadMessage, BusTimeout, Conflict, NotFound
 from shared.ids import EventId, ModelName
 from shared.messages import Message, Ok
 from shared.messages.pool import (
@@ -21,6 +22,7 @@ from shared.messages.pool import (
     ModelRemove,
     ModelRemoved,
     Models,
+    ModelSet,
     ModelsQuery,
     NodeGone,
     NodeJoined,
@@ -156,6 +158,45 @@ async def test_models_are_added_once_and_removed(bus: MemoryBus, registry: Regis
     assert await models(bus) == []
     assert await heard.next() == ModelAdded(record=record(), cause="model_add")
     assert await heard.next() == ModelRemoved(name=ModelName("llama"), model_id=MODEL, cause="ev-9")
+
+
+async def test_what_a_model_is_to_have_is_changed_and_outlasts_a_second_import(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    heard = await Observer.of(bus, subjects.POOL_MODELS)
+    await publish_model(bus)
+    wish = ModelSet(name=ModelName("llama"), min_instances=2, priority=3, keep_alive_s=60.0)
+    changed = msgspec.structs.replace(record(), min_instances=2, priority=3, keep_alive_s=60.0)
+    for _ in range(2):  # the second changes nothing, and is not announced
+        answer = await bus.request(subjects.REGISTRY_MODEL_SET, wish, Models, timeout=WAIT_S)
+        assert answer.records == (changed,)
+    assert await heard.next() == ModelAdded(record=record(), cause="model_add")
+    assert await heard.next() == ModelAdded(record=changed, cause="model_set")
+    await publish_model(bus)
+    back = ModelSet(name=ModelName("llama"), keep_alive_s=-1.0)
+    answer = await bus.request(subjects.REGISTRY_MODEL_SET, back, Models, timeout=WAIT_S)
+    assert answer.records[0].priority == 3
+    assert answer.records[0].keep_alive_s is None
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"min_instances": -1},
+        {"min_instances": 3, "max_instances": 2},
+        {"priority": 10**9},
+        {"keep_alive_s": float("nan")},
+        {"keep_alive_s": float("inf")},
+    ],
+)
+async def test_what_a_model_cannot_have_is_refused(
+    bus: MemoryBus, registry: RegistryService, wish: dict[str, Any]
+) -> None:
+    await publish_model(bus)
+    request = ModelSet(name=ModelName("llama"), **wish)
+    with pytest.raises(BadInput):
+        await bus.request(subjects.REGISTRY_MODEL_SET, request, Models, timeout=WAIT_S)
+    assert registry.pool.catalog.records == (record(),)
 
 
 async def test_refusals_are_typed(bus: MemoryBus, registry: RegistryService) -> None:
