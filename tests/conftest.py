@@ -5,7 +5,6 @@ Nothing here imports torch: the tests of the pure cores do not need it, and it t
 
 import asyncio
 import ctypes
-import gc
 import importlib.util
 import os
 import time
@@ -81,14 +80,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, long in enumerate(begins) if long), len(LONGEST))
 
     items.sort(key=place)
-
-
-def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from looking again and again through what was collected, which
-    lives to the end: that took a third of the time of the fast tests."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(wrapper=True)

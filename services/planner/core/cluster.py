@@ -7,16 +7,19 @@ changes, so that the cost of a question about one model does not grow with the o
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median_low
 
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.pool import Holding, NodeInfo, NodeStatus, Profile, Tier
+from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Profile, Tier
 from shared.messages.scaling import BlockArrived
 
 ARRIVAL_S = 1.0
 """A report that lacks a block which arrived less than this ago was made before it arrived."""
+LOAD_BYTES_PER_S = 1e9
+"""What a disk is taken to read if no node has measured it."""
 REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
@@ -241,6 +244,19 @@ class Cluster:
         if self._slots is None:
             self._slots = median_low([info.slots for info in self.nodes.values()] or [1])
         return max(1, self._slots)
+
+    def free(self, node: NodeId) -> int | None:
+        """Free bytes of a live node's arena; None: it has said nothing yet."""
+        said = self._of_node(node)
+        return said.status.arena_free if said is not None and said.status.seq >= 0 else None
+
+    def load_s(self, model: ModelRecord) -> float:
+        """About how many seconds it takes to bring a copy of the model back from the fastest disk
+        that has it."""
+        holders = self.holders(model.model_id, [Tier.DISK])
+        rates = [self.profile(node).load_bytes_per_s for node in holders]
+        known = [rate for rate in rates if 0 < rate < inf]
+        return model.nbytes / max(known, default=LOAD_BYTES_PER_S)
 
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""

@@ -86,6 +86,7 @@ class Fleet:
             speed=self._speed(info.node, 1.0),
             event=cause.event,
             trace=cause.trace,
+            since=self._desk.at,
         )
         self._desk.tell(
             f"member with {len(member.held)} of {self._record.n_blocks} blocks",

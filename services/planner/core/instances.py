@@ -40,6 +40,8 @@ class Member:
     """Its capacity when it is complete: how fast it runs the model, relative to other nodes."""
     source: bool = False
     """Whether it was complete before the current loading, or the last one, began."""
+    since: float = 0.0
+    """When it became a member."""
 
 
 @dataclass(frozen=True, slots=True)

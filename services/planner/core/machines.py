@@ -5,13 +5,16 @@ go on.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from services.planner.core.alarms import NEVER, Alarms
+from services.planner.core.arbiter import Claim, GiveWay
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.model import ModelMachine
+from services.planner.core.rooms import Rooms
 from shared.errors import LambdaScaleError
-from shared.ids import ModelId, ModelName
+from shared.ids import ModelId, ModelName, NodeId
 from shared.messages.pool import ModelRecord
 
 BROKEN_S = 1.0
@@ -27,8 +30,25 @@ class Machines:
         self.broken: set[ModelId] = set()
         """Models whose machines raised, until they are made anew."""
         self._times_broken: dict[ModelId, int] = {}
+        self.rooms = Rooms(desk, self._claims, self._loading)
         self._desk = desk
         self._alarms = alarms
+
+    def make_way(self) -> None:
+        """Tells models what has to give way to others."""
+        orders, self.rooms.orders = self.rooms.orders, []
+        for way in orders:
+            if model := self.by_id.get(way.model):
+                self.tell(model, partial(_give_way, way))
+
+    def _loading(self) -> Iterator[NodeId]:
+        """The targets of all running events."""
+        for event in self.events():
+            if not event.over:
+                yield from event.record.targets
+
+    def _claims(self) -> list[Claim]:
+        return [m.claim() for id_, m in self.by_id.items() if id_ not in self.broken]
 
     def events(self) -> Iterator[EventMachine]:
         """The last event of each model, over or not."""
@@ -89,7 +109,7 @@ class Machines:
         broken = self.by_id[id_]
         self.broken.discard(id_)
         try:
-            model = ModelMachine(self._desk, broken.record)
+            model = ModelMachine(self._desk, self.rooms, broken.record)
         except Exception as error:
             self._break(broken, error)
             return
@@ -112,7 +132,7 @@ class Machines:
             self.tell(known, lambda model: model.decide_soon())
             return
         try:
-            model = ModelMachine(self._desk, record)
+            model = ModelMachine(self._desk, self.rooms, record)
         except Exception as error:  # the registry's next answer names the model again
             self._desk.complain("a model's machine failed", error, model=record.name)
             return
@@ -144,3 +164,7 @@ class Machines:
                 model.validate()
         running = [event.record.id for event in self.events() if not event.over]
         assert len(set(running)) == len(running)
+
+
+def _give_way(way: GiveWay, model: ModelMachine) -> None:
+    model.give_way(way)

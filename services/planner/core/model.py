@@ -8,16 +8,19 @@ time is over (`next_wake`).
 from collections.abc import Collection
 
 from services.planner.core import events
+from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
 from services.planner.core.instances import Member
 from services.planner.core.releases import Releases
+from services.planner.core.rooms import Rooms
 from services.planner.core.scaling import Decision
 from services.planner.core.sizing import Sizing
 from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed, PathsPlanned
+from services.planner.core.usage import Usage
 from shared.errors import BadInput, Conflict
 from shared.ids import EventId, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
@@ -35,15 +38,20 @@ NEVER = float("inf")
 
 
 class ModelMachine:
-    def __init__(self, desk: Desk, record: ModelRecord) -> None:
+    def __init__(self, desk: Desk, rooms: Rooms, record: ModelRecord) -> None:
         self.record = record
         self.event: EventMachine | None = None
         """The last event, over or not."""
         self.fleet = Fleet(desk, record)
         self.standing = Standing(desk.story)
-        self._releases = Releases(desk, record, self.fleet, self.standing)
+        self._releases = Releases(desk, rooms, record, self.fleet, self.standing)
         self._desk = desk
+        self._rooms = rooms
         self._sizing = Sizing(desk)
+        self._usage = Usage()
+        self._waits_for_room = False
+        self._waits_because = ""
+        """Why it waits, as it was last told."""
         self._failed = 0
         """How many events have failed in a row."""
         self._retry_at = float("-inf")
@@ -117,7 +125,9 @@ class ModelMachine:
 
     def on_more_room(self) -> None:
         """Memory was freed, or another event has ended."""
-        if self.event is not None and self.event.no_room:
+        if self._waits_for_room:
+            self.decide_soon()
+        elif self.event is not None and self.event.no_room:
             self.on_joined()
 
     def on_gone(self, message: NodeGone) -> None:
@@ -213,6 +223,7 @@ class ModelMachine:
             match effect:
                 case Joined(info):
                     self.fleet.join(info, self.fleet.cause)
+                    self._rooms.chosen(self.record.model_id)
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)
                     self._releases.free(node)
@@ -252,6 +263,9 @@ class ModelMachine:
             leaving=self.standing.count,
             speed=self.fleet.speed,
         )
+        asked = not self._desk.cluster.loads.demand(self.record.name).idle
+        self._usage.note(at, len(members), asked=asked)
+        self._waits_for_room = False
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
         elif self._sizing.surplus:  # the next replica goes when this one is gone
@@ -264,7 +278,8 @@ class ModelMachine:
 
     def _grow(self, decision: Decision, missing: int) -> None:
         for node in self.standing.in_state(State.DRAINING):
-            if missing > 0:  # the cheapest capacity there is
+            promised = self._rooms.promised(node, self.record.model_id)
+            if missing > 0 and not promised:  # the cheapest capacity there is
                 self.standing.stay(node)
                 self.fleet.drain(node, False)
                 self._tell(f"needed again: {decision.cause}", node)
@@ -274,8 +289,24 @@ class ModelMachine:
             return
         if at < self._retry_at:
             self._decide_by(self._retry_at)
-        elif not self.standing.waits(at):
+        elif not self.standing.waits(at) and self._has_room(missing):
             self._begin(decision, missing)
+
+    def _has_room(self, missing: int) -> bool:
+        """Whether at least one more replica has room now. Others are asked to make room for those
+        that have not."""
+        room = self._rooms.ask(self.record.model_id, missing)
+        self._waits_for_room = not room.free
+        if room.free:
+            self._waits_because = ""
+            return True
+        coming = len(room.made) + room.busy
+        why = f"room for {coming} is being made" if coming else room.why_not
+        if why != self._waits_because:
+            self._waits_because = why
+            self._tell(f"waits for memory for {missing} replicas: {why}")
+            self._log("info", "waits for memory", replicas=missing, why=why)
+        return False
 
     def _begin(self, decision: Decision, missing: int) -> None:
         now, settings = self._desk.now, self._desk.settings
@@ -300,7 +331,8 @@ class ModelMachine:
         self._ended = False
         self.fleet.cause = Cause(record.id, record.trace)
         avoided = self.standing.avoided(now.at)
-        exclude = dict.fromkeys((*self.fleet.members, *self.standing.released, *sorted(avoided)))
+        taken = sorted(avoided | self._rooms.taken(self.record.model_id))
+        exclude = dict.fromkeys((*self.fleet.members, *self.standing.released, *taken))
         self.event.start(missing, tuple(exclude))
 
     # --- less ---
@@ -312,9 +344,49 @@ class ModelMachine:
             return self.fleet.requests_over(member.node)
 
         victim = min(reversed(self.fleet.replicas), key=load)
-        self._tell(f"drains: {decision.cause}", victim.node)
-        self.standing.drain(victim.node, self._desk.now, victim.trace)
-        self.fleet.drain(victim.node)
+        self._drain(victim.node, f"drains: {decision.cause}")
+
+    def _drain(self, node: NodeId, why: str) -> None:
+        self._tell(why, node)
+        self.standing.drain(node, self._desk.now, self.fleet.members[node].trace)
+        self.fleet.drain(node)
+
+    def give_way(self, way: GiveWay) -> None:
+        """A copy makes room for another model. The last copy in memory may, too."""
+        if way.grade is Grade.ASLEEP:
+            if not (way.node in self.fleet.members or self._loads(way.node)):
+                self._releases.free_stray(way.node)
+        elif any(member.node == way.node for member in self.fleet.replicas):
+            self._drain(way.node, f"makes room: {way.why}")
+
+    def claim(self) -> Claim:
+        """What the model has of the devices' memory, and what it wants."""
+        record, cluster, members = self.record, self._desk.cluster, self.fleet.members
+        every, id_ = record.n_blocks, record.model_id
+        draining = self.standing.in_state(State.DRAINING)
+        leaving = {*self.standing.released, *draining}
+        asleep = {n for n, held in cluster.holders(id_, [Tier.HOST]).items() if len(held) == every}
+        on_disk = {n for n, held in cluster.holders(id_, [Tier.DISK]).items() if len(held) == every}
+        return Claim(
+            model=id_,
+            name=record.name,
+            nbytes=record.nbytes,
+            priority=record.priority,
+            floor=record.min_instances,
+            wants=self._sizing.wants,
+            asked=not cluster.loads.demand(record.name).idle,
+            replicas={
+                node: Replica(self.fleet.requests_over(node), m.since, loading=len(m.held) < every)
+                for node, m in members.items()
+                if not m.draining
+            },
+            asleep=frozenset(asleep.difference(members, leaving)),
+            leaving=frozenset(leaving),
+            in_memory=bool(self.fleet.replicas or draining or asleep.difference(leaving)),
+            on_disk=frozenset(on_disk),
+            attained=self._usage.attained(self._desk.at),
+            cost=self._usage.chance(self._desk.at) * cluster.load_s(record),
+        )
 
     def free_stray(self, node: NodeId) -> None:
         self._releases.free_stray(node)

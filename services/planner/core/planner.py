@@ -112,9 +112,11 @@ class Planner:
         except Exception as error:  # what was said makes no sense; what is known stays
             del desk.out[mark:]
             desk.complain("a stimulus was not understood", error)
-        while desk.room_freed:
-            desk.room_freed = False
-            self._machines.tell_all(lambda model: model.on_more_room())
+        while desk.room_freed or self._machines.rooms.orders:
+            self._machines.make_way()
+            if desk.room_freed:
+                desk.room_freed = False
+                self._machines.tell_all(lambda model: model.on_more_room())
         wake_at = max(self._alarms.next, now.at + LEAST_WAIT_S)
         if wake_at < self._woken_at:
             self._woken_at = wake_at

@@ -9,6 +9,7 @@ from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import RELEASE_S, Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.multicast.strategies import LOCAL
+from services.planner.core.rooms import Rooms
 from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed
 from shared.errors import StaleEpoch
@@ -21,8 +22,11 @@ NEVER = float("inf")
 
 
 class Releases:
-    def __init__(self, desk: Desk, record: ModelRecord, fleet: Fleet, standing: Standing) -> None:
+    def __init__(
+        self, desk: Desk, rooms: Rooms, record: ModelRecord, fleet: Fleet, standing: Standing
+    ) -> None:
         self._desk = desk
+        self._rooms = rooms
         self._record = record
         self._fleet = fleet
         self._standing = standing
@@ -58,14 +62,18 @@ class Releases:
             self._release(node)
 
     def free_stray(self, node: NodeId) -> None:
+        """Releases a node that holds something of the model, and neither serves nor loads it."""
         if not self._standing.leaving(node):
             self._log("info", "memory without use is given back", node=node)
             self._release(node)
 
     def keep(self, node: NodeId) -> Tier | None:
         """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
-        on the host; it does not apply if every node loads from its own disk or cache."""
+        on the host; it does not apply if every node loads from its own disk or cache, nor where the
+        copy makes room for another model."""
         if self._desk.settings.strategy == LOCAL:
+            return None
+        if self._rooms.promised(node, self._record.model_id):
             return None
         holders = self._desk.cluster.holders(self._record.model_id, IN_MEMORY)
         for other, held in holders.items():

@@ -2,12 +2,18 @@
 the rule)."""
 
 from services.planner.core.desk import Desk
-from services.planner.core.scaling import Decision, Policy, Scaler, decide
+from services.planner.core.scaling import Decision, Policy, Scaler, decide, fulls, wanted
 from shared.messages.pool import ModelRecord
+
+SPARE_S = 1.0
+"""Seconds after which replicas that the load does not fill may give way to other models."""
 
 
 class Sizing:
     def __init__(self, desk: Desk) -> None:
+        self.wants = 0
+        """How many replicas the model should have at least, as of the last decision, whatever room
+        there is."""
         self._desk = desk
         self._scaler = Scaler()
 
@@ -20,15 +26,23 @@ class Sizing:
         self, record: ModelRecord, *, have: int, coming: int, leaving: int, speed: float
     ) -> Decision:
         """See `scaling.decide`. `speed`: the mean speed of the replicas."""
+        demand = self._desk.cluster.loads.demand(record.name)
+        policy = self._policy(record, speed)
         self._scaler, decision = decide(
             self._scaler,
-            self._desk.cluster.loads.demand(record.name),
-            self._policy(record, speed),
+            demand,
+            policy,
             have=have,
             coming=coming,
             leaving=leaving,
             now=self._desk.at,
         )
+        self.wants = wanted(fulls(demand, policy), policy)
+        surplus_since = self._scaler.surplus_since
+        if surplus_since is not None and self._desk.at - surplus_since < SPARE_S:
+            self.wants = have
+        elif decision.replicas > have + coming:
+            self.wants = decision.replicas
         return decision
 
     def _policy(self, record: ModelRecord, speed: float) -> Policy:
@@ -44,6 +58,6 @@ class Sizing:
             prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id) / speed,
             scale_up_hold_s=settings.scale_up_hold_s,
             horizon_s=settings.horizon_s,
-            idle_s=settings.idle_s,
+            idle_s=settings.idle_s if record.keep_alive_s is None else record.keep_alive_s,
             fixed=self._desk.archive.fixed.get(record.model_id),
         )

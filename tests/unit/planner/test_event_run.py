@@ -7,10 +7,13 @@ import msgspec
 import pytest
 
 from services.planner.core import lateness
+from services.planner.core.model import RETRY_S
 from services.planner.core.multicast.strategies import lower_bound
+from shared import subjects
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import NodeId
 from shared.messages.scaling import EventState
+from shared.messages.story import StoryQuery, Told
 from tests.unit.planner.cluster import CONFIG, Cluster
 from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, ScriptedNode, record
 
@@ -64,9 +67,12 @@ async def test_without_any_holder_the_event_fails_and_is_tried_again_when_one_is
     assert "no node that may send holds blocks" in failed.error
     await cluster.until(lambda: n1.releases and not n1.gpu)
     await cluster.until(lambda: not cluster.instances)
-    again = await cluster.until_event(EventState.FAILED, count=2)
-    assert "no node that could send the model has all of its blocks" in again.error
     await cluster.until_unreserved()
+    await asyncio.sleep(RETRY_S)
+    query = StoryQuery(subject=MODEL)
+    told = await cluster.ask(subjects.PLANNER_STORY, query, Told)
+    assert "no node that is up has a whole copy" in told.steps[-1].text
+    assert len(cluster.events(EventState.FAILED)) == 1
     cluster.world.open_to(1000)
     back = ScriptedNode(cluster.world, "n0", disk=True)
     cluster.nodes[back.id] = back

@@ -63,10 +63,10 @@ def test_a_model_whose_machine_cannot_be_made_hinders_no_other(
     driver = Driver(checked=False)
     make = ModelMachine.__init__
 
-    def failing(machine: ModelMachine, desk: Any, given: Any) -> None:
+    def failing(machine: ModelMachine, desk: Any, rooms: Any, given: Any) -> None:
         if given.name == "one":
             raise ZeroDivisionError("of one")
-        make(machine, desk, given)
+        make(machine, desk, rooms, given)
 
     monkeypatch.setattr(ModelMachine, "__init__", failing)
     pool(driver, "one", "two")

@@ -264,14 +264,13 @@ async def test_a_model_gets_the_room_that_another_gives_up_at_once(
     await cluster.start_planner()
     for each in models:
         await cluster.publish_model(each)
-    failed = await cluster.until_event(EventState.FAILED)
-    assert failed.error == "no node has room for another replica"
     await cluster.until_event(EventState.COMPLETE, count=2)
     loaded = next(each for each in models if each.model_id in n0.gpu)
     await cluster.remove_model(loaded.name)
     await cluster.until_event(EventState.COMPLETE, count=3)
     done = [event.name for event in cluster.events(EventState.COMPLETE)]
     assert sorted(done) == sorted(each.name for each in models)
+    assert not cluster.events(EventState.FAILED)
 
 
 # --- suspects ---

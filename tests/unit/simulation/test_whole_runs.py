@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 from services.cli.main import main
+from simulation import systems
+from simulation.cluster import ClusterSpec
+from simulation.hardware import hardware
+from simulation.models import model
 from simulation.run import run_cluster, spec_of
 from simulation.setting import Setting
 from simulation.synthetic import synthesize
+from simulation.traces import Row
 
 COST = ("wall_s", "cpu_s", "peak_gb")
 """What a run costs is not the same every time."""
@@ -52,6 +57,24 @@ def test_many_nodes_and_models() -> None:
     assert len(run.requests) == len(setting.trace)
     assert {event.model for event in run.events} == set(workload.models)  # all were woken
     assert min(run.wall_s, run.cpu_s, run.peak_bytes) > 0
+
+
+def test_models_that_sleep_give_way_to_one_that_is_asked_for() -> None:
+    """Three models on two nodes that have memory for one each."""
+    models = tuple(model("llama-2-13b", name) for name in ("m1", "m2", "m3"))
+    spec = ClusterSpec(
+        system=systems.named("lambdascale"),
+        hardware=hardware("h800-400g"),
+        models=models,
+        nodes=2,
+        min_instances=0,
+    )
+    asked = ("m1", "m2", "m3", "m1", "m3", "m2")
+    rows = [Row(1.0 + 20.0 * i, 128, 16, name) for i, name in enumerate(asked)]
+    run = run_cluster(spec, rows, seed=0)
+    assert [request.error for request in run.requests] == [""] * len(rows)
+    assert {event.state for event in run.events} == {"complete"}
+    assert len(run.events) == len(rows)
 
 
 def test_real_bytes_stand_for_as_many_as_it_takes() -> None:

@@ -1,0 +1,326 @@
+"""Who gives memory up when there is not enough; pure.
+
+What all devices' memory should be used for are shares: for each model the devices of its replicas.
+Shares are dealt by priority. Within a priority, each model first gets what it keeps even when idle,
+then the next replica always goes to the model with the least memory so far (max-min fairness), and
+among equals to the model that has had the least of it lately, so that models take turns where not
+even one replica each has room.
+
+A model that is short of room gets it from what is cheapest to miss, on as few devices as it needs:
+
+1. copies that sleep: they only save time when their model is asked for again. The cost of a copy is
+   that time, times the chance that it is asked for;
+2. replicas that their model's load does not fill (they would go a little later anyhow);
+3. replicas of models of lower priority;
+4. replicas of models of the same priority, after they have served for a while, if requests wait for
+   the model that is short.
+
+A replica that lies where its model's share is never gives way, nor does the last copy of a model
+that no disk holds whole.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.ids import ModelId, ModelName, NodeId
+
+TURN_S = 10.0
+"""Seconds for which a replica serves before a model of the same priority may take its place. A
+change of places costs both models the time to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    requests: int
+    """Requests that run over it."""
+    since: float
+    """When it became complete, or began to load."""
+    loading: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What one model has of the devices' memory, and what it wants."""
+
+    model: ModelId
+    name: ModelName
+    nbytes: int
+    priority: int
+    floor: int
+    """Replicas that it keeps even when idle."""
+    wants: int
+    """Replicas that its load fills, or its floor."""
+    asked: bool
+    """Whether it has requests."""
+    replicas: Mapping[NodeId, Replica]
+    asleep: frozenset[NodeId]
+    """Where a copy lies in memory that serves nothing."""
+    leaving: frozenset[NodeId]
+    """Where a copy drains, or is being released."""
+    in_memory: bool
+    """Whether a whole copy is in some memory, and may feed others."""
+    on_disk: frozenset[NodeId]
+    """The nodes whose disks hold it whole."""
+    attained: float
+    """Device seconds that it has had lately."""
+    cost: float
+    """Seconds that missing a sleeping copy is expected to cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    node: NodeId
+    size: int
+    """Bytes of the arena."""
+    free: int
+    coming: int = 0
+    """Bytes that drain, or are being released."""
+    taken: bool = False
+    """Whether it is out of question for now: it belongs to another scaling event, or its room is
+    promised to another model."""
+
+
+class Grade(enum.IntEnum):
+    """How hard it is to miss something, from the easiest."""
+
+    ASLEEP = 1
+    UNFILLED = 2
+    LOWER = 3
+    TURN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """A copy of a model leaves a device."""
+
+    model: ModelId
+    node: NodeId
+    grade: Grade
+    nbytes: int
+    cost: float
+    why: str
+    """In words, without whom it makes room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    free: tuple[NodeId, ...] = ()
+    """Devices that have room as they are."""
+    made: Mapping[NodeId, tuple[GiveWay, ...]] = field(default_factory=dict)
+    """Devices that will have room, and what gives way there."""
+    busy: int = 0
+    """How many more will have room by themselves, because something is leaving."""
+    why_not: str = ""
+    """Why there is less than was asked for."""
+
+
+def make_room(
+    claimant: Claim,
+    count: int,
+    claims: Sequence[Claim],
+    devices: Sequence[Device],
+    now: float,
+) -> Room:
+    """Room for up to `count` more replicas of the claimant. `claims`: of all models, with its
+    own."""
+    if not (claimant.in_memory or claimant.on_disk):
+        return Room(why_not="no node that is up has a whole copy of it, in memory or on disk")
+    own = claimant.replicas.keys() | claimant.leaving
+    fit = [d for d in devices if d.node not in own and d.size >= claimant.nbytes]
+    if not fit:
+        return Room(why_not=_too_large(claimant, devices))
+    open_ = [d for d in fit if not d.taken]
+    free = [d.node for d in open_ if d.node in claimant.asleep or d.free >= claimant.nbytes]
+    if not claimant.in_memory and not claimant.on_disk.intersection(free):
+        # A disk feeds others only through its own node's memory: the first copy has to lie there.
+        open_ = [d for d in open_ if d.node in claimant.on_disk]
+        free, count = [], 1
+    soon = {d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free)
+    busy = len(soon)
+    missing = count - len(free) - busy
+    if missing <= 0:
+        return Room(tuple(free[:count]), busy=busy)
+    share = shares(claims, devices)
+    entitled = len(share[claimant.model]) - len(claimant.replicas) - len(free) - busy
+    offers = _Offers(claimant, claims, share, now)
+    made: dict[NodeId, tuple[GiveWay, ...]] = {}
+    short = [d for d in open_ if d.node not in free and d.node not in soon]
+    while missing > 0:
+        ways = (
+            (found, device.node)
+            for device in short
+            if device.node not in made and (found := offers.on(device, entitled=entitled > 0))
+        )
+        best = min(ways, key=lambda way: (_price(way[0]), way[1]), default=None)
+        if best is None:
+            return Room(
+                tuple(free), made, busy, _why_not(claimant, share[claimant.model], entitled)
+            )
+        found, node = best
+        made[node] = found
+        offers.take(found)
+        missing -= 1
+        entitled -= 1
+    return Room(tuple(free), made, busy)
+
+
+def shares(
+    claims: Collection[Claim], devices: Iterable[Device]
+) -> dict[ModelId, frozenset[NodeId]]:
+    """For each model the devices that should have a replica of it, for what all models want.
+
+    Replicas stay where they are if they can. Where models differ in size, whole replicas can be
+    packed only about fairly: what finds no room when its turn comes is out. Takes O(r + n d) for r
+    replicas that stay and n new ones on d devices.
+    """
+    dealer = _Dealer(claims, devices)
+    for level in sorted({c.priority for c in claims}, reverse=True):
+        peers = [c for c in claims if c.priority == level]
+        dealer.deal(peers, {c.model: min(c.floor, c.wants) for c in peers})
+        dealer.deal(peers, {c.model: c.wants for c in peers})
+    return {c.model: frozenset(dealer.dealt[c.model]) for c in claims}
+
+
+class _Dealer:
+    def __init__(self, claims: Collection[Claim], devices: Iterable[Device]) -> None:
+        self.dealt: dict[ModelId, set[NodeId]] = {c.model: set() for c in claims}
+        self._free = {device.node: device.size for device in devices}
+        self._stay: Counter[NodeId] = Counter()
+        """Bytes on each device of replicas that are filled and not dealt yet."""
+        for claim in claims:
+            for node in self._places(claim)[: claim.wants]:
+                self._stay[node] += claim.nbytes
+
+    def deal(self, claims: Iterable[Claim], upto: Mapping[ModelId, int]) -> None:
+        """Deals replicas in turns, until each model has `upto` of them or finds no more room."""
+        hungry = {c.model: c for c in claims if len(self.dealt[c.model]) < upto[c.model]}
+        while hungry:
+            claim = min(hungry.values(), key=self._order)
+            node = self._place(claim)
+            if node is None:
+                del hungry[claim.model]
+                continue
+            self._free[node] -= claim.nbytes
+            self.dealt[claim.model].add(node)
+            if len(self.dealt[claim.model]) == upto[claim.model]:
+                del hungry[claim.model]
+
+    def _order(self, claim: Claim) -> tuple[int, float, str]:
+        return len(self.dealt[claim.model]) * claim.nbytes, claim.attained, claim.model
+
+    def _place(self, claim: Claim) -> NodeId | None:
+        """The next device for the model: where it is, or else where least else would have to go."""
+        places, has = self._places(claim), self.dealt[claim.model]
+        for node in places:
+            if node not in has and self._free.get(node, -1) >= claim.nbytes:
+                if node in places[: claim.wants]:
+                    self._stay[node] -= claim.nbytes
+                return node
+        fit = (n for n, free in self._free.items() if free >= claim.nbytes and n not in has)
+        return max(fit, key=lambda node: self._free[node] - self._stay[node], default=None)
+
+    def _places(self, claim: Claim) -> list[NodeId]:
+        """Where the model's replicas are, the busiest first."""
+        return sorted(claim.replicas, key=lambda n: (-claim.replicas[n].requests, n))
+
+
+class _Offers:
+    """What may give way to the claimant, less what has been taken."""
+
+    def __init__(
+        self,
+        claimant: Claim,
+        claims: Iterable[Claim],
+        share: Mapping[ModelId, Collection[NodeId]],
+        now: float,
+    ) -> None:
+        self._claimant = claimant
+        self._now = now
+        self._share = share
+        self._claims = {c.model: c for c in claims if c.model != claimant.model}
+        self._unfilled = {m: len(c.replicas) - c.wants for m, c in self._claims.items()}
+        """For each model how many replicas its load does not fill."""
+        self._copies = {m: len(c.replicas) + len(c.asleep) for m, c in self._claims.items()}
+
+    def on(self, device: Device, *, entitled: bool) -> tuple[GiveWay, ...]:
+        """The easiest set whose going leaves room on the device; empty: there is none. `entitled`:
+        whether the claimant's share lets replicas go that are filled."""
+        limit = Grade.TURN if entitled else Grade.UNFILLED
+        ways = sorted(
+            (way for way in self._ways(device.node) if way.grade <= limit),
+            key=lambda way: (way.grade, way.cost / way.nbytes, way.model),
+        )
+        chosen: list[GiveWay] = []
+        need = self._claimant.nbytes - device.free - device.coming
+        for way in ways:
+            if need <= 0:
+                break
+            chosen.append(way)
+            need -= way.nbytes
+        if need > 0:
+            return ()
+        for way in reversed(chosen):  # what the larger ones after it have made needless
+            if need + way.nbytes <= 0:
+                chosen.remove(way)
+                need += way.nbytes
+        return tuple(chosen)
+
+    def take(self, ways: Iterable[GiveWay]) -> None:
+        for way in ways:
+            self._copies[way.model] -= 1
+            if way.grade is not Grade.ASLEEP:
+                self._unfilled[way.model] -= 1
+
+    def _ways(self, node: NodeId) -> Iterator[GiveWay]:
+        for claim in self._claims.values():
+            if not claim.on_disk and self._copies[claim.model] <= 1:
+                continue
+            if node in claim.asleep:
+                why = f"sleeps; bringing it back is expected to cost {claim.cost:.2f} s"
+                yield GiveWay(claim.model, node, Grade.ASLEEP, claim.nbytes, claim.cost, why)
+            elif (replica := claim.replicas.get(node)) is not None and not replica.loading:
+                yield from self._replica(claim, node, replica)
+
+    def _replica(self, claim: Claim, node: NodeId, replica: Replica) -> Iterator[GiveWay]:
+        have, share = len(claim.replicas), self._share[claim.model]
+        if node in share:
+            return
+        if self._unfilled[claim.model] > 0:
+            grade, why = Grade.UNFILLED, f"{have} replicas, load for {claim.wants}"
+        elif claim.priority < self._claimant.priority:
+            grade, why = Grade.LOWER, f"{have} replicas of lower priority, {claim.priority}"
+        elif self._may_take_turn(claim, replica):
+            grade, why = Grade.TURN, f"{have} replicas, a fair share of {len(share)}"
+        else:
+            return
+        yield GiveWay(claim.model, node, grade, claim.nbytes, float(replica.requests), why)
+
+    def _may_take_turn(self, claim: Claim, replica: Replica) -> bool:
+        same = claim.priority == self._claimant.priority
+        return same and self._claimant.asked and self._now - replica.since >= TURN_S
+
+
+def _price(ways: Collection[GiveWay]) -> tuple[int, float]:
+    return max(way.grade for way in ways), sum(way.cost for way in ways)
+
+
+def _too_large(claimant: Claim, devices: Collection[Device]) -> str:
+    largest = max((device.size for device in devices), default=0)
+    if largest < claimant.nbytes:
+        return f"it takes {claimant.nbytes} bytes, and the largest arena has {largest}"
+    return "every node that could hold it has it already"
+
+
+def _why_not(claimant: Claim, share: Collection[NodeId], entitled: int) -> str:
+    have = len(claimant.replicas)
+    if entitled <= 0:
+        return (
+            f"its fair share of the memory at priority {claimant.priority} is {len(share)} "
+            f"replicas, {have} are there, and nothing sleeps that could give way"
+        )
+    return (
+        f"its fair share is {len(share)} replicas, {have} are there; what should give way has just "
+        "begun, or is the last copy of its model"
+    )

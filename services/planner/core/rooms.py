@@ -1,0 +1,111 @@
+"""Where a model finds room for more replicas, and what gives way for it (`arbiter` has the rule).
+
+Room that a model was told of is promised to it: until the model has taken it, or no longer asks, no
+other model may. What gives way is told after the stimulus has been handled.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
+from services.planner.core.desk import Desk
+from shared.ids import ModelId, NodeId
+
+PROMISE_S = 3.0
+"""Seconds after which a promise ends whose model no longer asks. Models that wait ask every
+second."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    model: ModelId
+    until: float
+    made: bool
+    """Whether something gives way there for the model. If not, any other room is as good."""
+
+
+class Rooms:
+    def __init__(
+        self,
+        desk: Desk,
+        claims: Callable[[], list[Claim]],
+        loading: Callable[[], Iterable[NodeId]],
+    ) -> None:
+        """`claims`: asks all models. `loading`: the targets of all running events."""
+        self.orders: list[GiveWay] = []
+        """What has to give way. The planner empties the list."""
+        self._desk = desk
+        self._claims = claims
+        self._loading = loading
+        self._promises: dict[NodeId, _Promise] = {}
+
+    def promised(self, node: NodeId, model: ModelId) -> bool:
+        """Whether room on the node is promised to another model than this one."""
+        promise = self._promises.get(node)
+        return promise is not None and promise.model != model and self._desk.at < promise.until
+
+    def taken(self, model: ModelId) -> frozenset[NodeId]:
+        """Nodes whose room is promised to other models."""
+        return frozenset(node for node in self._promises if self.promised(node, model))
+
+    def ask(self, model: ModelId, count: int) -> Room:
+        """Room for up to `count` more replicas. If there is too little, what should give way is
+        told to, and its room is promised."""
+        claims = self._claims()
+        claimant = next(claim for claim in claims if claim.model == model)
+        self._renew(claimant)
+        taken = self.taken(model).union(self._loading())
+        devices = self._devices(claims, taken)
+        # Nodes that have said nothing yet may have a copy: the registry knows better.
+        silent = (d.node for d in devices if self._desk.cluster.free(d.node) is None)
+        claimant = replace(claimant, on_disk=claimant.on_disk.union(silent))
+        room = make_room(claimant, count, claims, devices, self._desk.at)
+        for node in room.free[:count]:
+            self._promises.setdefault(node, _Promise(model, self._desk.at + PROMISE_S, False))
+        names = {claim.model: claim.name for claim in claims}
+        for node, ways in room.made.items():
+            self._promises[node] = _Promise(model, self._desk.at + PROMISE_S, True)
+            self.orders += ways
+            for way in ways:
+                self._desk.tell(
+                    f"{names[way.model]} makes room for {claimant.name}: {way.why}",
+                    node,
+                    model,
+                    way.model,
+                )
+        return room
+
+    def chosen(self, model: ModelId) -> None:
+        """The model's event has its nodes: what else was free is no longer promised."""
+        for node, promise in list(self._promises.items()):
+            if promise.model == model and not promise.made:
+                del self._promises[node]
+
+    def _renew(self, claimant: Claim) -> None:
+        """The promises to a model last while it asks; those it has taken end."""
+        for node, promise in list(self._promises.items()):
+            gone = node not in self._desk.cluster.nodes or self._desk.at >= promise.until
+            if gone or (promise.model == claimant.model and node in claimant.replicas):
+                del self._promises[node]
+            elif promise.model == claimant.model:
+                promise.until = self._desk.at + PROMISE_S
+
+    def _devices(self, claims: Iterable[Claim], taken: frozenset[NodeId]) -> list[Device]:
+        cluster, coming = self._desk.cluster, Counter[NodeId]()
+        for claim in claims:
+            coming.update(dict.fromkeys(claim.leaving, claim.nbytes))
+        devices = []
+        for node, info in cluster.nodes.items():
+            free = cluster.free(node)
+            size = info.arena_bytes
+            devices.append(
+                Device(
+                    node,
+                    size,
+                    size if free is None else free,  # the registry knows better
+                    coming[node],
+                    taken=node in taken,
+                )
+            )
+        return devices

@@ -1,0 +1,212 @@
+"""Who gives way to whom, over any pool of devices and models."""
+
+from collections import Counter
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from services.planner.core.arbiter import (
+    TURN_S,
+    Claim,
+    Device,
+    Grade,
+    Replica,
+    Room,
+    make_room,
+    shares,
+)
+from shared.ids import ModelId, ModelName, NodeId
+
+NOW = 1000.0
+
+
+@st.composite
+def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Device]]:
+    """`alike`: all models are of one size."""
+    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    nodes = [NodeId(f"n{i}") for i in range(len(sizes))]
+    left = dict(zip(nodes, sizes, strict=True))
+    claims = []
+    for number in range(draw(st.integers(1, 6))):
+        nbytes = 2 if alike else draw(st.integers(1, 6))
+        replicas: dict[NodeId, Replica] = {}
+        asleep: set[NodeId] = set()
+        for node in nodes:
+            if left[node] < nbytes:
+                continue
+            match draw(st.sampled_from(("", "", "serves", "loads", "sleeps"))):
+                case "serves" | "loads" as state:
+                    left[node] -= nbytes
+                    age = draw(st.sampled_from((1.0, 2 * TURN_S)))
+                    replicas[node] = Replica(
+                        draw(st.integers(0, 9)), NOW - age, loading=state == "loads"
+                    )
+                case "sleeps":
+                    left[node] -= nbytes
+                    asleep.add(node)
+        floor = draw(st.integers(0, 2))
+        claim = Claim(
+            model=ModelId(f"m{number}"),
+            name=ModelName(f"m{number}"),
+            nbytes=nbytes,
+            priority=draw(st.integers(0, 2)),
+            floor=floor,
+            wants=max(floor, draw(st.integers(0, 6))),
+            asked=draw(st.booleans()),
+            replicas=replicas,
+            asleep=frozenset(asleep),
+            leaving=frozenset(),
+            in_memory=bool(replicas or asleep),
+            on_disk=frozenset(draw(st.lists(st.sampled_from(nodes), max_size=2))),
+            attained=draw(st.sampled_from((0.0, 1.0, 2.0))),
+            cost=draw(st.sampled_from((0.0, 0.5, 1.0))),
+        )
+        claims.append(claim)
+    taken = draw(st.lists(st.booleans(), min_size=len(nodes), max_size=len(nodes)))
+    devices = [
+        Device(node, size, left[node], taken=other)
+        for node, size, other in zip(nodes, sizes, taken, strict=True)
+    ]
+    return claims, devices
+
+
+@given(pools(), st.integers(1, 4))
+def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
+    pool: tuple[list[Claim], list[Device]], count: int
+) -> None:
+    claims, devices = pool
+    claimant, by_model = claims[0], {c.model: c for c in claims}
+    by_node = {d.node: d for d in devices}
+    room = make_room(claimant, count, claims, devices, NOW)
+    share = shares(claims, devices)
+    gone: Counter[ModelId] = Counter()
+    for node, ways in room.made.items():
+        assert not by_node[node].taken
+        assert by_node[node].free + sum(way.nbytes for way in ways) >= claimant.nbytes
+        for way in ways:
+            claim = by_model[way.model]
+            assert way.node == node
+            assert way.model != claimant.model
+            gone[way.model] += 1
+            if way.grade is Grade.ASLEEP:
+                assert node in claim.asleep
+                continue
+            replica = claim.replicas[node]
+            assert not replica.loading
+            assert node not in share[way.model]
+            assert way.grade is Grade.UNFILLED or claim.priority <= claimant.priority
+            if way.grade is Grade.TURN:
+                assert NOW - replica.since >= TURN_S
+                assert claimant.asked
+    for model, count_gone in gone.items():
+        claim = by_model[model]
+        assert claim.on_disk or len(claim.replicas) + len(claim.asleep) > count_gone
+    assert not set(room.free) & set(room.made)
+    assert len(room.free) + len(room.made) <= count
+    if claimant.in_memory:
+        enough = len(room.free) + len(room.made) + room.busy >= count
+        assert enough or room.why_not
+    elif room.free or room.made:
+        assert claimant.on_disk & {*room.free, *room.made}
+
+
+@given(pools(), st.integers(1, 4))
+def test_nothing_gives_way_needlessly(pool: tuple[list[Claim], list[Device]], count: int) -> None:
+    claims, devices = pool
+    room = make_room(claims[0], count, claims, devices, NOW)
+    by_node = {d.node: d for d in devices}
+    for node, ways in room.made.items():
+        for way in ways:
+            rest = sum(other.nbytes for other in ways if other is not way)
+            assert by_node[node].free + rest < claims[0].nbytes
+
+
+@given(pools())
+def test_shares_have_room(pool: tuple[list[Claim], list[Device]]) -> None:
+    claims, devices = pool
+    share = shares(claims, devices)
+    used: Counter[NodeId] = Counter()
+    for claim in claims:
+        assert len(share[claim.model]) <= claim.wants
+        for node in share[claim.model]:
+            used[node] += claim.nbytes
+    assert all(used[d.node] <= d.size for d in devices)
+
+
+@given(pools(alike=True))
+def test_shares_of_models_of_one_size_are_max_min_fair(
+    pool: tuple[list[Claim], list[Device]],
+) -> None:
+    """Sizes that differ can only be packed about as fairly."""
+    claims, devices = pool
+    share = shares(claims, devices)
+    for poor in claims:
+        for rich in claims:
+            has, other = len(share[poor.model]), len(share[rich.model])
+            short = has < poor.wants and share[rich.model] - share[poor.model]
+            # What a model keeps even when it is idle is not shared with its peers.
+            if not short or rich is poor or poor.priority < rich.priority:
+                continue
+            assert poor.priority == rich.priority
+            assert other <= max(rich.floor, has + 1)
+
+
+@given(pools())
+def test_what_serves_stays_while_all_have_room(pool: tuple[list[Claim], list[Device]]) -> None:
+    claims, devices = pool
+    assume(all(len(c.replicas) >= c.wants for c in claims))
+    share = shares(claims, devices)
+    for claim in claims:
+        assert share[claim.model] <= claim.replicas.keys()
+
+
+def claim(name: str, *serving: str, wants: int = 1, since: float = 0.0, **more: float) -> Claim:
+    return Claim(
+        model=ModelId(name),
+        name=ModelName(name),
+        nbytes=6,
+        priority=int(more.get("priority", 0)),
+        floor=0,
+        wants=wants,
+        asked=bool(more.get("asked", True)),
+        replicas={NodeId(node): Replica(1, since) for node in serving},
+        asleep=frozenset(),
+        leaving=frozenset(),
+        in_memory=True,
+        on_disk=frozenset({NodeId("n")}),
+        attained=more.get("attained", 0.0),
+        cost=0.0,
+    )
+
+
+def test_models_that_all_wait_for_one_device_take_turns() -> None:
+    """Time passes in steps of one second; whoever has the device gives it up when it is told."""
+    devices = [Device(NodeId("n"), 10, 4)]
+    attained = dict.fromkeys("abc", 0.0)
+    holder, since = "a", 0.0
+    for second in range(200):
+        attained = {name: 0.98 * had + (name == holder) for name, had in attained.items()}
+        claims = [
+            claim(name, *(("n",) if name == holder else ()), since=since, attained=had)
+            for name, had in attained.items()
+        ]
+        for waiting in (c for c in claims if not c.replicas):
+            if make_room(waiting, 1, claims, devices, float(second)).made:
+                holder, since = waiting.name, float(second)
+                break
+    assert min(attained.values()) > 0.5 * max(attained.values())
+
+
+def test_a_higher_priority_takes_a_replica_at_once_and_a_lower_one_never() -> None:
+    devices = [Device(NodeId("n"), 10, 4)]
+    low, high = claim("low", "n", since=NOW), claim("high", priority=1)
+    room = make_room(high, 1, [low, high], devices, NOW)
+    assert [way.grade for way in room.made[NodeId("n")]] == [Grade.LOWER]
+    low, high = claim("low", attained=0.0), claim("high", "n", priority=1, attained=9.0)
+    assert make_room(low, 1, [low, high], devices, NOW + 1e6).made == {}
+
+
+def test_a_device_that_is_empty_comes_before_any_that_is_not() -> None:
+    devices = [Device(NodeId("n"), 10, 4), Device(NodeId("o"), 10, 10)]
+    low, high = claim("low", "n"), claim("high", priority=1)
+    assert make_room(high, 1, [low, high], devices, NOW) == Room(free=(NodeId("o"),))

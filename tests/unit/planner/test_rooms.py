@@ -1,0 +1,170 @@
+"""What gives way when a model finds no memory, and for whom the room is that it leaves."""
+
+import msgspec
+
+from services.planner.core import commands
+from services.planner.core.arbiter import TURN_S
+from shared.ids import ModelId
+from shared.messages import Ok
+from shared.messages.pool import Holding, ModelRecord, Tier
+from tests.unit.planner.driver import EVERY, Driver, id_of, model
+
+FULL = 1000 - 400
+
+
+def copy(name: str, tier: Tier) -> Holding:
+    return Holding(id_of(name), tier, EVERY)
+
+
+def pool(*models: ModelRecord, disk: bool = True) -> Driver:
+    """Node a has 400 bytes left of 1000: two copies of models fit, and one is there."""
+    driver = Driver()
+    driver.join("a")
+    driver.status("a", *(copy(m.name, Tier.DISK) for m in models if disk), free=FULL)
+    for each in models:
+        driver.publish(each)
+    return driver
+
+
+def holds(driver: Driver, *held: Holding, free: int = 200, disk: tuple[str, ...] = ()) -> None:
+    driver.status("a", *held, *(copy(name, Tier.DISK) for name in disk), free=free)
+
+
+def released(driver: Driver) -> list[tuple[ModelId, Tier | None]]:
+    return [(r.message.model_id, r.message.keep) for r in driver.all_asked(commands.Release)]
+
+
+DISK = ("one", "two", "three")
+
+
+def sleeping() -> Driver:
+    driver = pool(*(model(name) for name in DISK))
+    holds(driver, copy("one", Tier.HOST), copy("two", Tier.HOST), disk=DISK)
+    return driver
+
+
+def test_a_sleeping_copy_gives_way_to_a_model_that_is_asked_for() -> None:
+    driver = sleeping()
+    driver.load(1, name="three")
+    assert not driver.all_asked(commands.Reserve)
+    ((gone, keep),) = released(driver)
+    assert keep is None
+    driver.answer(driver.asked(commands.Release), Ok())
+    stays = "two" if gone == id_of("one") else "one"
+    holds(driver, copy(stays, Tier.HOST), free=600, disk=DISK)
+    assert driver.asked(commands.Reserve).message.model_id == id_of("three")
+
+
+def test_the_copy_goes_whose_model_is_asked_for_least() -> None:
+    driver = sleeping()
+    for _ in range(3):
+        driver.load(0, name="one", a=1)
+        driver.wait(1.0)
+    driver.load(0, name="one")
+    driver.load(1, name="three")
+    assert released(driver) == [(id_of("two"), None)]
+
+
+def test_a_copy_that_is_on_no_disk_stays() -> None:
+    driver = pool(*(model(name) for name in DISK), disk=False)
+    holds(driver, copy("one", Tier.HOST), copy("two", Tier.HOST), disk=("three",))
+    driver.load(1, name="three")
+    assert not driver.open
+    told = [transition.text for transition in driver.core.story(id_of("three"))]
+    assert any("waits for memory for 1 replicas" in text for text in told)
+
+
+def test_what_gave_way_says_for_whom_and_why() -> None:
+    driver = sleeping()
+    driver.load(1, name="three")
+    ((gone, _),) = released(driver)
+    told = [transition.text for transition in driver.core.story(gone)]
+    assert any("makes room for three: sleeps; bringing it back" in text for text in told)
+
+
+def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
+    driver = sleeping()
+    driver.publish(model("four"))
+    driver.load(1, name="three")
+    release = driver.asked(commands.Release)
+    driver.answer(release, Ok())
+    driver.load(1, name="four", gateway="gateway-1")  # it asks before the memory is free
+    assert not released(driver)
+    stays = "two" if release.message.model_id == id_of("one") else "one"
+    holds(driver, copy(stays, Tier.HOST), free=600, disk=DISK)
+    assert [r.message.model_id for r in driver.all_asked(commands.Reserve)] == [id_of("three")]
+
+
+def serving(low: int = 0, high: int = 0) -> Driver:
+    """Models one and two serve requests on node a, and fill it."""
+    records = [msgspec.structs.replace(model(name), priority=low) for name in ("one", "two")]
+    driver = pool(*records, msgspec.structs.replace(model("three"), priority=high))
+    driver.load(0, name="one", gateway="g1", a=1)
+    driver.load(0, name="two", gateway="g2", a=2)
+    holds(driver, copy("one", Tier.GPU), copy("two", Tier.GPU), disk=DISK)
+    driver.wait(0.1)
+    assert driver.replicas("one") == driver.replicas("two") == {"a"}
+    return driver
+
+
+def drained(driver: Driver) -> set[str]:
+    return {
+        each.name
+        for each in driver.core.sets()
+        for instance in each.instances
+        if instance.state.value != "serving"
+    }
+
+
+def test_a_higher_priority_drains_one_replica_of_a_lower_one_at_once() -> None:
+    driver = serving(high=1)
+    driver.load(1, name="three", gateway="g3")
+    driver.wait(0.1)
+    assert len(drained(driver)) == 1
+
+
+def test_a_lower_priority_waits() -> None:
+    driver = serving(low=1)
+    for _ in range(30):
+        driver.load(0, name="one", gateway="g1", a=1)
+        driver.load(0, name="two", gateway="g2", a=2)
+        driver.load(9, name="three", gateway="g3")
+        driver.wait(1.0)
+    assert drained(driver) == set()
+
+
+def test_equals_take_turns() -> None:
+    driver = serving()
+    for second in range(15):
+        driver.load(0, name="one", gateway="g1", a=1)
+        driver.load(0, name="two", gateway="g2", a=2)
+        driver.load(1, name="three", gateway="g3")
+        driver.wait(1.0)
+        if second < TURN_S - 1:
+            assert drained(driver) == set()
+    assert len(drained(driver)) == 1
+
+
+def test_a_model_keeps_what_it_gave_way_on_no_longer_than_its_requests_run() -> None:
+    """More load for the model that gives way does not bring its draining replica back."""
+    driver = serving(high=1)
+    driver.load(1, name="three", gateway="g3")
+    driver.wait(0.1)
+    (gives_way,) = drained(driver)
+    driver.load(5, name=gives_way, gateway="g4")
+    driver.wait(0.2)
+    assert drained(driver) == {gives_way}
+
+
+def test_a_model_with_its_own_keep_alive_stays_for_so_long() -> None:
+    driver = pool(*(msgspec.structs.replace(model("one"), keep_alive_s=5.0), model("two")))
+    holds(driver, copy("one", Tier.GPU), copy("two", Tier.GPU), disk=DISK)
+    served = {"one": 0.0, "two": 0.0}
+    for _ in range(100):
+        driver.load(0, name="one", gateway="g1")
+        driver.load(0, name="two", gateway="g2")
+        driver.wait(0.1)
+        for name in served:
+            served[name] += 0.1 * bool(driver.replicas(name))
+    assert 1.9 < served["two"] < 2.5
+    assert 4.9 < served["one"] < 5.5
