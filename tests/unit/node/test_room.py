@@ -22,7 +22,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Submit
 from shared.slots import OVERFULL
 from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
-from tests.unit.node.test_batching import FakeKv, ask, batcher, queue, rows, take
+from tests.unit.node.batching.builders import FakeKv, ask, batcher, queue, rows, take
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 
