@@ -13,7 +13,7 @@ from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
-from tests.unit.node.moving.test_mover import EVENT, MODEL, Node
+from tests.unit.node.moving.movers import EVENT, MODEL, Node
 
 CHUNK = 512 * 1024
 CONTENT = [random.Random(index).randbytes(4 * CHUNK) for index in range(2)]

@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import PeerLost, TransportTimeout
 from tests.integration.relay import CHUNK, CONTENT, EVERY, end, pull_from
-from tests.unit.node.moving.test_mover import MODEL, Node
+from tests.unit.node.moving.movers import MODEL, Node
 
 RATE = 4_000_000
 """A chunk of 512 KiB takes 130 ms, in frames of 64 KiB."""

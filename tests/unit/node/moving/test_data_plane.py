@@ -17,7 +17,7 @@ from shared.errors import ConfigError, Conflict, NotFound, PeerLost, TransportEr
 from shared.ids import EventId, NodeId
 from shared.messages.scaling import Pull
 from tests.support.listeners import PlaneHears
-from tests.unit.node.moving.test_mover import CONTENT, MANIFEST, MODEL
+from tests.unit.node.moving.movers import CONTENT, MANIFEST, MODEL
 
 WAIT_S = 100.0
 EVENT = EventId("ev-1")

@@ -9,13 +9,7 @@ import pytest
 from services.node.core import pulling
 from services.node.core.residency import PlanId
 from services.node.moving import mover
-from services.node.transport.wire import (
-    CANCELLED,
-    Kind,
-    encode_fault,
-    encode_prefix,
-    parse_read,
-)
+from services.node.transport.wire import CANCELLED, Kind, encode_fault, encode_prefix, parse_read
 from shared.errors import (
     DigestMismatch,
     LambdaScaleError,
@@ -28,9 +22,7 @@ from shared.errors import (
 from shared.ids import NodeId
 from shared.messages.scaling import Pull
 from tests.support.raw_peer import impostor, next_frame
-from tests.unit.node.moving.test_mover import ALL, CHUNK, CONTENT, EVENT, MODEL, Node, Nodes, nodes
-
-__all__ = ["nodes"]
+from tests.unit.node.moving.movers import ALL, CHUNK, CONTENT, EVENT, MODEL, Node, Nodes
 
 BAD = NodeId("bad")
 GOOD_CHUNKS = 2

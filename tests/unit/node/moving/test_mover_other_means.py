@@ -5,17 +5,7 @@ import asyncio
 import pytest
 
 from services.node.core import pulling
-from tests.unit.node.moving.test_mover import (
-    CHUNK,
-    CONTENT,
-    MODEL,
-    Nodes,
-    changing_sources,
-    nodes,
-    probe,
-)
-
-__all__ = ["nodes"]
+from tests.unit.node.moving.movers import CHUNK, CONTENT, MODEL, Nodes, changing_sources, probe
 
 
 async def test_taking_over_waits_for_cancelled_reads() -> None:

@@ -1,0 +1,112 @@
+"""The queue of a model: who goes first, who waits, and who is refused."""
+
+import pytest
+
+from services.gateway.core.commands import Emit, End
+from services.gateway.core.routing import AVOID_S
+from shared.errors import NotFound, NotReady
+from shared.ids import RequestId
+from shared.messages.instances import InstanceState
+from shared.messages.serving import AttemptFailed, Tokens
+from tests.unit.gateway.dispatch.builders import MODEL, NAME, QUEUE_S, Driver, ended, sent
+from tests.unit.gateway.support import replica
+
+
+def test_nobody_waits_for_a_model_that_its_operator_keeps_at_none() -> None:
+    driver = Driver()
+    driver.admit("waits")
+    told_so = f"model {NAME!r} is kept at 0 instances by its operator"
+    for commands in (driver.publish(fixed=0), driver.admit("late")):
+        ((_, error),) = ended(commands)
+        assert error.startswith(told_so)
+    driver.publish(fixed=None)
+    assert ended(driver.admit("again")) == []
+
+
+def test_what_runs_goes_on_where_its_operator_wants_none() -> None:
+    driver = Driver(replica(1))
+    driver.admit("runs")
+    assert ended(driver.publish(replica(1, state=InstanceState.DRAINING), fixed=0)) == []
+    assert [c.request for c in driver.give("runs", 1, 0) if isinstance(c, Emit)] == ["runs"]
+
+
+def test_requests_wait_in_order_for_a_slot() -> None:
+    driver = Driver(replica(1, slots=2))
+    assert [name for name, *_ in sent(driver.admit("a", "b", "c", "d"))] == ["a", "b"]
+    assert sent(driver.give("b", 1, 0, "stop")) == [("c", "replica-1", 1)]
+    assert [name for name, *_ in sent(driver.publish(replica(1, slots=3)))] == ["d"]
+
+
+def test_a_resumed_request_goes_first() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("a", "b")
+    assert not sent(driver.refuse("a", 1))
+    assert sent(driver.publish(replica(2, slots=1))) == [("a", "replica-2", 2)]
+
+
+def test_those_of_a_lost_instance_go_first_in_their_order() -> None:
+    driver = Driver(replica(1, slots=3))
+    driver.admit("a", "b", "c", "d")
+    driver.publish()
+    starts = sent(driver.publish(replica(2)))
+    assert [name for name, *_ in starts] == ["a", "b", "c", "d"]
+
+
+def test_who_is_refused_lets_others_go_first() -> None:
+    """It may ask for more than the instance has, which must not hold up the rest."""
+    driver = Driver(replica(1, slots=1))
+    driver.admit("large", "small")
+    assert not sent(driver.refuse("large", 1))
+    assert sent(driver.later(AVOID_S)) == [("small", "replica-1", 1)]
+    assert sent(driver.give("small", 1, 0, "stop")) == []
+    assert sent(driver.later(AVOID_S)) == [("large", "replica-1", 2)]
+
+
+def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
+    """The instance serves the others, and another one perhaps the request."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    error = NotReady("no tokenizer")
+    assert not sent(driver.dispatch.on_not_taken(RequestId("a"), 1, error, driver.now))
+    assert sent(driver.admit("b")) == [("b", "replica-1", 1)]
+    assert sent(driver.publish(replica(1), replica(2))) == [("a", "replica-2", 2)]
+    node = replica(2).leader
+    failed = AttemptFailed(RequestId("a"), 2, error.code, "no tokenizer")
+    driver.dispatch.on_tokens(Tokens(node=node, tokens=(), failed=(failed,)), driver.now)
+    starts = [start for _ in range(20) for start in sent(driver.later(AVOID_S))]
+    assert starts[0] == ("a", "replica-1", 3)
+
+
+def test_who_was_refused_for_too_long_is_told_why() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    ends: list[End] = []
+    attempt = 0
+    while not ends:
+        attempt += 1
+        error = NotReady("no tokenizer here")
+        driver.dispatch.on_not_taken(RequestId("a"), attempt, error, driver.now)
+        ends = [c for c in driver.later(2.0) if isinstance(c, End)]
+    assert "for 60 s (the last one said: no tokenizer here): try again" in str(ends[0].error)
+    assert attempt == QUEUE_S / 2
+
+
+def test_unlisted_models_take_nothing() -> None:
+    driver = Driver(replica(1))
+    driver.dispatch.remove_model(MODEL, driver.now)
+    with pytest.raises(NotFound):
+        driver.admit("a")
+    assert driver.dispatch.loads() == ()
+
+
+def test_nothing_stays_of_a_model_that_is_over() -> None:
+    """Once it was removed, its requests have ended and its instances are gone."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.dispatch.remove_model(MODEL, driver.now)
+    driver.later(1)
+    assert driver.dispatch.knows(MODEL)
+    driver.give("a", 1, 0, "stop")
+    driver.publish()
+    driver.later(1)
+    assert not driver.dispatch.knows(MODEL)

@@ -1,0 +1,90 @@
+"""Mode switches: which requests move to replicas, and which stay on their path."""
+
+import pytest
+
+from services.gateway.core.commands import Command, Switched
+from services.gateway.core.routing import Switch
+from shared.messages.instances import InstanceState
+from tests.unit.gateway.dispatch.builders import Driver, sent
+from tests.unit.gateway.support import path, replica
+
+
+def streaming(driver: Driver, *, tokens: int, every_s: float) -> None:
+    """Request a, on its way on a path."""
+    driver.admit("a", prompt=10, max_tokens=100)
+    for index in range(tokens):
+        driver.give("a", 1, index)
+        driver.now += every_s
+
+
+def switches(commands: list[Command]) -> list[Switched]:
+    return [command for command in commands if isinstance(command, Switched)]
+
+
+def costs(found: Switch | None) -> tuple[float, float]:
+    assert found is not None
+    return found.stay_s, found.move_s
+
+
+def test_a_request_stays_where_recomputing_costs_more_and_that_is_told_once() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2)
+    commands = driver.publish(*after, step_s=0.2)
+    assert sent(commands) == []
+    (told,) = switches(commands)
+    assert (told.moved, told.stayed, told.moved_costs) == ((), 1, None)
+    assert costs(told.stayed_costs) == pytest.approx((10 * 1.0, (100 + 10) * 0.2))
+    assert switches(driver.publish(*after, step_s=0.2)) == []
+    assert sent(driver.later(0.1)) == []
+
+
+def test_a_request_moves_where_recomputing_costs_less() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=50, every_s=1.0)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2), step_s=0.2)
+    assert sent(commands) == [("a", "replica-2", 2)]
+    (told,) = switches(commands)
+    assert (told.moved, told.stayed, told.stayed_costs) == (("a",), 0, None)
+    assert costs(told.moved_costs) == pytest.approx((50 * 1.0, (60 + 50) * 0.2))
+
+
+def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    driver.admit("b", "c", prompt=10)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=1)
+    (told,) = switches(driver.publish(*after, step_s=0.2))
+    assert (told.moved, told.stayed, told.waiting) == (("b",), 0, 2)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=3)
+    (told,) = switches(driver.publish(*after, step_s=0.2))
+    assert (told.moved, told.stayed, told.waiting) == (("c",), 1, 0)
+
+
+def test_a_request_without_kv_moves_whatever_it_costs() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=99, every_s=1.0)
+    driver.admit("b", prompt=1000, max_tokens=1)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2), step_s=10.0)
+    assert sent(commands) == [("b", "replica-2", 1 + 1)]
+
+
+def test_without_measurements_requests_move() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=99, every_s=1.0)
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2))
+    assert sent(commands) == [("a", "replica-2", 2)]
+
+
+def test_those_without_a_token_move_first_and_then_those_with_the_least_kv() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("long", prompt=50)
+    driver.admit("short", prompt=5)
+    driver.admit("none", prompt=500)
+    driver.give("long", 1, 0)
+    driver.give("short", 1, 0)
+    moving = path(1, 2, state=InstanceState.MOVING)
+    (first,) = sent(driver.publish(moving, replica(1, slots=1)))
+    assert first[0] == "none"
+    (second,) = sent(driver.publish(moving, replica(1, slots=1), replica(2, slots=1)))
+    assert second[0] == "short"

@@ -1,0 +1,65 @@
+"""Chats over HTTP, by the model's template."""
+
+import aiohttp
+import pytest
+
+from tests.unit.gateway.http.builders import CHAT, events, post
+from tests.unit.gateway.support import CONTEXT, Cluster, ids_of, replica, running, text_files
+
+
+async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    status, answer = await post(http, CHAT, "chat/completions")
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello world"}
+    (submit,) = cluster.nodes[1].submits
+    assert submit.tokens == (0, 2, *ids_of("hi"), 3)
+    assert submit.max_tokens == CONTEXT - 5
+
+
+async def test_streamed_chat(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, CHAT, "chat/completions")
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "hello world"
+    assert deltas[-1] == {}
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all("usage" not in part for part in parts)
+
+
+async def test_chat_content_in_parts(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {**CHAT, "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 7}
+    status, _ = await post(http, body, "chat/completions")
+    assert status == 200
+    assert cluster.nodes[1].submits[0].tokens == (0, 2, *ids_of("a\nb"), 3)
+    assert cluster.nodes[1].submits[0].max_tokens == 7
+
+
+@pytest.mark.parametrize("knows", [False, True])
+async def test_a_developer_is_a_system_where_the_template_knows_no_other(knows: bool) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    if knows:
+        template += "{% if messages[0].role == 'developer' %}!{% endif %}"
+    files = text_files(template)
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    async with running(replica(1), files=files) as cluster:
+        async with aiohttp.ClientSession(cluster.service.url) as http:
+            await post(http, {**CHAT, "messages": messages}, "chat/completions")
+        (submit,) = cluster.nodes[1].submits
+    expected = "developer:a;user:b;!" if knows else "system:a;user:b;"
+    assert submit.tokens == tuple(ids_of(expected))
+
+
+async def test_the_template_may_refuse(http: aiohttp.ClientSession) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    status, answer = await post(http, {**CHAT, "messages": messages}, "chat/completions")
+    assert status == 400
+    assert "system goes first" in answer["error"]["message"]
+
+
+async def test_pictures_are_refused(http: aiohttp.ClientSession) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+    messages = [{"role": "user", "content": parts}]
+    status, answer = await post(http, {**CHAT, "messages": messages}, "chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]")

@@ -1,0 +1,148 @@
+"""Log probabilities of answers and of echoed prompts, over HTTP."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.gateway.core import admission
+from tests.unit.gateway.http.builders import ASK, CHAT, events, post
+from tests.unit.gateway.support import CONTEXT, Cluster, ids_of
+
+
+async def test_log_probabilities_of_a_completion(http: aiohttp.ClientSession) -> None:
+    text = "hello world"
+    _, answer = await post(http, {**ASK, "logprobs": 2, "n": 2, "max_tokens": 3})
+    for choice in answer["choices"]:
+        found = choice["logprobs"]
+        assert found["tokens"] == list(text[:3])
+        assert found["token_logprobs"] == [0, -0.125, -0.25]
+        assert found["text_offset"] == [0, 1, 2]
+        alternatives = {"!": -1, '"': -2}
+        assert found["top_logprobs"][1] == {**alternatives, "e": -0.125}
+    parts = await events(http, {**ASK, "logprobs": 0, "max_tokens": 3}, "completions")
+    streamed = [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+    assert [one["tokens"] for one in streamed] == [["h"], ["e"], ["l"]]
+    assert [one["text_offset"] for one in streamed] == [[0], [1], [2]]
+    assert streamed[1]["top_logprobs"] == [{"e": -0.125}]
+
+
+async def test_log_probabilities_of_a_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    cluster.nodes[1].script = lambda submit: ids_of("aü")
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    _, answer = await post(http, body, "chat/completions")
+    content = answer["choices"][0]["logprobs"]["content"]
+    alternative = [{"token": "!", "logprob": -1, "bytes": [0x21]}]
+    assert content[0] == {
+        "token": "a", "logprob": 0, "bytes": [0x61], "top_logprobs": alternative
+    }  # fmt: skip
+    assert [one["bytes"] for one in content[1:3]] == [[0xC3], [0xBC]]
+    assert len(content) == answer["usage"]["completion_tokens"] == 4
+    parts = await events(http, body, "chat/completions")
+    streamed = [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+    assert [one["content"] for one in streamed] == [[one] for one in content]
+    texts = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(texts) == "aü"
+
+
+async def test_echo_says_the_prompt_first(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "echo": True, "n": 2, "stop": "say"}
+    _, answer = await post(http, body)
+    assert [c["text"] for c in answer["choices"]] == ["say hellohello world"] * 2
+    _, answer = await post(http, {**ASK, "echo": True, "prompt": [ids_of("a b"), ids_of("c")]})
+    assert [c["text"] for c in answer["choices"]] == ["a bhello world", "chello world"]
+    parts = await events(http, {**ASK, "echo": True}, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "say hellohello world"
+
+
+def joined(parts: list[Any], index: int) -> tuple[str, dict[str, list[Any]], str | None]:
+    """A streamed choice: its text, log probabilities, and how it ended."""
+    own = [c for part in parts for c in part["choices"] if c["index"] == index]
+    told = [c["logprobs"] for c in own if c["logprobs"]]
+    lists = {key: [one for found in told for one in found[key]] for key in told[0]}
+    return "".join(c["text"] for c in own), lists, own[-1]["finish_reason"]
+
+
+SCORED = {**ASK, "echo": True, "logprobs": 1, "max_tokens": 2}
+
+
+@pytest.mark.parametrize("prompt", ["say", [0, *ids_of("say")]], ids=["text", "ids"])
+async def test_an_echoed_prompt_is_scored(
+    cluster: Cluster, http: aiohttp.ClientSession, prompt: str | list[int]
+) -> None:
+    cluster.nodes[1].scored_at_once = 2
+    body = {**SCORED, "prompt": prompt}
+    _, answer = await post(http, body)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "sayhe"
+    assert choice["logprobs"] == {
+        "tokens": ["<s>", "s", "a", "y", "h", "e"],
+        "token_logprobs": [None, -0.25, -0.5, -0.75, 0, -0.125],
+        "top_logprobs": [None, *({"!": -1, token: found} for token, found in (
+            ("s", -0.25), ("a", -0.5), ("y", -0.75), ("h", 0), ("e", -0.125)
+        ))],
+        "text_offset": [0, 0, 1, 2, 3, 4],
+    }  # fmt: skip
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["usage"]["completion_tokens"] == 2
+    parts = await events(http, body, "completions")
+    assert parts[0]["choices"][0]["text"] == "say"
+    assert joined(parts, 0) == ("sayhe", choice["logprobs"], "length")
+
+
+async def test_every_choice_of_every_prompt_is_scored(http: aiohttp.ClientSession) -> None:
+    body = {**SCORED, "prompt": [ids_of("ab"), ids_of("c")], "n": 2}
+    _, answer = await post(http, body)
+    parts = await events(http, body, "completions")
+    assert [choice["text"] for choice in answer["choices"]] == ["abhe", "abhe", "che", "che"]
+    for choice in answer["choices"]:
+        scores = [-0.25] if choice["index"] < 2 else []
+        assert choice["logprobs"]["token_logprobs"] == [None, *scores, 0, -0.125]
+        assert joined(parts, choice["index"])[1] == choice["logprobs"]
+
+
+async def test_a_prompt_can_be_scored_without_an_answer(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    body = {**SCORED, "max_tokens": 0, "return_token_ids": True, "prompt": ["say", "so"]}
+    _, answer = await post(http, body)
+    assert answer["usage"]["completion_tokens"] == 0
+    assert [choice["text"] for choice in answer["choices"]] == ["say", "so"]
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "length"
+        assert choice["token_ids"] == []
+        assert len(choice["logprobs"]["tokens"]) == len(choice["text"]) + 1
+        assert choice["logprobs"]["token_logprobs"][:3] == [None, -0.25, -0.5]
+    parts = await events(http, body, "completions")
+    for choice in answer["choices"]:
+        streamed = joined(parts, choice["index"])
+        assert streamed == (choice["text"], choice["logprobs"], "length")
+    cluster.nodes[1].script = lambda submit: []  # ends at once
+    _, answer = await post(http, {**ASK, "echo": True, "max_tokens": 0})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("say hello", "length")
+    assert choice["logprobs"] is None
+    whole = {**SCORED, "prompt": [5] * CONTEXT}
+    assert [(await post(http, {**whole, "max_tokens": n}))[0] for n in (0, 1)] == [200, 400]
+
+
+async def test_no_more_is_scored_than_an_answer_holds(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SCORES", 16)
+    body = {**SCORED, "prompt": "say"}
+    assert [(await post(http, {**body, "n": n}))[0] for n in (2, 3)] == [200, 400]
+    _, answer = await post(http, {**body, "logprobs": 4})
+    assert answer["error"]["param"] == "logprobs"
+    assert (await post(http, {**body, "logprobs": 20, "echo": False}))[0] == 200
+
+
+async def test_of_tokens_that_read_the_same_the_most_probable_is_named(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    cluster.nodes[1].script = lambda submit: [4] * 10
+    _, answer = await post(http, {**ASK, "logprobs": 1, "max_tokens": 10})
+    found = answer["choices"][0]["logprobs"]
+    assert found["token_logprobs"][-2:] == [-1, -1.125]
+    assert found["top_logprobs"][1] == {"!": -0.125}
+    assert found["top_logprobs"][-1] == {"!": -1}

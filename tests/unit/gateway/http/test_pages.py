@@ -1,0 +1,41 @@
+"""The list of models, health, metrics, and the id of a request."""
+
+import aiohttp
+
+from tests.unit.gateway.http.builders import ASK, post
+from tests.unit.gateway.support import CONTEXT, NAME, Cluster
+
+
+async def test_models(http: aiohttp.ClientSession) -> None:
+    async with http.get("/v1/models") as response:
+        listed = await response.json()
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["created"]) == (NAME, "model", 5)
+    assert card["max_model_len"] == CONTEXT
+    async with http.get(f"/v1/models/{NAME}") as response:
+        assert await response.json() == card
+    async with http.get("/v1/models/other") as response:
+        assert response.status == 404
+
+
+async def test_request_id_is_returned(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/completions", json=ASK, headers={"X-Request-ID": "abc-1"}) as ours:
+        assert ours.headers["X-Request-ID"] == "abc-1"
+        assert (await ours.json())["id"] == "cmpl-abc-1"
+    async with http.get("/health", headers={"X-Request-ID": "bad id\u00e9"}) as made:
+        assert made.headers["X-Request-ID"].startswith("req-")
+
+
+async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    await post(http, ASK)
+    await cluster.loaded(lambda load: load.running_requests == 0)
+    async with http.get("/health") as response:
+        assert await response.json() == {"status": "ok"}
+    async with http.head("/metrics") as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert f'lambdascale_gateway_requests_total{{end="stop",model="{NAME}"}} 1.0' in lines
+    assert f'lambdascale_gateway_generated_tokens_total{{model="{NAME}"}} 12.0' in lines
+    assert f'lambdascale_gateway_ttft_seconds_count{{model="{NAME}"}} 1.0' in lines
+    assert f'lambdascale_gateway_queued_requests{{model="{NAME}"}} 0.0' in lines

@@ -1,0 +1,155 @@
+"""Streamed answers: events, usage, stop strings, and clients that leave."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from tests.unit.gateway.http.builders import ASK, CHAT, events, post
+from tests.unit.gateway.support import Cluster, ids_of
+
+
+async def test_streamed_completion(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "stream_options": {"include_usage": True}}
+    *parts, last = await events(http, body, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello world"
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * 11 + ["stop"]
+    assert all(part["usage"] is None for part in parts)
+    assert len({part["id"] for part in (*parts, last)}) == 1
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 12
+
+
+async def test_usage_in_every_chunk(http: aiohttp.ClientSession) -> None:
+    body = {**ASK, "stream_options": {"continuous_usage_stats": True}}
+    parts = await events(http, body, "completions")
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+
+
+async def test_min_tokens_also_holds_for_stop_strings(http: aiohttp.ClientSession) -> None:
+    for least, text in ((2, "he"), (3, "hel"), (4, "hello wor")):
+        _, answer = await post(http, {**ASK, "stop": "l", "min_tokens": least})
+        assert answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_streamed_choices_are_told_apart(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, {**CHAT, "n": 2}, "chat/completions")
+    texts = {0: "", 1: ""}
+    for part in parts:
+        texts[part["choices"][0]["index"]] += part["choices"][0]["delta"].get("content", "")
+    assert texts == {0: "hello world", 1: "hello world"}
+
+
+async def test_stop_string_over_tokens_cancels_the_attempt(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 9
+    _, answer = await post(http, {**ASK, "stop": ["zzz", "o wo"]})
+    assert answer["choices"][0]["text"] == "hell"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    await node.until(lambda: bool(node.cancels))
+    assert node.cancels[0].request == node.submits[0].request
+    await cluster.loaded(lambda load: load.running_requests == load.running_tokens == 0)
+
+
+@pytest.mark.parametrize("at_once", [4, 7, 50])
+async def test_several_tokens_at_once_are_taken_in_order_up_to_a_stop_string(
+    cluster: Cluster, http: aiohttp.ClientSession, at_once: int
+) -> None:
+    cluster.nodes[1].at_once = at_once
+    parts = await events(http, CHAT, "chat/completions")
+    pieces = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == "hello world"
+    parts = await events(http, {**CHAT, "stop": "o w"}, "chat/completions")
+    pieces = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == "hell"
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    _, answer = await post(http, {**ASK, "stop": "o w", "logprobs": 0})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hell", "stop")
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_only_the_last_event_of_a_choice_says_that_it_ends(
+    cluster: Cluster, http: aiohttp.ClientSession, route: str, logprobs: bool
+) -> None:
+    """Also where all tokens come at once."""
+    cluster.nodes[1].at_once = 50
+    body = {**(ASK if route == "completions" else CHAT), "n": 2, "return_token_ids": logprobs}
+    parts = await events(http, body, route)
+    for index in (0, 1):
+        own = [c for part in parts for c in part["choices"] if c["index"] == index]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+        texts = [c["text"] if "text" in c else c["delta"].get("content", "") for c in own]
+        assert "".join(texts) == "hello world"
+        assert texts[-1] == ""
+
+
+async def test_usage_in_a_chunk_counts_up_to_that_chunk(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    cluster.nodes[1].at_once = 50
+    body = {**ASK, "stream_options": {"continuous_usage_stats": True}}
+    parts = await events(http, body, "completions")
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == [*range(1, 12), 12]
+
+
+async def test_a_stop_string_ends_its_own_choice_only(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.script = lambda submit: ids_of("stop" if submit.tokens == (9,) else "never")
+    node.pause_at = 4
+    asking = asyncio.create_task(post(http, {**ASK, "prompt": [[8], [9]], "stop": "top"}))
+    await node.until(lambda: bool(node.cancels))
+    ended = {submit.request for submit in node.submits if submit.tokens == (9,)}
+    assert {cancel.request for cancel in node.cancels} == ended
+    node.resume.set()
+    _, answer = await asking
+    assert [choice["text"] for choice in answer["choices"]] == ["never", "s"]
+
+
+async def test_half_a_stop_string_is_not_lost(http: aiohttp.ClientSession) -> None:
+    parts = await events(http, {**ASK, "stop": "world!"}, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello world"
+
+
+async def test_characters_split_over_tokens_come_whole(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    text = "grüße 🎉 世界"
+    cluster.nodes[1].script = lambda submit: ids_of(text)
+    parts = await events(http, ASK, "completions")
+    pieces = [part["choices"][0]["text"] for part in parts]
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+async def test_a_client_that_leaves_cancels_its_request(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 3
+    async with http.post("/v1/completions", json={**ASK, "stream": True}) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await node.until(lambda: bool(node.cancels))
+    await cluster.loaded(lambda load: load.running_requests == 0)
+
+
+async def test_a_client_that_leaves_before_the_first_token(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 0
+    asking = asyncio.create_task(post(http, ASK))
+    await node.until(lambda: len(node.submits) == 1)
+    asking.cancel()
+    await node.until(lambda: bool(node.cancels))

@@ -1,0 +1,12 @@
+"""A node with a region, for peers to misbehave with."""
+
+import pytest
+
+from tests.support.raw_peer import Node
+
+
+@pytest.fixture
+async def node(node: Node) -> Node:
+    node.transport.register("good", memoryview(bytearray(b"good")), ready=4)
+    node.transport.register("w", memoryview(bytearray(b"x" * 1000)), ready=1000)
+    return node
