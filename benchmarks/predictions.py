@@ -101,6 +101,7 @@ async def events(
         "LAMBDASCALE_NODE_LINK_BYTES_PER_S": str(int(mbit * 1e6 / 8)),
         "LAMBDASCALE_NODE_ARENA_BYTES": str(int(nbytes * ARENA_SPARE)),
         "LAMBDASCALE_NODE_THREADS": "1",
+        "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",  # weights come over the links only
     }
     cluster = Cluster(
         ClusterSpec(

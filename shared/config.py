@@ -108,6 +108,16 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
 class RegistryConfig(_Section, frozen=True, kw_only=True):
     report_s: Seconds = 0.2
     """How long a registry that starts waits for nodes to report what they hold."""
+    durable_copies: Count = 2
+    """How many machines keep each model on a disk. The first is the machine that imports it."""
+    restore_after_s: Seconds = 60.0
+    """How long the durable copies of a node that is gone are waited for, while others are there. A
+    restart that is over by then moves nothing."""
+    copies_at_a_time: Count = 4
+    """The most durable copies that are made at a time, each on a node of its own."""
+    copy_bytes_per_s: Size = 0
+    """The rate of each. 0: a quarter of the slower link of the two nodes, or 100 MB/s if neither
+    rate is known."""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):

@@ -66,6 +66,11 @@ class Manifest(msgspec.Struct, frozen=True):
         offset = chunk * self.chunk_bytes
         return offset, min(self.chunk_bytes, self.blocks[block].nbytes - offset)
 
+    def run_range(self, block: int, chunks: range) -> tuple[int, int]:
+        """(offset, length) of consecutive chunks within their block, in bytes."""
+        first, _ = self.chunk_range(block, chunks[0])
+        return first, sum(self.chunk_range(block, chunks[-1])) - first
+
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Manifest)

@@ -17,6 +17,7 @@ REGISTRY_PULSE = f"{ROOT}.registry.pulse"
 REGISTRY_POOL = f"{ROOT}.registry.pool"
 REGISTRY_NODES = f"{ROOT}.registry.nodes"
 REGISTRY_STORY = f"{ROOT}.registry.story"
+REGISTRY_COPIES = f"{ROOT}.registry.copies"
 
 # --- the pool's broadcasts ---
 POOL_STATUS = f"{ROOT}.pool.status"
@@ -75,6 +76,14 @@ def node_release(node: NodeId) -> str:
 
 def node_import(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.import"
+
+
+def node_keep(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.keep"
+
+
+def node_lend(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.lend"
 
 
 def node_ping(node: NodeId) -> str:

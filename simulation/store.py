@@ -8,7 +8,7 @@ used model leaves when there is no room, and each model leaves when nobody has u
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from shared.layout import Manifest, model_id
 from simulation.hardware import Channel
 from simulation.models import Model, block_content
 from simulation.systems import Cache
+
+DISK_BYTES = 1 << 50
+"""The size of a modelled disk: there is always room."""
 
 
 @dataclass(slots=True)
@@ -90,6 +93,40 @@ class HostCache:
             del self._copies[model]
 
 
+class ModelledDraft:
+    """Stands for `Draft`. Writing takes no time: the link that brings the bytes is slower."""
+
+    def __init__(
+        self, name: ModelId, manifest: Manifest, drafts: dict[ModelId, "ModelledDraft"]
+    ) -> None:
+        self.model_id = name
+        self.manifest = manifest
+        self._drafts = drafts
+        self._chunks = [0] * manifest.n_blocks
+        """How many of each block's chunks are written."""
+
+    @property
+    def missing(self) -> list[int]:
+        chunks = enumerate(self._chunks)
+        return [block for block, n in chunks if n < self.manifest.n_chunks(block)]
+
+    @property
+    def done(self) -> int:
+        left = sum(self.manifest.blocks[block].nbytes for block in self.missing)
+        return self.manifest.nbytes - left
+
+    def write(self, block: int, chunks: range, data: memoryview) -> None:
+        assert bytes(data) == self._content(block, chunks), "a piece came damaged"
+        self._chunks[block] = chunks.stop
+
+    def discard(self) -> None:
+        self._drafts.pop(self.model_id, None)
+
+    def _content(self, block: int, chunks: range) -> bytes:
+        offset, nbytes = self.manifest.run_range(block, chunks)
+        return block_content(self.manifest, block)[offset : offset + nbytes]
+
+
 class ModelledStore:
     """Holds every model that it is given, whole. It stands for `Store` where the library asks for
     one."""
@@ -110,6 +147,7 @@ class ModelledStore:
         self._ssd = ssd
         self._pcie = pcie
         self._host = host
+        self._drafts: dict[ModelId, ModelledDraft] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -150,6 +188,30 @@ class ModelledStore:
         if wanted.into.nbytes != manifest.blocks[index].nbytes:
             raise BadInput(f"block {index} of model {name} does not fit {wanted.into.nbytes} bytes")
         return manifest
+
+    async def piece(self, name: ModelId, block: int, chunks: range) -> memoryview:
+        if name not in self._manifests:
+            raise NotFound(f"model {name} is not on this disk")
+        manifest, model = self._manifests[name], self._models[name]
+        offset, nbytes = manifest.run_range(block, chunks)
+        whole = manifest.blocks[block]
+        await self._ssd.carry(model.block_bytes(whole) * nbytes / whole.nbytes)
+        return memoryview(block_content(manifest, block))[offset : offset + nbytes]
+
+    def room(self) -> tuple[int, int]:
+        used = sum(manifest.nbytes for manifest in self._manifests.values())
+        return DISK_BYTES - used, DISK_BYTES
+
+    def draft(self, name: ModelId, manifest: Manifest) -> "ModelledDraft":
+        return self._drafts.setdefault(name, ModelledDraft(name, manifest, self._drafts))
+
+    def drafts(self) -> Sequence["ModelledDraft"]:
+        return list(self._drafts.values())
+
+    def adopt(self, name: ModelId, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        del self._drafts[name]
+        self._manifests[name] = manifest
+        self._models[name] = Model.of(manifest)
 
     def import_checkpoint(self, path: Path, *, blocks: int) -> Imported:
         raise BadInput(f"{path}: a modelled disk has the models that it was made with, no others")

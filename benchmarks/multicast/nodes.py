@@ -42,6 +42,8 @@ STOP_S = 20.0
 POLL_S = 0.1
 ARENA_SLACK = 1 << 20
 KV_BYTES = 64 << 20
+ONE_COPY = {"LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1"}
+"""The registry moves nothing beside what is measured."""
 LOG_TAIL = 5
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -82,7 +84,7 @@ class Nodes:
             nats = NatsServer(self._directory / "nats", host=CONTROL_GATE)
             self._nats = await stack.enter_async_context(nats)
             stack.push_async_callback(self._stop)
-            self._start("registry", "registry", self._testbed.hub, {})
+            self._start("registry", "registry", self._testbed.hub, ONE_COPY)
             self._bus = await stack.enter_async_context(NatsBus(BusConfig(url=nats.url), "bench"))
             await self._bus.subscribe(subjects.ARRIVALS, On(Message, self._hear))
             self._stack = stack.pop_all()

@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, TypeVarTuple
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.core.profile import Profiler
+from services.node.hosting.copying import Copying
 from services.node.hosting.hosting import Hosting
+from services.node.hosting.lending import Lending
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
 from services.node.hosting.reports import Reports
 from services.node.lease import Lease, next_generation
@@ -24,6 +26,7 @@ from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
+from shared.messages.copies import KeepCopy, LendPiece, Lent
 from shared.messages.pool import (
     Holding,
     ModelAdded,
@@ -104,10 +107,24 @@ class NodeService(Service):
             self._worker,
             Reports(self._bus, self.log, lambda: self._lease.info, self._profiler),
             changed=self._status_due.set,
-            spawn=lambda work, name: self.spawn(work, name=name),
+            spawn=self._spawn_one,
         )
         self.resources.push_async_callback(self._hosting.close)
+        self._lending = Lending(self._hosting, self._library, self._data, spawn=self._spawn_one)
+        self._copying = Copying(
+            self.node,
+            self._bus,
+            self._library,
+            self._data,
+            self.log,
+            changed=self._status_due.set,
+            spawn=self._spawn_one,
+        )
+        await self._copying.read_drafts()
         await self._connect_to_bus()
+
+    def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        return self.spawn(work, name=name)
 
     async def _start_threads(self, memory: Memory, device: DeviceArena | None) -> None:
         threads = Threads(self, self.contain)
@@ -189,6 +206,8 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
+        self.own(await bus.serve(subjects.node_keep(node), KeepCopy, self._keep))
+        self.own(await bus.serve(subjects.node_lend(node), LendPiece, self._lend))
         self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
         self.own(await bus.serve(subjects.node_story(node), StoryQuery, self._told))
@@ -244,6 +263,7 @@ class NodeService(Service):
 
     async def _remove(self, message: ModelRemoved, stored: bool) -> None:
         await self._hosting.release(message.model_id, keep=None, cause=message.origin)
+        await self._copying.forget(message.model_id)
         if stored:
             await self._library.delete(message.model_id)
 
@@ -287,6 +307,16 @@ class NodeService(Service):
         self._check_generation(message.generation)
         await self._hosting.obey(message)
         return Ok()
+
+    async def _keep(self, message: KeepCopy) -> Ok:
+        self._check_generation(message.generation)
+        for source in message.sources:
+            self._peers.know(source.info)
+        await self._copying.keep(message)
+        return Ok()
+
+    async def _lend(self, message: LendPiece) -> Lent:
+        return await self._lending.lend(message)
 
     async def _submit(self, message: Submit) -> Ok:
         await self._worker.submit(message)
@@ -339,6 +369,7 @@ class NodeService(Service):
     def _status(self) -> NodeStatus:
         self._status_seq += 1
         cause, self._status_cause = self._status_cause, ""
+        disk_free, disk_bytes = self._library.room()
         return NodeStatus(
             cause=cause,
             node=self.info.node,
@@ -348,6 +379,9 @@ class NodeService(Service):
             holdings=self.holdings(),
             profile=self._profiler.profile(),
             peers=self._peers.by_way(),
+            disk_bytes=disk_bytes,
+            disk_free=disk_free,
+            copying=self._copying.progress(),
             **dataclasses.asdict(self._worker.load()),
         )
 

@@ -9,14 +9,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar
 
+from services.registry.core.copies_view import copies_view
+from services.registry.core.durable import CopyOrdered, Durability
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
 from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
 from shared.bus.base import Bus, On
 from shared.config import RegistryConfig
-from shared.errors import BusError
+from shared.errors import BusError, LambdaScaleError
 from shared.messages import Message, Ok, Ping
+from shared.messages.copies import CopiesQuery, KeepCopy, PoolCopies
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
@@ -52,6 +55,8 @@ STORED_WAIT_S = 0.25
 is."""
 RETRY_S = 0.5
 """Seconds between attempts at the bus."""
+ORDER_TIMEOUT_S = 10.0
+"""Seconds in which a node answers whether it makes a copy."""
 
 
 class RegistryService(Service):
@@ -71,7 +76,14 @@ class RegistryService(Service):
 
     def __init__(self, bus: Bus, config: RegistryConfig) -> None:
         super().__init__("registry")
-        self.pool = self.pool_type()
+        self.pool = self.pool_type(
+            Durability(
+                copies=config.durable_copies,
+                after_s=config.restore_after_s,
+                at_a_time=config.copies_at_a_time,
+                bytes_per_s=config.copy_bytes_per_s,
+            )
+        )
         self._bus = bus
         self._config = config
         self._store = Store(bus, self.log)
@@ -101,6 +113,7 @@ class RegistryService(Service):
         self.own(await bus.serve(subjects.REGISTRY_UNRESERVE, Unreserve, self._unreserve))
         self.own(await bus.serve(subjects.REGISTRY_POOL, PoolQuery, self._view))
         self.own(await bus.serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes))
+        self.own(await bus.serve(subjects.REGISTRY_COPIES, CopiesQuery, self._copies))
         self.own(await bus.serve(subjects.REGISTRY_STORY, StoryQuery, self._story))
 
     async def drain(self) -> None:
@@ -203,6 +216,10 @@ class RegistryService(Service):
         await self._reconciled.wait()
         return Nodes(nodes=self.pool.leases.present)
 
+    async def _copies(self, request: CopiesQuery) -> PoolCopies:
+        await self._reconciled.wait()
+        return copies_view(self.pool)
+
     async def _story(self, request: StoryQuery) -> Told:
         return Told.of(self.pool.story.of(request.subject), clock.now(), clock.wall_ns())
 
@@ -230,6 +247,7 @@ class RegistryService(Service):
         self._send(subjects.POOL_REPORT, ReportStatus(cause="restart"))
         await asyncio.sleep(self._config.report_s)
         self._reconciled.set()
+        self.pool.durable.start(clock.now())
         self.log.info("reconciled", nodes=len(self.pool.leases.present))
 
     # --- what follows ---
@@ -247,6 +265,8 @@ class RegistryService(Service):
                     self._on_gone(effect)
                     self._store.node(node, self.pool.leases.info(node))
                     self._send(subjects.POOL_NODES, effect)
+                case CopyOrdered():
+                    self.spawn(self._order(effect), name="order a copy", contained=True)
                 case ReservationMade(reservation=held):
                     self.log.info("node reserved", node=held.node, event_id=held.event)
                     self._store.reservation(held.node, self.pool.reservations.of(held.node))
@@ -255,6 +275,24 @@ class RegistryService(Service):
                         "reservation ended", node=held.node, event_id=held.event, reason=reason
                     )
                     self._store.reservation(held.node, self.pool.reservations.of(held.node))
+
+    async def _order(self, order: CopyOrdered) -> None:
+        info = order.info
+        self.log.info("durable copy ordered", model_id=order.model_id, node=info.node)
+        message = KeepCopy(
+            node=info.node,
+            generation=info.generation,
+            model_id=order.model_id,
+            sources=order.sources,
+            bytes_per_s=order.bytes_per_s,
+            cause="tick",
+        )
+        subject = subjects.node_keep(info.node)
+        try:
+            await self._bus.request(subject, message, Ok, timeout=ORDER_TIMEOUT_S)
+        except LambdaScaleError as error:
+            self.log.warning("durable copy refused", node=info.node, error=str(error))
+            self.pool.durable.failed(order, str(error), clock.now())
 
     def _on_gone(self, gone: NodeGone) -> None:
         self.log.warning(

@@ -83,6 +83,19 @@ class Holding(msgspec.Struct, frozen=True):
     """Verified blocks, ascending."""
 
 
+class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A durable copy that is not whole yet, on its node's disk."""
+
+    model_id: ModelId
+    done: int
+    """Bytes on the disk, of `nbytes`."""
+    nbytes: int
+    running: bool = True
+    """False: it is left over from before a restart or a failure, and nobody goes on with it."""
+    error: str = ""
+    """What it failed with, in words."""
+
+
 class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Node -> registry and planner: everything that the node holds now. Sent on change, on request,
     and every second."""
@@ -120,6 +133,10 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
     """The nodes that it has connections to read from, by what carries the bytes: shm, rdma, tcp."""
+    disk_bytes: int = 0
+    """The size of the disk that holds its packed models. 0: it does not say."""
+    disk_free: int = 0
+    copying: tuple[CopyProgress, ...] = ()
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):

@@ -188,6 +188,7 @@ async def running(
             "LAMBDASCALE_NODE_THREADS": "1",
             "LAMBDASCALE_NODE_ARENA_BYTES": str(64 << 20),
             "LAMBDASCALE_NODE_KV_BYTES": str(512 << 20),
+            "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",
             **(settings or {}),
         },
         apart=apart,

@@ -96,6 +96,7 @@ class Demo:
             "LAMBDASCALE_NODE_SLOTS": str(scenario.SLOTS),
             "LAMBDASCALE_NODE_THREADS": "1",
             "LAMBDASCALE_GATEWAY_API_KEYS": "",
+            "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",  # weights come over the links only
         }
         return ClusterSpec(
             directory=directory,

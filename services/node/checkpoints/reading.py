@@ -137,18 +137,34 @@ class Reading:
         return first
 
     def _read(self, wanted: Wanted, chunks: range, spare: memoryview) -> None:
-        spec = self._manifest.blocks[wanted.block]
-        path = self._directory / block_file(wanted.block)
-        ranges = [self._manifest.chunk_range(wanted.block, chunk) for chunk in chunks]
-        first, end = ranges[0][0], sum(ranges[-1])
-        with _disk_errors(path):
-            self._files.read(path, first, wanted.into[first:end], spare)
-        for chunk, (offset, length) in zip(chunks, ranges, strict=True):
-            if digest(wanted.into[offset : offset + length]) != spec.digests[chunk]:
-                raise DigestMismatch(
-                    f"block {wanted.block} of model {self._directory.name}: chunk {chunk} in "
-                    f"{path} is damaged; import the model again"
-                )
+        first, nbytes = self._manifest.run_range(wanted.block, chunks)
+        into = wanted.into[first : first + nbytes]
+        read_run(self._files, self._directory, self._manifest, wanted.block, chunks, into, spare)
+
+
+def read_run(
+    files: Files,
+    directory: Path,
+    manifest: Manifest,
+    block: int,
+    chunks: range,
+    into: memoryview,
+    spare: memoryview,
+) -> None:
+    """Reads a run of chunks from a model's `directory`, and checks them. `spare`: a page that may
+    be used meanwhile. NotFound, ModelError; DigestMismatch names the chunk."""
+    path = directory / block_file(block)
+    first, _ = manifest.run_range(block, chunks)
+    with _disk_errors(path):
+        files.read(path, first, into, spare)
+    for chunk in chunks:
+        offset, length = manifest.chunk_range(block, chunk)
+        start = offset - first
+        if digest(into[start : start + length]) != manifest.blocks[block].digests[chunk]:
+            raise DigestMismatch(
+                f"block {block} of model {directory.name}: chunk {chunk} in {path} is damaged; "
+                "import the model again"
+            )
 
 
 async def read_together(reading: Reading) -> AsyncGenerator[Outcome, None]:

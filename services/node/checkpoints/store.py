@@ -5,15 +5,17 @@
                       files/tokenizer.json ...
 
 A model is written to a hidden directory and renamed into place, so a crash leaves a whole model
-or none; the next import clears what it left. All but `read` is synchronous: call it in a thread.
+or none; the next import clears what it left. A model that comes from peers is a `Draft` until it is
+whole. All but `read` and `piece` is synchronous: call it in a thread.
 """
 
 import asyncio
 import fcntl
+import mmap
 import re
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from services.node.checkpoints.disk import (
     fsync_directory,
     write_file,
 )
+from services.node.checkpoints.draft import DRAFT, MANIFEST, Draft
 from services.node.checkpoints.packer import Progress, block_file, empty_manifest, pack
 from services.node.checkpoints.reading import (
     Files,
@@ -35,14 +38,16 @@ from services.node.checkpoints.reading import (
     Reading,
     Unreadable,
     Wanted,
+    read_run,
     read_together,
 )
+from services.node.memory.arena import PAGE
 from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 
 _MODEL_ID = re.compile(r"[0-9a-f]{32}")
-_MANIFEST, _FILES = "manifest.msgpack", "files"
+_FILES = "files"
 _UNFINISHED = ".unfinished-"
 _log = structlog.get_logger(__name__)
 
@@ -81,12 +86,9 @@ class Store:
         with disk_errors(self._root, layout.nbytes), self._staging() as staging:
             check_room(self._root, layout.nbytes)
             manifest = pack(checkpoint, layout, staging, progress)
-            write_file(staging / _MANIFEST, encode_manifest(manifest))
-            (staging / _FILES).mkdir()
-            for name, data in checkpoint.files.items():
-                write_file(staging / _FILES / name, data)
+            write_file(staging / MANIFEST, encode_manifest(manifest))
             name = model_id(manifest)
-            self._publish(staging, self._root / name)
+            self._publish(staging, self._root / name, checkpoint.files)
         return Imported(
             name, manifest, checkpoint.files, checkpoint.config.context_length, manifest.nbytes
         )
@@ -152,6 +154,56 @@ class Store:
                 )
         return Reading(self._block_files, self._directory(name), manifest, wanted)
 
+    async def piece(self, name: ModelId, block: int, chunks: range) -> memoryview:
+        """Some consecutive chunks of a block, with the right digests. NotFound, CorruptCheckpoint
+        (the manifest), DigestMismatch, ModelError (the disk fails)."""
+        return await asyncio.to_thread(self._piece, name, block, chunks)
+
+    def _piece(self, name: ModelId, block: int, chunks: range) -> memoryview:
+        manifest = self._manifest(name)
+        if not (0 <= block < manifest.n_blocks and chunks and 0 <= chunks[0] <= chunks[-1]):
+            raise NotFound(f"model {name} has no chunks {chunks} of block {block}")
+        if chunks[-1] >= manifest.n_chunks(block):
+            raise NotFound(f"block {block} of model {name} has no chunk {chunks[-1]}")
+        _, nbytes = manifest.run_range(block, chunks)
+        into, spare = (memoryview(mmap.mmap(-1, size)) for size in (nbytes, PAGE))
+        read_run(self._block_files, self._directory(name), manifest, block, chunks, into, spare)
+        return into
+
+    # --- copies that come from peers ---
+
+    def room(self) -> tuple[int, int]:
+        """(bytes that are free, size in bytes) of the disk."""
+        there = next(path for path in (self._root, *self._root.absolute().parents) if path.is_dir())
+        usage = shutil.disk_usage(there)
+        return usage.free, usage.total
+
+    def draft(self, name: ModelId, manifest: Manifest) -> Draft:
+        """The model's draft, possibly from before a restart. Its errors: see `Draft`."""
+        return Draft(self._root, name, manifest)
+
+    def drafts(self) -> list[Draft]:
+        """Those that a restart left. Damaged ones are deleted."""
+        found: list[Draft] = []
+        for directory in sorted(self._root.glob(f"{DRAFT}*")):
+            name = ModelId(directory.name.removeprefix(DRAFT))
+            try:
+                manifest = decode_manifest((directory / MANIFEST).read_bytes())
+                if model_id(manifest) != name:
+                    raise CorruptCheckpoint(f"{directory} is not a draft of {name}")
+                found.append(self.draft(name, manifest))
+            except (OSError, UnicodeDecodeError, msgspec.DecodeError, LambdaScaleError) as error:
+                _log.warning("draft_deleted", model_id=name, reason=str(error))
+                shutil.rmtree(directory, ignore_errors=True)
+        return found
+
+    def adopt(self, name: ModelId, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        """Makes a whole draft a model of the store, in place of the copy that is there."""
+        draft = self.draft(name, manifest)
+        with disk_errors(self._root, manifest.nbytes), self._locked():
+            self._publish(draft.directory, self._root / name, files)
+            draft.discard()  # what is left of it where a copy was there
+
     def files(self, name: ModelId) -> dict[str, bytes]:
         """Tokenizer and template files by name. NotFound if the model is not in the store."""
         directory = self._directory(name) / _FILES
@@ -177,9 +229,7 @@ class Store:
     @contextmanager
     def _staging(self) -> Iterator[Path]:
         """A fresh directory for the one import that runs in this root. It is removed afterwards."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        with (self._root / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._locked():
             for stale in self._root.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(stale, ignore_errors=True)
             staging = self._root / f"{_UNFINISHED}{secrets.token_hex(8)}"
@@ -189,12 +239,25 @@ class Store:
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def _publish(self, staging: Path, target: Path) -> None:
-        """Moves a finished model into place, or over the copy that is there.
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Whoever brings models into the store does so alone."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _publish(self, staging: Path, target: Path, files: Mapping[str, bytes]) -> None:
+        """Adds the small files to a finished model, and moves it into place, or over the copy that
+        is there.
 
         Blocks and manifest of the old copy have the same bytes (or are damaged), so replacing them
         one by one leaves a whole model at every point.
         """
+        shutil.rmtree(staging / _FILES, ignore_errors=True)
+        (staging / _FILES).mkdir()
+        for name, data in files.items():
+            write_file(staging / _FILES / name, data)
         fsync_directory(staging / _FILES)
         fsync_directory(staging)
         if target.is_dir():
@@ -227,7 +290,7 @@ class Store:
         named."""
         if name in self._verified:
             return self._verified[name]
-        path = self._directory(name) / _MANIFEST
+        path = self._directory(name) / MANIFEST
         try:
             manifest = decode_manifest(path.read_bytes())
         except FileNotFoundError as error:

@@ -83,6 +83,11 @@ class Hosting:
     def holdings(self) -> list[Holding]:
         return [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
 
+    def holds(self, model: ModelId, block: int) -> bool:
+        """Whether the arena has the whole block, so that peers can read it."""
+        hosted = self._hosted.get(model)
+        return hosted is not None and block in hosted.residency.held
+
     @property
     def arena_free(self) -> int:
         return self._arena.free_bytes

@@ -10,11 +10,11 @@ import msgspec
 
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
 from services.node.checkpoints.store import Imported
-from services.node.parts import AnyStore
+from services.node.parts import AnyDraft, AnyStore
 from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns
-from shared.errors import CorruptCheckpoint, NotFound
+from shared.errors import CorruptCheckpoint, LambdaScaleError, NotFound
 from shared.ids import ModelId, check_model_name
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 from shared.messages import Ok
@@ -109,6 +109,50 @@ class Library:
                 if isinstance(outcome, Unreadable):
                     self._on_damaged(model, outcome.block)
                 yield outcome
+
+    async def piece(self, model: ModelId, block: int, chunks: range) -> memoryview:
+        """Some consecutive chunks of a block. NotFound; DigestMismatch, ModelError: the block does
+        not count as stored any more."""
+        if block not in self._disk.get(model, ()):
+            raise NotFound(f"block {block} of model {model} is not on this node's disk")
+        try:
+            return await self._store.piece(model, block, chunks)
+        except LambdaScaleError:
+            self._on_damaged(model, block)
+            raise
+
+    def is_stored(self, model: ModelId) -> bool:
+        """Whether the disk has the whole model, and no block is known to be damaged."""
+        manifest = self._manifests.get(model)
+        return manifest is not None and len(self._disk.get(model, ())) == manifest.n_blocks
+
+    def room(self) -> tuple[int, int]:
+        """(bytes that are free, size in bytes) of the disk."""
+        return self._store.room()
+
+    # --- copies that come from peers ---
+
+    async def drafts(self) -> Sequence[AnyDraft]:
+        return await asyncio.to_thread(self._store.drafts)
+
+    async def draft(self, model: ModelId, manifest: Manifest) -> AnyDraft:
+        """CapacityExceeded, ModelError: see `Draft`."""
+        return await asyncio.to_thread(self._store.draft, model, manifest)
+
+    async def adopt(self, draft: AnyDraft) -> None:
+        """Takes a whole draft onto the shelf. NotFound: the model was removed meanwhile."""
+        model = draft.model_id
+        if model not in self._files:
+            await self._ask_for(model)
+        names = self._files.get(model, {})
+        files = {name: await self.file(model, name) for name in names}
+        async with self._writing:
+            if model not in self._known:
+                raise NotFound(f"model {model} is not published")
+            found = {name: data for name, data in files.items() if data is not None}
+            await to_its_end(partial(self._store.adopt, model, draft.manifest, found))
+            self._shelve(model, draft.manifest)
+        self._changed()
 
     def _on_damaged(self, model: ModelId, block: int) -> None:
         if model in self._disk:

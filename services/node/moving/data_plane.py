@@ -31,6 +31,11 @@ from shared.messages.scaling import Pull
 
 T = TypeVar("T")
 
+LAST = (1 << 31) - 1
+"""The priority of reads that go behind all others of their flow."""
+COPIES = "copies"
+"""The flow of pieces that are lent."""
+
 
 class DataPlane:
     """Use as an async context manager on the control loop; Conflict once it is closed."""
@@ -118,6 +123,20 @@ class DataPlane:
 
     async def drop(self, model: ModelId) -> None:
         await self._await(self._mover.drop(model))
+
+    async def lend(self, region: str, buffer: memoryview) -> None:
+        """Makes a buffer outside of the arena readable by peers. Conflict if the name is taken."""
+        await self._call(
+            lambda: self._transport.register(region, buffer, ready=len(buffer), flow=COPIES)
+        )
+
+    async def reclaim(self, region: str) -> None:
+        """Once this returns, nothing touches the buffer that was lent."""
+        await self._await(self._transport.unregister(region))
+
+    async def fetch(self, address: str, region: str, offset: int, into: memoryview) -> None:
+        """Reads a part of a peer's region, behind everything that plans ask for. TransportError."""
+        await self._await(self._transport.read(address, region, offset, into, priority=LAST))
 
     async def connect(self, address: str) -> None:
         await self._await(self._transport.connect(address))

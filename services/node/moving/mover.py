@@ -104,7 +104,7 @@ class Mover:
         pulls = Pulls([len(spec.digests) for spec in manifest.blocks], most)
         model = _Model(model_id, manifest, space, [], pulls)
         for spec in manifest.blocks:
-            block = _Block(f"{model_id}/{spec.index}", space.block(spec.index))
+            block = _Block(region_of(model_id, spec.index), space.block(spec.index))
             model.blocks.append(block)
             self._transport.register(block.region, block.buffer, flow=model_id)
         self._models[model_id] = model
@@ -303,6 +303,11 @@ def _arrival(model: _Model, pulling: Pulling) -> Arrival:
         reads.first_byte_ns,
         wall_ns(),
     )
+
+
+def region_of(model_id: ModelId, block: int) -> str:
+    """The name of the region that a block of a hosted model is."""
+    return f"{model_id}/{block}"
 
 
 def _user(model_id: ModelId) -> str:

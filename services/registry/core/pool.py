@@ -10,6 +10,7 @@ import msgspec
 
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
+from services.registry.core.durable import SOURCES, CopyOrdered, Durability, DurableCopies
 from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Change, Leases
 from services.registry.core.placement import Target, choose, sender_rank
@@ -44,18 +45,19 @@ class ReservationEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded
-"""An effect has to be announced, and stored."""
+Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyOrdered
+"""An effect has to be announced, stored, or sent to a node."""
 
 
 class Pool:
-    def __init__(self) -> None:
+    def __init__(self, durability: Durability = Durability()) -> None:  # noqa: B008 - frozen
         self.story = Story()
         """What happened to nodes and reservations, and why."""
         self.catalog = Catalog()
         self.leases = Leases(self.story)
         self.holdings = Holdings()
         self.reservations = Reservations()
+        self.durable = DurableCopies(durability, self.catalog, self.leases, self.holdings)
         self.at = 0.0
         """The time of what happens, for the story. The shell sets it before a request. Other events
         bring their time along."""
@@ -68,6 +70,7 @@ class Pool:
         """Takes in what was stored before a restart. `leases_are` then tells what still holds."""
         for info in nodes:
             self.leases.restore(info, now)
+            self.durable.joined(info)
             self.at = now
         for reservation in reservations:
             self.reservations.add(reservation)
@@ -103,14 +106,46 @@ class Pool:
         effects = self._after(self.leases.overdue(now), now)
         present = {(info.node, info.generation) for info in self.leases.present}
         self.holdings.prune(present, now)
-        return effects
+        return [*effects, *self._copies_to_order(now)]
+
+    def _copies_to_order(self, now: float) -> list[CopyOrdered]:
+        durable = self.durable
+        if not durable.due(now):
+            return []
+        durable.settle(now)
+        lacking = {
+            record.model_id: self._givers(record)
+            for record in self.catalog.records
+            if durable.lacking(record, now)
+        }
+        orders: list[CopyOrdered] = []
+        for choice in durable.step(lacking, now).choices:
+            model, info = choice.model_id, choice.info
+            sources = [source for source in self.sources(model) if source.info.node != info.node]
+            best = tuple(sources[:SOURCES])
+            rate = durable.rate(info, [source.info for source in best])
+            orders.append(CopyOrdered(info, model, best, rate))
+            why = f"ordered a durable copy from {', '.join(s.info.node for s in best)}"
+            self.story.tell(now, "tick", why, info.node, model)
+        return orders
+
+    def _givers(self, record: ModelRecord) -> frozenset[NodeId]:
+        """Nodes that hold the model whole in some tier, or else those that do so together."""
+        sources = self.sources(record.model_id)
+        whole = frozenset(source.info.node for source in sources if source.complete)
+        blocks = {block for source in sources for block in source.blocks}
+        together = frozenset(source.info.node for source in sources)
+        return whole or (together if len(blocks) == record.n_blocks else frozenset())
 
     def _after(self, changes: Iterable[Change], now: float) -> list[Effect]:
         self.at = now
         effects: list[Effect] = []
         for change in changes:
             effects.append(change)
+            if isinstance(change, NodeJoined):
+                self.durable.joined(change.info)
             if isinstance(change, NodeGone):
+                self.durable.gone(change.node, change.generation, now)
                 lost = self.reservations.lose(change.node, change.generation)
                 if lost is not None:
                     reason = f"its node is gone: {change.reason}"

@@ -88,7 +88,8 @@ class Nodes:
         ):
             await self.bus.subscribe(subject, On(Message, heard.hear))
         bus = await self._stack.enter_async_context(MemoryBus(self.broker, "registry"))
-        await self._stack.enter_async_context(RegistryService(bus, RegistryConfig(report_s=0.0)))
+        config = RegistryConfig(report_s=0.0, durable_copies=1)  # the test orders copies
+        await self._stack.enter_async_context(RegistryService(bus, config))
 
     # --- nodes ---
 

@@ -1,0 +1,215 @@
+"""Durable copies that this node makes of models that other nodes hold, piece by piece.
+
+The registry orders a copy (`KeepCopy`). One task for each model asks the sources for pieces in turn
+(`LendPiece`), reads them over the data plane behind everything else, and writes them to a draft on
+the disk. Only one piece of a model is in memory at a time, and it keeps to the rate of its order.
+A whole draft is a model of the disk like an imported one. A draft outlives restarts and failures:
+the next order goes on with its whole blocks.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from structlog.stdlib import BoundLogger
+
+from services.node.hosting.lending import PIECE_BYTES
+from services.node.hosting.library import Library
+from services.node.hosting.promotion import Spawn
+from services.node.parts import AnyDataPlane, AnyDraft
+from shared import subjects
+from shared.bus.base import Bus
+from shared.clock import now
+from shared.errors import BadInput, LambdaScaleError, NotFound, as_typed
+from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
+from shared.messages.copies import KeepCopy, LendPiece, Lent
+from shared.messages.pool import CopyProgress, Source
+from shared.threads import to_its_end
+
+LEND_TIMEOUT_S = 10.0
+"""A source may have to read the piece from a busy disk."""
+ROUNDS = 5
+"""How often all sources of a piece are tried, before the copy fails."""
+ROUND_S = 1.0
+"""Seconds between two rounds."""
+DRAFT_KEPT_S = 600.0
+"""A draft that no order goes on with is deleted after this long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    draft: AnyDraft
+    order: KeepCopy | None = None
+    """None: nobody has asked for it since this node started."""
+    error: str = ""
+    task: asyncio.Task[None] | None = None
+    """The task that makes it, or else the one that deletes it in the end."""
+    running: bool = False
+    turn: int = 0
+    """Which source is asked first, so that sources take turns."""
+    began: float = 0.0
+    moved: int = 0
+    """Bytes that came since `began`."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Copying:
+    def __init__(
+        self,
+        node: NodeId,
+        bus: Bus,
+        library: Library,
+        data: AnyDataPlane,
+        log: BoundLogger,
+        *,
+        changed: Callable[[], None],
+        spawn: Spawn,
+    ) -> None:
+        """`changed` is called when a copy has begun, come further, failed or become whole."""
+        self._node = node
+        self._bus = bus
+        self._library = library
+        self._data = data
+        self._log = log
+        self._changed = changed
+        self._spawn = spawn
+        self._copies: dict[ModelId, _Copy] = {}
+        self._beginning = asyncio.Lock()
+
+    async def read_drafts(self) -> None:
+        """Finds the drafts that a restart left on this node's disk."""
+        for draft in await self._library.drafts():
+            self._copies[draft.model_id] = copy = _Copy(draft)
+            self._leave(copy)
+
+    def progress(self) -> tuple[CopyProgress, ...]:
+        return tuple(
+            CopyProgress(
+                model_id=model,
+                done=copy.draft.done,
+                nbytes=copy.draft.manifest.nbytes,
+                running=copy.running,
+                error=copy.error,
+            )
+            for model, copy in sorted(self._copies.items())
+        )
+
+    async def keep(self, order: KeepCopy) -> None:
+        """Begins a copy, or changes the order of the copy that is under way. Does nothing if the
+        disk has the model. NotFound: it is not published. CapacityExceeded: the disk lacks room.
+        BadInput: no rate."""
+        if order.bytes_per_s <= 0:
+            raise BadInput(f"a copy at {order.bytes_per_s} bytes/s would never be made")
+        async with self._beginning:
+            if self._library.is_stored(order.model_id):
+                return
+            copy = self._copies.get(order.model_id)
+            if copy is None:
+                manifest = await self._library.manifest(order.model_id)
+                draft = await self._library.draft(order.model_id, manifest)
+                copy = self._copies[order.model_id] = _Copy(draft)
+            copy.order = order
+            if not copy.running:
+                self._begin(copy)
+        self._changed()
+
+    def _begin(self, copy: _Copy) -> None:
+        if copy.task is not None:
+            copy.task.cancel()
+        copy.running, copy.error = True, ""
+        copy.began, copy.moved = now(), 0
+        copy.ended = asyncio.Event()
+        copy.task = self._spawn(self._make(copy), f"copy of {copy.draft.model_id}")
+
+    def _leave(self, copy: _Copy) -> None:
+        """Deletes a draft in the end, unless an order comes for it."""
+        copy.task = self._spawn(self._expire(copy), f"draft of {copy.draft.model_id}")
+
+    async def forget(self, model: ModelId) -> None:
+        """Ends and deletes the copy of a model that was removed."""
+        copy = self._copies.pop(model, None)
+        if copy is None:
+            return
+        if copy.task is not None:
+            copy.task.cancel()
+        if copy.running:
+            await copy.ended.wait()
+        await to_its_end(copy.draft.discard)
+        self._changed()
+
+    # --- one copy ---
+
+    async def _make(self, copy: _Copy) -> None:
+        model = copy.draft.model_id
+        try:
+            for block in copy.draft.missing:
+                await self._bring(copy, block)
+                self._changed()
+            await self._library.adopt(copy.draft)
+            self._copies.pop(model, None)
+            self._log.info("durable copy made", model=model, nbytes=copy.draft.manifest.nbytes)
+        except Exception as error:  # one copy's boundary: the registry is told, others go on
+            copy.error = str(as_typed(error))
+            self._log.warning("durable copy failed", model=model, error=copy.error)
+            self._leave(copy)
+        finally:
+            copy.running = False
+            copy.ended.set()
+            self._changed()
+
+    async def _bring(self, copy: _Copy, block: int) -> None:
+        for chunks in pieces(copy.draft.manifest, block):
+            piece = await self._borrow(copy, block, chunks)
+            await to_its_end(lambda: copy.draft.write(block, chunks, piece))  # noqa: B023 - awaited
+            copy.moved += len(piece)
+            assert copy.order is not None
+            due = copy.began + copy.moved / copy.order.bytes_per_s
+            await asyncio.sleep(max(0.0, due - now()))
+
+    async def _borrow(self, copy: _Copy, block: int, chunks: range) -> memoryview:
+        """The piece, from the first source that gives it; sources take turns."""
+        failure: LambdaScaleError | None = None
+        for round_ in range(ROUNDS):
+            if round_:
+                await asyncio.sleep(ROUND_S)
+            order = copy.order
+            assert order is not None
+            holders = [source for source in order.sources if block in source.blocks]
+            for _ in holders:
+                copy.turn += 1
+                try:
+                    return await self._read(copy, holders[copy.turn % len(holders)], block, chunks)
+                except LambdaScaleError as error:
+                    failure = error
+        raise failure or NotFound(f"no source has block {block} of model {copy.draft.model_id}")
+
+    async def _read(self, copy: _Copy, source: Source, block: int, chunks: range) -> memoryview:
+        ask = LendPiece(
+            borrower=self._node,
+            model_id=copy.draft.model_id,
+            block=block,
+            first=chunks[0],
+            count=len(chunks),
+            cause="keep_copy",
+        )
+        subject = subjects.node_lend(source.info.node)
+        lent = await self._bus.request(subject, ask, Lent, timeout=LEND_TIMEOUT_S)
+        _, nbytes = copy.draft.manifest.run_range(block, chunks)
+        piece = memoryview(bytearray(nbytes))
+        await self._data.fetch(source.info.address, lent.region, lent.offset, piece)
+        return piece
+
+    async def _expire(self, copy: _Copy) -> None:
+        await asyncio.sleep(DRAFT_KEPT_S)
+        if self._copies.get(copy.draft.model_id) is copy:
+            del self._copies[copy.draft.model_id]
+            await to_its_end(copy.draft.discard)
+            self._changed()
+
+
+def pieces(manifest: Manifest, block: int) -> list[range]:
+    """The block's chunks in runs that are asked for at a time."""
+    most = max(1, PIECE_BYTES // manifest.chunk_bytes)
+    end = manifest.n_chunks(block)
+    return [range(start, min(start + most, end)) for start in range(0, end, most)]

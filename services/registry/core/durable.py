@@ -1,0 +1,268 @@
+"""The registry's orders of durable copies: which were given, and what became of them.
+
+What nodes report is the truth: a copy is under way if its node says so, and made once it is in the
+node's holdings. So a registry that starts anew, late answers and repeated orders do no harm. Only
+this is remembered here:
+
+    order of a copy    to          when
+    asked              reported    the node's status shows the copy, or that it is made
+                       refused     the node answers with an error, or says nothing for ASKED_S
+    reported           refused     the node reports an error, or no progress for STALL_S
+    refused            (none)      REFUSED_S later: the node may be asked again
+    any                (none)      the node or the model is gone
+
+and which nodes went lately with copies: they are waited for, because restarts move nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from services.registry.core.catalog import Catalog
+from services.registry.core.goals import Disk, Goals, Need, goals, machine_of
+from services.registry.core.holdings import Holdings
+from services.registry.core.leases import Leases
+from shared.ids import Generation, ModelId, NodeId
+from shared.messages.pool import CopyProgress, ModelRecord, NodeInfo, Source, Tier
+
+EVERY_S = 1.0
+ASKED_S = 15.0
+STALL_S = 60.0
+REFUSED_S = 60.0
+SOURCES = 4
+"""The most sources of one copy."""
+LINK_SHARE = 4
+"""A copy takes one part in so many of a link."""
+UNKNOWN_RATE = 100_000_000
+"""bytes/s of a copy where no link's rate is known."""
+
+
+class Durability(msgspec.Struct, frozen=True, kw_only=True):
+    """See `RegistryConfig`."""
+
+    copies: int = 2
+    after_s: float = 60.0
+    at_a_time: int = 4
+    bytes_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrdered:
+    """To be sent to the node."""
+
+    info: NodeInfo
+    model_id: ModelId
+    sources: tuple[Source, ...]
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A node that went."""
+
+    info: NodeInfo
+    models: frozenset[ModelId]
+    """What its disk held whole."""
+    drafts: frozenset[ModelId]
+    until: float
+
+
+@dataclass(slots=True)
+class _Progress:
+    done: int
+    since: float
+
+
+_Order = tuple[ModelId, NodeId, Generation]
+
+
+class DurableCopies:
+    def __init__(
+        self, settings: Durability, catalog: Catalog, leases: Leases, holdings: Holdings
+    ) -> None:
+        self.settings = settings
+        self.reasons: dict[ModelId, str] = {}
+        """Why models lack copies that nobody makes, as of the last step."""
+        self._catalog = catalog
+        self._leases = leases
+        self._holdings = holdings
+        self._known: dict[NodeId, NodeInfo] = {}
+        """Nodes that are not gone."""
+        self._asked: dict[_Order, float] = {}
+        self._coming: dict[_Order, CopyProgress] = {}
+        """The copies that nodes report to be making, as of the last `settle`."""
+        self._refused: dict[_Order, tuple[float, str]] = {}
+        self._progress: dict[_Order, _Progress] = {}
+        self._left: dict[NodeId, _Left] = {}
+        self._patient_until: dict[ModelId, float] = {}
+        """Models from before a restart: nodes that held them may not be back yet."""
+        self._next_at = float("inf")
+
+    # --- what happens ---
+
+    def start(self, now: float) -> None:
+        """The nodes have reported: orders may be given from now on."""
+        self._next_at = now
+        for record in self._catalog.records:
+            self._patient_until[record.model_id] = now + self.settings.after_s
+
+    def joined(self, info: NodeInfo) -> None:
+        self._known[info.node] = info
+
+    def gone(self, node: NodeId, generation: Generation, now: float) -> None:
+        """A node's lease has ended. What its disk holds may come back with it."""
+        info = self._known.get(node)
+        if info is None or info.generation != generation:
+            return
+        del self._known[node]
+        models = self._holdings.models(info.node, info.generation)
+        status = self._holdings.of(info)
+        self._left[info.node] = _Left(
+            info,
+            frozenset(model for model, tiers in models.items() if Tier.DISK in tiers),
+            frozenset(copying.model_id for copying in status.copying) if status else frozenset(),
+            now + self.settings.after_s,
+        )
+
+    def failed(self, order: CopyOrdered, why: str, now: float) -> None:
+        """The node refused, or did not answer. Late answers to older orders change nothing."""
+        key = (order.model_id, order.info.node, order.info.generation)
+        if self._asked.pop(key, None) is not None:
+            self._refuse(key, why, now)
+
+    # --- what follows ---
+
+    def due(self, now: float) -> bool:
+        return now >= self._next_at
+
+    def step(self, models: Mapping[ModelId, frozenset[NodeId]], now: float) -> Goals:
+        """The copies to order now. `models`: those that lack some (see `lacking`), each with the
+        nodes that can give its blocks."""
+        needs = [self._need(self._catalog.identified(m), models[m]) for m in models]
+        under_way = self._asked.keys() | self._coming.keys()
+        busy = {node for _, node, _ in under_way}
+        most = self.settings.at_a_time - len(under_way)
+        found = goals(needs, list(self._disks(busy)), self.settings.copies, most)
+        self.reasons = dict(found.reasons)
+        for choice in found.choices:
+            info = choice.info
+            self._asked[choice.model_id, info.node, info.generation] = now
+        return found
+
+    def settle(self, now: float) -> None:
+        """Takes in what nodes have reported, and forgets what is over."""
+        self._next_at = now + EVERY_S
+        for node, left in list(self._left.items()):
+            info = self._leases.info(node)
+            if now >= left.until or (info is not None and self._holdings.of(info) is not None):
+                del self._left[node]
+        stands = {k for k in self._refused if self._stands(k)}
+        self._refused = {k: v for k, v in self._refused.items() if now < v[0] and k in stands}
+        reported = {
+            (progress.model_id, info.node, info.generation): progress
+            for info, progress in self.copying()
+        }
+        for order, asked_at in list(self._asked.items()):
+            progress = reported.get(order)
+            if not self._stands(order) or self._is_made(order):
+                del self._asked[order]
+            elif progress is not None and progress.running:
+                del self._asked[order]
+                self._progress[order] = _Progress(progress.done, now)
+            elif progress is not None and progress.error:
+                del self._asked[order]
+                self._refuse(order, progress.error, now)
+            elif now - asked_at >= ASKED_S:
+                del self._asked[order]
+                self._refuse(order, "it does not answer", now)
+        self._coming = {order: found for order, found in reported.items() if found.running}
+        for order in [order for order in self._progress if order not in reported]:
+            del self._progress[order]
+        for order, progress in reported.items():
+            self._follow(order, progress, now)
+
+    def _follow(self, order: _Order, progress: CopyProgress, now: float) -> None:
+        known = self._progress.get(order)
+        if not progress.running:
+            if known is not None and progress.error:
+                self._refuse(order, progress.error, now)
+            self._progress.pop(order, None)
+        elif known is None or known.done != progress.done:
+            self._progress[order] = _Progress(progress.done, now)
+        elif now - known.since >= STALL_S and order not in self._refused:
+            self._refuse(order, f"no progress for {STALL_S:.0f} s", now)
+
+    def _refuse(self, order: _Order, why: str, now: float) -> None:
+        self._refused[order] = (now + REFUSED_S, why)
+
+    def _stands(self, order: _Order) -> bool:
+        """Whether the order's node and model are still there."""
+        info = self._leases.info(order[1])
+        known = self._catalog.get(order[0]) is not None
+        return known and info is not None and info.generation == order[2]
+
+    def _is_made(self, order: _Order) -> bool:
+        record = self._catalog.identified(order[0])
+        return any(info.node == order[1] for info in self.there(record))
+
+    # --- what is there ---
+
+    def lacking(self, record: ModelRecord, now: float) -> bool:
+        """Whether the model is on fewer machines than wanted, and that is to be changed now."""
+        machines: set[str] = set()
+        for info in self.there(record):
+            machines.add(machine_of(info))
+            if len(machines) >= self.settings.copies:
+                return False
+        return not machines or now >= self._patient_until.get(record.model_id, now)
+
+    def there(self, record: ModelRecord) -> Iterator[NodeInfo]:
+        """Nodes that are not gone and hold every block on disk, in no order."""
+        for node, generation in self._holdings.reporters(record.model_id):
+            info = self._leases.info(node)
+            if info is not None and info.generation == generation:
+                held = self._holdings.blocks(info, record.model_id).get(Tier.DISK, ())
+                if len(held) == record.n_blocks:
+                    yield info
+
+    def awaited(self, model: ModelId) -> list[NodeId]:
+        """Nodes that went lately with a copy, and may come back."""
+        left = self._left.values()
+        return [each.info.node for each in left if model in each.models | each.drafts]
+
+    def copying(self) -> Iterator[tuple[NodeInfo, CopyProgress]]:
+        """Every copy that is not whole, with its node."""
+        for info in self._leases.present:
+            status = self._holdings.of(info)
+            for progress in status.copying if status else ():
+                yield info, progress
+
+    def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
+        model = record.model_id
+        under_way = (self._asked.keys() | self._coming.keys()) - self._refused.keys()
+        coming = sorted(node for m, node, _ in under_way if m == model)
+        return Need(
+            model,
+            record.nbytes,
+            there=tuple(sorted(self.there(record), key=lambda info: info.node)),
+            awaited=tuple(self._left[node].info for node in self.awaited(model)),
+            coming=tuple(filter(None, map(self._leases.info, coming))),
+            sources=sources,
+            refused={n: why for (m, n, _), (_, why) in self._refused.items() if m == model},
+            users=len(self._holdings.sharers(model)),
+        )
+
+    def _disks(self, busy: set[NodeId]) -> Iterator[Disk]:
+        for info in self._leases.standing:
+            status = self._holdings.of(info)
+            if status is not None and status.disk_bytes:
+                drafts = frozenset(progress.model_id for progress in status.copying)
+                yield Disk(info, status.disk_free, status.disk_bytes, info.node in busy, drafts)
+
+    def rate(self, target: NodeInfo, sources: Iterable[NodeInfo]) -> int:
+        """bytes/s of a copy."""
+        if self.settings.bytes_per_s:
+            return self.settings.bytes_per_s
+        known = [info.link_bytes_per_s for info in (target, *sources) if info.link_bytes_per_s]
+        return max(1, min(known) // LINK_SHARE) if known else UNKNOWN_RATE

@@ -1,0 +1,100 @@
+"""Durable copies: whole models on disks of different machines, and the orders that make them."""
+
+import msgspec
+
+from shared.ids import Generation, ModelId, ModelName, NodeId
+from shared.messages.base import Message
+from shared.messages.pool import CopyProgress, Source
+
+
+class KeepCopy(Message, frozen=True, kw_only=True, tag="keep_copy"):
+    """Registry -> node: keep a durable copy of this model. Ok once the copy is there or under way;
+    the node's statuses tell how far it is (`copying`), and that it is there (`holdings`).
+
+    It may come again, and then changes the sources of a copy that is under way. StaleEpoch if the
+    generation is old, NotFound if the model is not published, CapacityExceeded if the disk lacks
+    room.
+    """
+
+    node: NodeId
+    generation: Generation
+    model_id: ModelId
+    sources: tuple[Source, ...]
+    """Who holds its blocks in any tier, best first."""
+    bytes_per_s: int
+    """The rate that the copy keeps to."""
+
+
+class LendPiece(Message, frozen=True, kw_only=True, tag="lend_piece"):
+    """Node -> node: let me read these chunks, wherever you hold them. Answered with Lent. NotFound
+    if this node does not hold them, CapacityExceeded if it lends too much already."""
+
+    borrower: NodeId
+    """It gives its last piece of the model back by asking for the next."""
+    model_id: ModelId
+    block: int
+    first: int
+    """The first chunk."""
+    count: int
+
+
+class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+    """The bytes can be read for some seconds."""
+
+    region: str
+    """The region of the node's transport."""
+    offset: int
+    """Where the piece begins in it."""
+
+
+class CopiesQuery(Message, frozen=True, kw_only=True, tag="copies_query"):
+    """Asks the registry where models and nodes have their copies. Answered with
+    PoolCopies."""
+
+
+class Durable(msgspec.Struct, frozen=True):
+    """A durable copy."""
+
+    node: NodeId
+    machine: str
+
+
+class UnderWay(msgspec.Struct, frozen=True):
+    """A durable copy that is being made."""
+
+    node: NodeId
+    machine: str
+    progress: CopyProgress
+
+
+class ModelCopies(msgspec.Struct, frozen=True, kw_only=True):
+    name: ModelName
+    model_id: ModelId
+    nbytes: int
+    device: tuple[NodeId, ...]
+    """Nodes that run every block."""
+    host: tuple[NodeId, ...]
+    """Nodes that hold every block in memory, and do not run them all."""
+    durable: tuple[Durable, ...]
+    under_way: tuple[UnderWay, ...]
+    wanted: int
+    """How many machines shall have a durable copy."""
+    shortfall: str = ""
+    """What is missing and why, in words. Empty: nothing."""
+
+
+class NodeTiers(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's tiers have room for, in bytes."""
+
+    node: NodeId
+    machine: str
+    rack: str
+    arena_bytes: int
+    arena_free: int
+    disk_bytes: int
+    disk_free: int
+
+
+class PoolCopies(Message, frozen=True, kw_only=True, tag="pool_copies"):
+    models: tuple[ModelCopies, ...]
+    nodes: tuple[NodeTiers, ...]
