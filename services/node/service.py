@@ -107,7 +107,7 @@ class NodeService(Service):
             self._worker,
             Reports(self._bus, self.log, lambda: self._lease.info, self._profiler),
             changed=self._status_due.set,
-            spawn=self._spawn_one,
+            spawn=lambda work, name: self.spawn(work, name=name),
         )
         self.resources.push_async_callback(self._hosting.close)
         self._lending = Lending(self._hosting, self._library, self._data, spawn=self._spawn_one)
@@ -124,7 +124,8 @@ class NodeService(Service):
         await self._connect_to_bus()
 
     def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        return self.spawn(work, name=name)
+        """For one copy or loan: the node goes on without it."""
+        return self.spawn(work, name=name, contained=True)
 
     async def _start_threads(self, memory: Memory, device: DeviceArena | None) -> None:
         threads = Threads(self, self.contain)
