@@ -17,17 +17,19 @@ def node(name: str, machine: str = "", rack: str = "") -> NodeInfo:
     return msgspec.structs.replace(info(name), host=machine or name, rack=rack)
 
 
-def disk(name: str, machine: str = "", rack: str = "", *, free: int = 1000, **more: bool) -> Disk:
-    return Disk(node(name, machine, rack), free, 10_000, **more)
+def disk(
+    name: str, machine: str = "", rack: str = "", *, free: int = 1000, busy: bool = False
+) -> Disk:
+    return Disk(node(name, machine, rack), free, 10_000, busy=busy)
 
 
-def need(*there: str, model: str = MODEL, nbytes: int = 400, **more: int) -> Need:
+def need(*there: str, model: str = MODEL, users: int = 0) -> Need:
     return Need(
         ModelId(model),
-        nbytes,
+        400,
         there=tuple(node(name) for name in there),
         sources=frozenset(NodeId(name) for name in there),
-        **more,
+        users=users,
     )
 
 
