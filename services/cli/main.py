@@ -15,6 +15,7 @@ from services.cli import (
     keys,
     models,
     plan,
+    pool,
     run_service,
     self_test,
     simulate,
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, up, status, models, events, plan, simulate, bench, keys, self_test):
+    for module in (demo, up, status, pool, models, events, plan, simulate, bench, keys, self_test):
         module.add_parser(commands)
     run_service.add_parsers(commands)
     return parser

@@ -18,6 +18,7 @@ from services.cli.client import (
 )
 from services.cli.status_text import COLUMNS, print_status
 from services.local.asking import ask
+from services.local.copies import copies, shortfalls
 from services.local.processes import ClusterState
 from shared import subjects
 from shared.errors import BusError
@@ -49,8 +50,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 async def _run(args: argparse.Namespace) -> int:
     state = state_of(args)
-    pool, planner, errors = await _query(args)
-    document = describe(state, pool, planner, errors)
+    pool, planner, lacking, errors = await _query(args)
+    document = describe(state, pool, planner, lacking, errors)
     if args.json:
         print_json(document)
     else:
@@ -62,14 +63,17 @@ async def _run(args: argparse.Namespace) -> int:
 
 async def _query(
     args: argparse.Namespace,
-) -> tuple[PoolState, PlannerState, list[str]]:
-    """What registry and planner say, and the errors of those that say nothing."""
+) -> tuple[PoolState, PlannerState, dict[str, str], list[str]]:
+    """What registry and planner say, what durable copies models lack, and the errors of those that
+    say nothing."""
     pool, planner = PoolState(nodes=(), models=()), PlannerState(sets=(), events=())
+    lacking: dict[str, str] = {}
     errors: list[str] = []
     try:
         async with connect(args) as bus:
             try:
                 pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+                lacking = shortfalls(await copies(bus))
             except BusError as error:
                 errors.append(str(error))
             try:
@@ -79,7 +83,7 @@ async def _query(
                 errors.append(str(error))
     except BusError as error:
         errors.append(str(error))
-    return pool, planner, errors
+    return pool, planner, lacking, errors
 
 
 def processes_of(state: ClusterState) -> list[dict[str, Any]]:
@@ -98,9 +102,14 @@ def processes_of(state: ClusterState) -> list[dict[str, Any]]:
 
 
 def describe(
-    state: ClusterState, pool: PoolState, planner: PlannerState, errors: Sequence[str] = ()
+    state: ClusterState,
+    pool: PoolState,
+    planner: PlannerState,
+    lacking: Mapping[str, str],
+    errors: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The document that `status --json` prints."""
+    """The document that `status --json` prints. `lacking`: by model, what is missing of its durable
+    copies."""
     names = {record.model_id: record.name for record in pool.models}
     serving = _serving(planner.sets)
     fixed = {instances.name: instances.fixed for instances in planner.sets}
@@ -126,6 +135,7 @@ def describe(
             for instance in instances.instances
         ],
         "events": [_event(record) for record in planner.events],
+        "shortfall": [{"model": name, "text": lacking[name]} for name in lacking],
         "errors": list(errors),
     }
 

@@ -27,12 +27,18 @@ columns:
 """
 
 
+def console() -> Console:
+    """Standard output, wide enough for a program that reads it."""
+    out = Console(file=sys.stdout, highlight=False)
+    if not out.is_terminal:
+        out.width = PIPED_WIDTH
+    return out
+
+
 def print_status(document: Document) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    out = console()
     if document["gateway_url"]:
-        console.print(f"[bold]gateway[/]\n{document['gateway_url']}")
+        out.print(f"[bold]gateway[/]\n{document['gateway_url']}")
     for title, rows in (
         ("processes", document["processes"] and _processes(document)),
         ("models", _models(document)),
@@ -41,7 +47,9 @@ def print_status(document: Document) -> None:
         ("events", _events(document)),
     ):
         if rows or title != "processes":
-            _print_table(console, title, rows)
+            print_table(out, title, rows)
+    for lacking in document["shortfall"]:
+        out.print(f"\n{lacking['model']} has {lacking['text']} (`lambdascale pool`)")
 
 
 def _processes(document: Document) -> list[Document]:
@@ -145,17 +153,17 @@ def _place(tier: str, device: str) -> str:
     return "memory" if tier == "gpu" and device == "cpu" else tier
 
 
-def _print_table(console: Console, title: str, rows: Sequence[Document]) -> None:
-    console.print(f"\n[bold]{title}[/]")
+def print_table(out: Console, title: str, rows: Sequence[Document]) -> None:
+    out.print(f"\n[bold]{title}[/]")
     if not rows:
-        console.print("none")
+        out.print("none")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*_cells(row.values()))
-    console.print(table)
+    out.print(table)
 
 
 def _cells(values: Iterable[Any]) -> list[str]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.local.asking import ask
+from services.local.copies import copies, shortfalls
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.errors import NotFound
@@ -80,10 +81,13 @@ class _Served:
 async def publish(
     bus: Bus, request: ImportModel, *, node: NodeId | None = None, say: Callable[[str], None]
 ) -> ModelRecord:
-    """Imports a model and, unless it may sleep, waits until it is served."""
+    """Imports a model and, unless it may sleep, waits until it is served. Says which durable copies
+    it lacks then."""
     served = _Served(request.name, say)
     await served.follow(bus)
     record = await import_model(bus, request, node=node, say=say)
     if record.min_instances:
         await served.wait()
+    if missing := shortfalls(await copies(bus)).get(record.name):
+        say(f"{record.name} has {missing}")
     return record

@@ -65,11 +65,28 @@ async def test_from_up_to_down(directory: Path) -> None:
     check_status(status.document, url)
     assert "open sesame" not in (directory / "lambdascale-data" / "cluster.json").read_text()
 
+    await check_pool(run)
     await check_keys(url)
     await check_models(run, url)
     await check_scaling_by_hand(run, url)
     await check_scaling(run)
     await check_end(run, directory)
+
+
+async def check_pool(run: Callable[..., Any]) -> None:
+    """All nodes are on this machine, so there is nowhere to make a second durable copy."""
+    pool = await run("pool", "--json")
+    assert pool.code == 0, pool.err
+    (model,) = pool.document["models"]
+    assert (model["name"], model["device"], model["host"]) == ("tiny", ["node-0"], [])
+    assert [copy["node"] for copy in model["durable"]] == ["node-0"]
+    assert model["shortfall"].startswith("1 of 2 durable copies: ")
+    assert [node["node"] for node in pool.document["nodes"]] == ["node-0", "node-1", "node-2"]
+    assert all(0 < node["disk_free"] < node["disk_bytes"] for node in pool.document["nodes"])
+    shown = await run("pool")
+    assert "tiny" in shown.out
+    assert "1 of 2 durable copies" in shown.out
+    assert "1 of 2 durable copies" in (await run("status")).out
 
 
 def check_status(document: dict[str, Any], url: str) -> None:

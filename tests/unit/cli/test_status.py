@@ -21,7 +21,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
         }  # fmt: skip
 
     nodes = [node("node-0", "cpu", ""), node("node-1", "cuda:0", "pinned host arena")]
-    empty = dict.fromkeys(("processes", "models", "instances", "events", "errors"), ())
+    empty = dict.fromkeys(("processes", "models", "instances", "events", "shortfall", "errors"), ())
     print_status({"gateway_url": "", "nodes": nodes, **empty})
     lines = capsys.readouterr().out.splitlines()
     (on_cpu,) = [line for line in lines if "node-0" in line]
@@ -40,13 +40,15 @@ def test_a_node_says_what_its_kv_cache_is_good_for(capsys: pytest.CaptureFixture
         kv_capacity=640, prompt_tokens=300, cached_tokens=126, preemptions=3,
     )  # fmt: skip
     pool, planner = PoolState(nodes=(view,), models=()), PlannerState(sets=(), events=())
-    document = status.describe(ClusterState(), pool, planner)
+    document = status.describe(ClusterState(), pool, planner, {MODEL: "1 of 2 durable copies"})
     (node,) = document["nodes"]
     assert (node["kv_used"], node["kv_capacity"], node["preemptions"]) == (160, 640, 3)
     assert (node["prompt_tokens"], node["cached_tokens"]) == (300, 126)
     print_status(document)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "node-0" in line]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "node-0" in line]
     assert line.split() == ["node-0", "idle", "cpu", "7", "25%", "42%", "3"]
+    assert f"{MODEL} has 1 of 2 durable copies (`lambdascale pool`)" in lines
 
 
 RECORD = ModelRecord(
@@ -66,7 +68,7 @@ def shown(capsys: pytest.CaptureFixture[str], device: str, fixed: int | None) ->
     sets = (msgspec.structs.replace(instances(replica(SOURCE), path()), fixed=fixed),)
     pool = PoolState(nodes=(view,), models=(RECORD,))
     planner = PlannerState(sets=sets, events=())
-    print_status(status.describe(ClusterState(), pool, planner))
+    print_status(status.describe(ClusterState(), pool, planner, {}))
     lines = capsys.readouterr().out.splitlines()
     return {line.split()[0]: line for line in lines if line}
 
