@@ -38,7 +38,7 @@ FOUND = PoolCopies(
 def test_models_and_nodes_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_pool(FOUND)
     lines = capsys.readouterr().out.splitlines()
-    (model,) = [line for line in lines if line.startswith(MODEL)]
+    (model,) = [line for line in lines if line.startswith(f"{MODEL} ")]
     assert model.split("  ")[0] == MODEL
     for part in ("3.0", "n1", "n2", "n1, n3 (big)", SHORT):
         assert part in model
