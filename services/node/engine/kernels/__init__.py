@@ -6,19 +6,13 @@ compete with torch's for cores, because OpenMP threads spin for a while after ea
 """
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.node.compiling import CompileFailed, library
 from shared import telemetry
 
 HERE = Path(__file__).parent
@@ -98,8 +92,7 @@ class Layers(ctypes.Structure):
 class Kernels:
     """The functions of calls.c. Each takes the structure that is named like it."""
 
-    def __init__(self, library: Path) -> None:
-        loaded = ctypes.CDLL(str(library))
+    def __init__(self, loaded: ctypes.CDLL) -> None:
         self._functions: dict[type[ctypes.Structure], Any] = {
             kind: getattr(loaded, name)
             for kind, name in (
@@ -151,56 +144,10 @@ def _openmp() -> Any:
 @cache
 def load() -> Kernels | None:
     """The kernels, or None (which is logged) if they cannot be compiled here."""
-    log = telemetry.logger("engine")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        log.warning("no C compiler (cc): decoding on the processor is slower; apt install gcc")
-        return None
     try:
-        library = _compiled(compiler)
-        try:
-            return Kernels(library)
-        except OSError:
-            library.unlink(missing_ok=True)
-            raise
-    # RuntimeError: there is no home directory.
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        log.warning(
-            "the kernels were not compiled: decoding on the processor is slower", error=said
+        return Kernels(library("kernels", SOURCES, HEADERS, FLAGS))
+    except CompileFailed as error:
+        telemetry.logger("engine").warning(
+            "the kernels were not compiled: decoding on the processor is slower", error=str(error)
         )
         return None
-
-
-def _compiled(compiler: str) -> Path:
-    made_of = hashlib.sha256()
-    for source in (*SOURCES, *HEADERS):
-        made_of.update(source.read_bytes())
-    made_of.update("\0".join((compiler, *FLAGS, platform.machine(), _processor())).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
-    library = folder / f"kernels-{made_of.hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Of processes that start together the first one compiles; the others wait for it.
-        with (folder / "kernels.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                _compile(compiler, library)
-    return library
-
-
-def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as own:
-        made = Path(own) / "kernels.so"
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        made.replace(library)
-
-
-def _processor() -> str:
-    """A description of everything that -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.node import compiling
 from services.node.engine import kernels
 
 
@@ -33,7 +34,7 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert kernels.load() is not None
     assert library.stat().st_mtime_ns == made
     kernels.load.cache_clear()
-    monkeypatch.setattr(kernels, "_processor", lambda: "another")
+    monkeypatch.setattr(compiling, "_processor", lambda: "another")
     assert kernels.load() is not None
     assert len(libraries(empty_cache)) == 2
 

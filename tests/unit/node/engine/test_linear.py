@@ -1,5 +1,6 @@
 """Products with weights in every form: right, and the same for a row whatever the batch."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -150,7 +151,7 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     flags = [flag for flag in OTHERS[request.param] if _takes(flag)]
     command = ["cc", *kernels.FLAGS, *flags, *map(str, kernels.SOURCES), "-o", str(library), "-lm"]
     subprocess.run(command, check=True, capture_output=True)
-    return Kernels(library)
+    return Kernels(ctypes.CDLL(str(library)))
 
 
 @needs_cc
