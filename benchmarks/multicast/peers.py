@@ -1,9 +1,11 @@
-"""The peers for the same task: torch.distributed over gloo, in the same namespaces.
+"""The peers for the same task, in the same namespaces: torch.distributed over gloo; plain sockets.
 
     gloo-broadcast              `broadcast` of one block after the other, in a group that stands
     gloo-broadcast-with-group   the same, its group made first, as a cluster that scales has to
     gloo-chain                  built by hand from `isend` and `irecv`: each rank passes on what it
                                 gets, piece by piece; all of its receives are posted beforehand
+    plain-chain                 the same over bare sockets, `recv` into place and `sendall` of what
+                                came: what moving bytes costs on this machine. Nothing is checked
 
 Run by itself (`python -m benchmarks.multicast.peers`), this module is the processes of the ranks:
 torch is imported once, and a process is forked into each namespace. They begin together, at an
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -28,17 +31,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from benchmarks.testbed import Testbed, control_address, join
+from benchmarks.testbed import Testbed, control_address, data_address, join
 from services.local.processes import die_with_parent
 from shared.errors import LambdaScaleError
 
 BROADCAST, WITH_GROUP, CHAIN = "gloo-broadcast", "gloo-broadcast-with-group", "gloo-chain"
-MODES = (BROADCAST, WITH_GROUP, CHAIN)
+PLAIN = "plain-chain"
+MODES = (BROADCAST, WITH_GROUP, CHAIN, PLAIN)
 PIECE = 512 << 10
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=120)
 LEAD_S = 0.1
 """Seconds from the agreement on a time to that time."""
+
+
+Links = tuple[socket.socket | None, socket.socket | None]
+"""Plain connections from the rank before and to the next one."""
 
 
 class PeerFailed(LambdaScaleError):
@@ -124,13 +132,19 @@ def _rank(rank: int, namespace: str, arguments: argparse.Namespace, results: int
             world_size=ranks,
             timeout=TIMEOUT,
         )
-        if mode != WITH_GROUP:
+        links: Links = (None, None)
+        if mode == PLAIN:
+            links = _links(store, number, rank, ranks)
+        elif mode != WITH_GROUP:
             make_group()
         began = _agree(store, number, rank, ranks)
         cpu_s = _cpu_s()
         if mode == WITH_GROUP:
             make_group()
-        (_chain if mode == CHAIN else _broadcast)(pieces, rank, ranks)
+        if mode == PLAIN:
+            _plain_chain(data, links)
+        else:
+            (_chain if mode == CHAIN else _broadcast)(pieces, rank, ranks)
         record = {"run": number, "mode": mode, "took_s": time.monotonic() - began}
         os.write(results, json.dumps(record | {"cpu_s": _cpu_s() - cpu_s}).encode() + b"\n")
         if not bool((data == 7).all()):
@@ -139,7 +153,11 @@ def _rank(rank: int, namespace: str, arguments: argparse.Namespace, results: int
         store.wait([f"all over {number}"]) if rank else _all(store, f"over {number}", ranks)
         if rank == 0:
             store.set(f"all over {number}", "yes")
-        dist.destroy_process_group()
+        if mode == PLAIN:
+            for link in filter(None, links):
+                link.close()
+        else:
+            dist.destroy_process_group()
 
 
 def _broadcast(pieces: list[torch.Tensor], rank: int, ranks: int) -> None:
@@ -157,6 +175,35 @@ def _chain(pieces: list[torch.Tensor], rank: int, ranks: int) -> None:
             going.append(dist.isend(piece, rank + 1))
     for sending in going:
         _wait(sending)
+
+
+def _links(store: Store, run: int, rank: int, ranks: int) -> Links:
+    """Connections from the rank before and to the next one."""
+    coming = going = listener = None
+    if rank:
+        listener = socket.create_server((data_address(rank), 0))
+        store.set(f"port {run} {rank}", str(listener.getsockname()[1]))
+    if rank + 1 < ranks:
+        port = int(store.get(f"port {run} {rank + 1}"))
+        going = socket.create_connection((data_address(rank + 1), port))
+    if listener is not None:
+        with listener:
+            coming, _ = listener.accept()
+    return coming, going
+
+
+def _plain_chain(data: torch.Tensor, links: Links) -> None:
+    coming, going = links
+    whole = memoryview(data.numpy()).cast("B")  # type: ignore[arg-type]
+    for start in range(0, len(whole), PIECE):
+        piece = left = whole[start : start + PIECE]
+        while coming and left:
+            received = coming.recv_into(left, len(left), socket.MSG_WAITALL)
+            if not received:
+                raise PeerFailed("the rank before closed the connection")
+            left = left[received:]
+        if going:
+            going.sendall(piece)
 
 
 def _wait(work: Any) -> None:

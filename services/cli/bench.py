@@ -14,9 +14,10 @@ DTYPES = ("float32", "bfloat16")
 ALL_DTYPES = (*DTYPES, "int8")
 MULTICAST = """\
 Measures how long a model takes from one node to all others, by strategy, beside what the links
-allow and beside torch.distributed over gloo. The nodes are real, each on a host of its own: network
-namespaces on this machine, joined by shaped links. It needs root and iproute2, changes nothing
-outside of the namespaces, and leaves nothing behind.
+allow, beside torch.distributed over gloo and beside a chain of plain sockets; and the processor
+time for each GB that is received and relayed. The nodes are real, each on a host of its own:
+network namespaces on this machine, joined by shaped links. It needs root and iproute2, changes
+nothing outside of the namespaces, and leaves nothing behind.
 """
 SERVING_SOURCE = """\
 Measures how many tokens/s a serving node loses while another node loads its model from it: with the
@@ -87,7 +88,7 @@ def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--trunk-mbit", type=amount, metavar="R", help="rate of a rack's trunk (default: a link's)"
     )
-    parser.add_argument("--no-peers", action="store_true", help="leave gloo out")
+    parser.add_argument("--no-peers", action="store_true", help="leave gloo and plain sockets out")
     parser.add_argument(
         "--figure", type=absolute, metavar="PATH", help="draw the results (.svg, .png)"
     )

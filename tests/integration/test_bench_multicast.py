@@ -47,11 +47,14 @@ def test_small_run(tmp_path: Path) -> None:
         "gloo-broadcast",
         "gloo-broadcast-with-group",
         "gloo-chain",
+        "plain-chain",
         "auto@racks-1-1",
         "chain@racks-1-1",
     ]
     for row in document["rows"]:
-        assert set(row) == {"n", "strategy", "makespan_s", "limit_s", "ratio", "runs"}
+        assert set(row) == {
+            "n", "strategy", "makespan_s", "limit_s", "ratio", "cpu_s_per_gb", "runs",
+        }  # fmt: skip
         assert (row["n"], row["runs"]) == (2, 1)
         # The links are real: nothing is faster, but for what their buckets let through at once.
         assert row["ratio"] > 0.85
