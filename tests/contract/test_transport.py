@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.node.memory.arena import Arena
+from services.node.transport import native
 from services.node.transport.base import Buffer, Transport
 from services.node.transport.direct import Direct
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
@@ -96,7 +97,7 @@ class Cluster:
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena = Arena(ARENA)
         transport: TcpTransport | MemoryTransport | ModelledTransport
-        if self.kind in ("tcp", "tls", "shm", "rdma"):
+        if self.kind in ("tcp", "tcp in C", "tls", "shm", "rdma"):
             ways: dict[str, Direct] = {
                 "shm": ShmDirect([arena.memory], machine="here", bytes_per_s=rate),
                 "rdma": RdmaDirect([arena.memory], *RDMA, bytes_per_s=rate),
@@ -124,7 +125,7 @@ class Cluster:
                 link_bytes_per_s=rate,
                 listener=listener,
             )
-        end = End(transport, arena, "tcp" if self.kind == "tls" else self.kind)
+        end = End(transport, arena, "tcp" if self.kind in ("tcp in C", "tls") else self.kind)
         stack = AsyncExitStack()
         await stack.enter_async_context(transport)
         self.stacks[end.address] = stack
@@ -134,11 +135,15 @@ class Cluster:
         await self.stacks.pop(end.address).aclose()
 
 
-KINDS = ["memory", "modelled", "tcp", "tls", "shm", *(["rdma"] if RDMA[0] else [])]
+KINDS = ["memory", "modelled", "tcp", "tcp in C", "tls", "shm", *(["rdma"] if RDMA[0] else [])]
 
 
 @pytest.fixture(params=KINDS)
-async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+async def cluster(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    if request.param == "tcp":
+        monkeypatch.setattr(native, "load", lambda: None)
     cluster = Cluster(request.param)
     yield cluster
     for stack in list(cluster.stacks.values()):

@@ -7,7 +7,8 @@ A pull brings one block from one source, in reads of runs of chunks:
     pulling    failed     the source cannot give it, or gives wrong bytes
     pulling    given up   another source is named, the block comes by other means, the model goes
 
-A pull ends once. What its reads bring after that is ignored. Each read is answered once, by `read`,
+A pull ends once. Chunks that its reads bring after that are verified all the same, for others may
+have read them already; nothing else follows from them. Each read is answered once, by `read`,
 `failed` or `stopped`; a second answer is ignored too. Chunks that were verified stay, whatever
 becomes of their pull, and the next pull of the block goes on from there.
 """
@@ -203,26 +204,28 @@ class Pulls:
         return commands
 
     def verified(self, pulling: Pulling, chunk: int) -> list[Command]:
-        """A chunk of a read that goes on is right. The last chunk of a read comes with `read`."""
-        if chunk not in pulling.reading or pulling.ended:
+        """A chunk of a read that is not answered is right, and may have been shown already: this
+        counts even if the pull has ended. The last chunk of a read comes with `read`."""
+        if chunk not in pulling.reading:
             return []
         self.blocks[pulling.block].verified[chunk] = True
-        return self._advance(pulling.block)
+        commands = self._advance(pulling.block)
+        return commands + self._come(pulling.block) if pulling.ended else commands
 
     def read(self, pulling: Pulling, run: range) -> list[Command]:
-        """A read is over, and all its chunks are right."""
-        if not self._answered(pulling, run):
+        """A read is over, and all its chunks are right. Others may have read them already, so they
+        count even if the pull has ended."""
+        known = pulling.reading.issuperset(run)
+        counts = self._answered(pulling, run)
+        if not known:
             return []
-        self._heard.add(pulling.source)
-        block = self.blocks[pulling.block]
         for chunk in run:
-            block.verified[chunk] = True
+            self.blocks[pulling.block].verified[chunk] = True
         commands = self._advance(pulling.block)
-        if block.complete:
-            pulling.end(PullState.ARRIVED)
-            del self.live[pulling.block]
-            commands.append(Arrived(pulling))
-        return commands + self._fill(pulling.source)
+        if counts:
+            self._heard.add(pulling.source)
+        commands += self._come(pulling.block)
+        return commands + self._fill(pulling.source) if counts else commands
 
     def failed(self, pulling: Pulling, run: range, error: LambdaScaleError) -> list[Command]:
         """A read cannot be had, or its bytes are wrong."""
@@ -263,6 +266,15 @@ class Pulls:
             pulling.reading.update(chunks)
             commands += [Read(pulling, run) for run in runs_of(chunks, self._most)]
         return commands
+
+    def _come(self, index: int) -> list[Command]:
+        """Ends the block's pull if the block is complete, and nothing of it is under way."""
+        pulling = self.live.get(index)
+        if pulling is None or pulling.reading or not self.blocks[index].complete:
+            return []
+        pulling.end(PullState.ARRIVED)
+        del self.live[index]
+        return [Arrived(pulling), *self._fill(pulling.source)]
 
     def _of(self, source: NodeId) -> list[Pulling]:
         """The pulls from a source, the earliest step first."""
@@ -308,7 +320,8 @@ class Pulls:
         for index, block in enumerate(self.blocks):
             assert all(block.verified[: block.ready]), "a chunk is shown that is not verified"
             assert block.complete or not block.verified[block.ready], "a chunk is not shown"
-            assert not (block.complete and index in self.live), "a pull of a block that is here"
+            pulling = self.live.get(index)
+            assert not (pulling and block.complete and not pulling.reading), "a pull of nothing"
         for index, pulling in self.live.items():
             assert (pulling.block, pulling.ended) == (index, False)
             assert pulling in self._queues[pulling.source], "a pull that nobody serves"

@@ -185,6 +185,8 @@ class Mover:
                     if reads := model.reads.pop(pulling, None):
                         for task in reads.tasks:
                             task.cancel()
+                case Show() if model.dropping.locked():
+                    pass  # its regions may be gone
                 case Show(index, ready):
                     end = sum(model.manifest.chunk_range(index, ready - 1))
                     self._transport.advance(model.blocks[index].region, end)
@@ -234,6 +236,11 @@ class Mover:
         """Reads a run of chunks. Chunks that are wrong are read once more, each by itself."""
         if reads.before:
             await asyncio.wait(reads.before)
+            # What these have brought may be shown already.
+            verified = model.pulls.blocks[pulling.block].verified
+            run = range(next((c for c in run if not verified[c]), run.stop), run.stop)
+            if not run:
+                return
         for chunk in await self._read(model, pulling, reads, run):
             if await self._read(model, pulling, reads, range(chunk, chunk + 1)):
                 raise DigestMismatch(
@@ -262,7 +269,7 @@ class Mover:
             offset = run.start * manifest.chunk_bytes
             into = block.buffer[offset:end]
             self._overwrites(into)
-            digests = RunDigests(manifest, pulling.block, run, show)
+            digests = RunDigests(manifest, pulling.block, run, show, block.region)
             try:
                 result = await self._transport.read(
                     pulling.address,
@@ -270,8 +277,12 @@ class Mover:
                     offset,
                     into,
                     priority=pulling.step,
-                    received=digests.update,
+                    received=digests,
                 )
+            except asyncio.CancelledError:
+                if digests.whole == len(run) and run[-1] not in digests.wrong:
+                    self._show(model, pulling, run[-1])
+                raise
             except RegionUnknown:
                 if digests.whole:
                     wrong += digests.wrong
@@ -291,7 +302,7 @@ class Mover:
 
 
 def _arrival(model: _Model, pulling: Pulling) -> Arrival:
-    reads = model.reads.pop(pulling)
+    reads = model.reads.pop(pulling, None) or _Reads(frozenset())
     return Arrival(
         pulling.plan,
         model.id,

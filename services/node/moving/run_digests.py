@@ -3,16 +3,26 @@
 from collections.abc import Callable
 
 from services.node.checkpoints.packing import Digest
+from services.node.transport.base import Chunks
 from shared.layout import Manifest
 
 
-class RunDigests:
-    """Takes the bytes of a run of chunks in parts of any size."""
+class RunDigests(Chunks):
+    """Takes the bytes of a run of chunks in parts of any size, or hears of each chunk."""
 
     def __init__(
-        self, manifest: Manifest, block: int, run: range, right: Callable[[int], None]
+        self,
+        manifest: Manifest,
+        block: int,
+        run: range,
+        right: Callable[[int], None],
+        region: str = "",
     ) -> None:
-        """`right` is told of each chunk that has its manifest's digest, as soon as it is whole."""
+        """`right` is told of each chunk that has its manifest's digest, as soon as it is whole.
+        `region`: the block's."""
+        self.chunk_bytes = manifest.chunk_bytes
+        self.digests = b"".join(manifest.blocks[block].digests[run.start : run.stop])
+        self.region = region
         self.wrong: list[int] = []
         self.whole = 0
         """How many chunks have come, right or wrong."""
@@ -23,7 +33,7 @@ class RunDigests:
         self._got = 0
         """Bytes of the chunk that is coming."""
 
-    def update(self, part: memoryview) -> None:
+    def __call__(self, part: memoryview) -> None:
         while part:
             chunk, nbytes = self._left[-1]
             piece = part[: nbytes - self._got]
@@ -36,9 +46,13 @@ class RunDigests:
     def _end(self, chunk: int) -> None:
         found, self._digest = self._digest.digest(), Digest()
         self._got = 0
-        self._left.pop()
+        self.found(found == self._digests[chunk])
+
+    def found(self, right: bool) -> None:
+        """The next chunk is whole."""
+        chunk, _ = self._left.pop()
         self.whole += 1
-        if found == self._digests[chunk]:
+        if right:
             self._right(chunk)
         else:
             self.wrong.append(chunk)

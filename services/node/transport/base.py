@@ -12,6 +12,7 @@ Every method is called on the transport's own event loop and does not block it. 
 ahead of time; otherwise the first use does.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,27 @@ Buffer = bytes | bytearray | memoryview
 OnReceived = Callable[[memoryview], object]
 """Called with each part of a read's bytes once it has arrived, in order, possibly on another
 thread."""
+
+
+class Chunks(ABC):
+    """An OnReceived that says what the bytes have to be. A transport may check them itself: then it
+    calls `found` for each chunk, and shows each that is right, and the next of the region of our
+    own, to others."""
+
+    chunk_bytes: int
+    """The last chunk may be shorter."""
+    digests: bytes
+    """The chunks' digests (xxh3-128), one after the other."""
+    region: str
+    """The region of our own in which the bytes land, at the same offset as they have at the
+    peer."""
+
+    @abstractmethod
+    def __call__(self, part: memoryview) -> None: ...
+
+    @abstractmethod
+    def found(self, right: bool) -> None:
+        """The next chunk has come. Called on the transport's loop."""
 
 
 class Listener(Protocol):

@@ -85,6 +85,25 @@ class _Buffer:
         self._rest = self._rest[nbytes:]
 
 
+class Inward(Protocol):
+    """Receives in the connection's place."""
+
+    def silent_since(self, *, any_byte: bool) -> tuple[float | None, bool]:
+        """Since when it has waited for bytes, if it does, and whether it is within a frame. From
+        now on `any_byte` wakes it."""
+
+    def forgive_silence(self, now: float) -> None: ...
+
+
+class Outward(Protocol):
+    """Sends in the connection's place."""
+
+    def post(self, frame: bytes) -> int:
+        """Sends a frame when it can. Returns how many posted frames wait."""
+
+    def sent_at(self) -> float: ...
+
+
 class Connection:
     name = "tcp"
     """The name in traces of what carries the bytes."""
@@ -106,6 +125,8 @@ class Connection:
         """Done when a frame is posted."""
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
+        self.inward: Inward | None = None
+        self.outward: Outward | None = None
         self._silent_since: float | None = None
         self._in_frame = False
         self._sent_at = 0.0
@@ -193,7 +214,7 @@ class Connection:
     @property
     def posted(self) -> int:
         """How many frames are posted and not yet being sent."""
-        return len(self._posted)
+        return self.outward.post(b"") if self.outward else len(self._posted)
 
     def post(self, frame: bytes) -> None:
         """Queues a small frame for `send_posted`, after the frames posted before."""
@@ -201,6 +222,9 @@ class Connection:
         self._post(frame)
 
     def _post(self, frame: bytes) -> None:
+        if self.outward:
+            self.outward.post(frame)
+            return
         self._posted.append(frame)
         _wake(self._posting)
 
@@ -324,25 +348,36 @@ class Connection:
         are waited for.
         """
         idle = self._is_idle(now, USED_S)
-        if self._silent_since is None:
+        since, in_frame = self._silence(any_byte=False)
+        if since is None:
             return
-        silent_s = now - max(self._silent_since, self._in_use_since)
+        silent_s = now - max(since, self._in_use_since)
         if silent_s < limit_s / 2:
             return
         # From now on any byte wakes us: a slow link must not look like a silent peer.
-        self._wake_at(1)
+        self._silence(any_byte=True)
         if idle:
             limit_s *= IDLE_SLOWER
         if silent_s < limit_s:
             return
-        if self._in_frame:
+        if in_frame:
             self.close(TransportTimeout(f"{self.address}: stopped within a frame for {limit_s} s"))
         else:
             self.close(PeerLost(f"{self.address}: silent for {limit_s} s"))
 
+    def _silence(self, *, any_byte: bool) -> tuple[float | None, bool]:
+        """As Inward.silent_since says."""
+        if self.inward:
+            return self.inward.silent_since(any_byte=any_byte)
+        if any_byte:
+            self._wake_at(1)
+        return self._silent_since, self._in_frame
+
     def forgive_silence(self, now: float) -> None:
         """Starts the wait anew, because this process itself was not running: what the peer sent
         meanwhile is still unread."""
+        if self.inward:
+            self.inward.forgive_silence(now)
         if self._silent_since is not None:
             self._silent_since = now
 
@@ -351,7 +386,8 @@ class Connection:
         # Twice as long, because the peer may notice later that we are idle.
         if self._is_idle(now, 2 * USED_S):
             interval_s *= IDLE_SLOWER
-        if now - self._sent_at >= interval_s and not self._writing.locked() and not self._posted:
+        sent_at = self.outward.sent_at() if self.outward else self._sent_at
+        if now - sent_at >= interval_s and not self._writing.locked() and not self._posted:
             self._post(encode_prefix(Kind.HEARTBEAT))
 
     def _had_its_turn(self) -> bool:
@@ -412,6 +448,11 @@ def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
     would only stop the kernel's own sizing, which goes further."""
     if _most[option] >= DEEP:
         sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
+
+
+def deep_buffers() -> bool:
+    """Whether the kernel allows send buffers as deep as a socket may ask for."""
+    return _most[socket.SO_SNDBUF] >= DEEP
 
 
 async def readable(sock: socket.socket) -> None:

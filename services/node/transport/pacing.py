@@ -25,7 +25,7 @@ MIN_GRANT = 64 * 1024
 MAX_GRANT = 4 << 20
 """The largest grant in bytes. Larger frames would cost less processor time, but only a link of GB/s
 would notice."""
-_MEMORY = 0.8
+MEMORY = 0.8
 """Weight of the past, for each grant, in the measured rate of an unpaced port."""
 TICK_S = 0.001
 """uvloop's timers round to whole milliseconds: a timer due in less than half of one fires at once,
@@ -162,8 +162,8 @@ class Port:
         held_s = loop.time() - self._lanes.pop(lane)
         # A holder that did not wait for its frame to leave says nothing about the rate.
         if self.unsent is None:
-            self._moved = self._moved * _MEMORY + nbytes
-            self._moving_s = self._moving_s * _MEMORY + held_s
+            self._moved = self._moved * MEMORY + nbytes
+            self._moving_s = self._moving_s * MEMORY + held_s
         if self._queues:
             # Later in this turn of the loop, so that the holder's next frame competes too.
             loop.call_soon(self._dispatch)

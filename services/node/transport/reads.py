@@ -19,6 +19,7 @@ from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
     CANCELLED,
     Kind,
+    Prefix,
     ReadRequest,
     encode_fault,
     encode_grant,
@@ -64,7 +65,7 @@ class Way(Generic[End]):
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class Pending:
     request: ReadRequest
     turn: Turn
     into: memoryview | None
@@ -103,7 +104,7 @@ class ReadChannel:
         self._ingress = ingress
         self._spawn = spawn
         self._way = way
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         connection.busy = lambda: bool(self._pending)
         self._ids = itertools.count()
 
@@ -122,13 +123,13 @@ class ReadChannel:
         ended = asyncio.get_running_loop().create_future()
         direct = self._way is not None and self._way.end.reaches(into)
         request = ReadRequest(priority, offset, len(into), region, direct)
-        pending = _Pending(request, self._ingress.arrive(priority), into, received, ended)
-        self._pending[identity] = pending
+        pending = Pending(request, self._ingress.arrive(priority), into, received, ended)
+        self._expect(identity, pending)
         self.connection.post(encode_read(identity, request))
         try:
             outcome = await ended
         except asyncio.CancelledError:
-            pending.into = None
+            self._abandon(identity, pending)
             if pending.taking is not None:
                 await _stopped(pending.taking)
             if identity in self._pending and self.connection.error is None:
@@ -143,7 +144,7 @@ class ReadChannel:
     async def run(self) -> None:
         """Receives until the connection ends, with a TransportError."""
         while True:
-            prefix = await self.connection.receive_prefix()
+            prefix = await self._next()
             pending = self._pending.get(prefix.id)
             if pending is None or prefix.kind not in (Kind.DATA, Kind.GRANT, Kind.FAULT):
                 raise ProtocolViolation(f"{prefix.kind.name} for read {prefix.id}, not asked for")
@@ -152,8 +153,8 @@ class ReadChannel:
             if prefix.kind is Kind.FAULT:
                 body = await self.connection.receive_exactly(prefix.body)
                 fault = _fault(*parse_fault(body))
-                self._pending.pop(prefix.id, None)  # None if the connection broke meanwhile
-                _end(pending, fault)
+                self._forget(prefix.id)
+                end(pending, fault)
             elif prefix.kind is Kind.GRANT:
                 body = await self.connection.receive_exactly(prefix.body)
                 self._granted(prefix.id, pending, *parse_grant(body))
@@ -167,6 +168,21 @@ class ReadChannel:
                         await self.connection.receive(pending, prefix.payload)
                 self._moved(prefix.id, pending, self.connection.name)
 
+    def _expect(self, identity: int, pending: Pending) -> None:
+        self._pending[identity] = pending
+
+    def _abandon(self, identity: int, pending: Pending) -> None:
+        """Nobody wants the read's bytes any more."""
+        pending.into = None
+
+    def _forget(self, identity: int) -> None:
+        """The read has ended. It may be unknown, if the connection broke meanwhile."""
+        self._pending.pop(identity, None)
+
+    async def _next(self) -> Prefix:
+        """The prefix of the next frame that is for us."""
+        return await self.connection.receive_prefix()
+
     def fail(self, error: TransportError) -> None:
         """Ends all reads because the connection is closed, each once nothing writes to its
         buffer."""
@@ -175,25 +191,25 @@ class ReadChannel:
         for pending in self._pending.values():
             lost = type(error)(str(error))
             if pending.taking is None:
-                _end(pending, lost)
+                end(pending, lost)
             else:
                 # The take may still write to the buffer, so the read ends only after it.
                 pending.taking.add_done_callback(partial(_end_after, pending, lost))
                 pending.taking.cancel()
         self._pending.clear()
 
-    def _check_length(self, pending: _Pending, nbytes: int) -> None:
+    def _check_length(self, pending: Pending, nbytes: int) -> None:
         if nbytes > pending.request.nbytes - pending.position:
             raise ProtocolViolation(f"{nbytes} bytes for a read, more than was asked for")
 
-    def _moved(self, identity: int, pending: _Pending, way: str) -> None:
+    def _moved(self, identity: int, pending: Pending, way: str) -> None:
         if pending.position == pending.request.nbytes:
-            self._pending.pop(identity, None)
-            _end(pending, ReadResult(pending.position, pending.first_byte_ns, way))
+            self._forget(identity)
+            end(pending, ReadResult(pending.position, pending.first_byte_ns, way))
 
     # --- by the direct way ---
 
-    def _granted(self, identity: int, pending: _Pending, place: Place, nbytes: int) -> None:
+    def _granted(self, identity: int, pending: Pending, place: Place, nbytes: int) -> None:
         self._check_length(pending, nbytes)
         if self.connection.posted >= MAX_READS:  # each finished take has posted a frame
             raise ProtocolViolation(f"{MAX_READS} grants were taken, and nobody reads of it")
@@ -203,7 +219,7 @@ class ReadChannel:
         pending.taking.add_done_callback(lambda _: self._took(identity, pending, nbytes))
 
     async def _take(
-        self, pending: _Pending, place: Place, nbytes: int, way: Way[DirectReader]
+        self, pending: Pending, place: Place, nbytes: int, way: Way[DirectReader]
     ) -> None:
         if pending.into is None:
             return
@@ -215,13 +231,13 @@ class ReadChannel:
                 raise
             # This read gets its own error; the way is broken for the others.
             except TransportError as error:
-                _end(pending, error)
+                end(pending, error)
                 raise PeerLost(f"{self.connection.address}: {error}") from error
             pending.first_byte_ns = pending.first_byte_ns or wall_ns()
         if pending.into is not None and pending.received is not None:
             await asyncio.get_running_loop().run_in_executor(None, pending.received, into)
 
-    def _took(self, identity: int, pending: _Pending, nbytes: int) -> None:
+    def _took(self, identity: int, pending: Pending, nbytes: int) -> None:
         """Handles granted bytes that have arrived, or, if the read was cancelled, that are no
         longer wanted."""
         pending.taking = None
@@ -240,13 +256,13 @@ async def _stopped(task: asyncio.Task[None]) -> None:
             await asyncio.wait([task])
 
 
-def _end(pending: _Pending, outcome: ReadResult | TransportError) -> None:
+def end(pending: Pending, outcome: ReadResult | TransportError) -> None:
     if not pending.ended.done():
         pending.ended.set_result(outcome)
 
 
-def _end_after(pending: _Pending, outcome: TransportError, _: asyncio.Task[None]) -> None:
-    _end(pending, outcome)
+def _end_after(pending: Pending, outcome: TransportError, _: asyncio.Task[None]) -> None:
+    end(pending, outcome)
 
 
 def _fault(code: str, message: str) -> TransportError:
@@ -256,7 +272,7 @@ def _fault(code: str, message: str) -> TransportError:
 
 
 @dataclass(slots=True, eq=False)
-class _Serving:
+class Serving:
     request: ReadRequest
     region: Region
     port: Port
@@ -299,7 +315,7 @@ class ReadServer:
         self._spawn = spawn
         self._way = way
         self._on_sent = on_sent
-        self._serving: dict[int, _Serving] = {}
+        self._serving: dict[int, Serving] = {}
         connection.busy = lambda: bool(self._serving)
 
     async def run(self) -> None:
@@ -338,8 +354,18 @@ class ReadServer:
             asked = region.buffer[request.offset : request.offset + request.nbytes]
             if self._way.end.place(asked) is not None:
                 port, source = self._way.port, self._way.end
+        self._admit(identity, request, region, port, source)
+
+    def _admit(
+        self,
+        identity: int,
+        request: ReadRequest,
+        region: Region,
+        port: Port,
+        source: DirectSource | None,
+    ) -> None:
         turn = port.arrive(request.priority, region.flow)
-        serving = self._serving[identity] = _Serving(request, region, port, turn, source)
+        serving = self._serving[identity] = Serving(request, region, port, turn, source)
         serving.task = self._spawn(partial(self._serve, identity, serving))
 
     def _refuse(self, identity: int, error: RegionUnknown) -> None:
@@ -356,17 +382,20 @@ class ReadServer:
         if serving is None or serving.task is None or serving.cancelled:
             return
         serving.cancelled = True
-        # A part that was begun is finished: the reader could not tell where half a frame ends.
-        if not serving.in_part:
-            serving.task.cancel()
+        self._halt(identity, serving)
         await asyncio.wait([serving.task])
         if not serving.answered:
             self._connection.post(encode_fault(identity, CANCELLED, ""))
 
-    async def _serve(self, identity: int, serving: _Serving) -> None:
+    def _halt(self, identity: int, serving: Serving) -> None:
+        """Ends the read, but for a part that was begun: the reader could not tell where half a
+        frame ends."""
+        if serving.task is not None and not serving.in_part:
+            serving.task.cancel()
+
+    async def _serve(self, identity: int, serving: Serving) -> None:
         try:
-            while not serving.answered and not serving.cancelled:
-                await self._serve_part(identity, serving)
+            await self._answer(identity, serving)
         except RegionUnknown as error:
             serving.refused = serving.in_part = True
             self._refuse(identity, error)
@@ -375,7 +404,11 @@ class ReadServer:
         if not serving.refused:
             self._on_sent(serving.began, asyncio.get_running_loop().time(), serving.sent)
 
-    async def _serve_part(self, identity: int, serving: _Serving) -> None:
+    async def _answer(self, identity: int, serving: Serving) -> None:
+        while not serving.answered and not serving.cancelled:
+            await self._serve_part(identity, serving)
+
+    async def _serve_part(self, identity: int, serving: Serving) -> None:
         request, region, port = serving.request, serving.region, serving.port
         position, end = request.offset + serving.sent, request.offset + request.nbytes
         ready = min(await region.beyond(position), end)
@@ -415,7 +448,7 @@ class ReadServer:
         why = f"{self._connection.address} does not take what it asked for, and it has to go"
         self._connection.close(TransportTimeout(why))
 
-    async def _grant(self, identity: int, serving: _Serving, place: Place, nbytes: int) -> None:
+    async def _grant(self, identity: int, serving: Serving, place: Place, nbytes: int) -> None:
         serving.taken.clear()
         self._connection.post(encode_grant(identity, place, nbytes))
         await serving.taken.wait()

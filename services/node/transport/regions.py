@@ -3,11 +3,21 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from shared.errors import Conflict, NotFound, RegionUnknown
 
 EVICT_S = 2.0
 """Seconds that reads in progress may take to end once their region has to go."""
+
+
+class Mirror(Protocol):
+    """A second watermark of a region, outside of Python."""
+
+    def show(self, ready: int) -> None: ...
+
+    def close(self) -> None:
+        """Nothing touches the region any more."""
 
 
 class Region:
@@ -19,7 +29,9 @@ class Region:
         self.buffer = buffer
         self.ready = ready
         self.closed = False
+        self.mirror: Mirror | None = None
         self._users: list[Callable[[], None]] = []
+        self._leaving: list[Callable[[], None]] = []
         self._changed: set[asyncio.Future[None]] = set()
 
     async def beyond(self, position: int) -> int:
@@ -32,16 +44,20 @@ class Region:
         return self.ready
 
     @contextmanager
-    def use(self, evict: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
-        """The buffer, which stays valid until the `with` block ends. Calling `evict` makes the user
-        end soon."""
+    def use(
+        self, evict: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None
+    ) -> Iterator[memoryview]:
+        """The buffer, which stays valid until the `with` block ends. `leave` asks the user to end
+        when it can, since the region has to go. Calling `evict` makes it end soon."""
         if self.closed:
             raise RegionUnknown(f"region {self.name} was unregistered")
         self._users.append(evict)
+        self._leaving.append(leave)
         try:
             yield self.buffer
         finally:
             self._users.remove(evict)
+            self._leaving.remove(leave)
             self._wake()
 
     def advance(self, ready: int) -> None:
@@ -51,11 +67,15 @@ class Region:
                 f"of {len(self.buffer)} bytes; it may only grow, within the buffer"
             )
         self.ready = ready
+        if self.mirror is not None:
+            self.mirror.show(ready)
         self._wake()
 
     async def close(self) -> None:
         """Returns once nothing touches the buffer."""
         self.closed = True
+        for leave in list(self._leaving):
+            leave()
         self._wake()
         eviction = asyncio.get_running_loop().call_later(EVICT_S, self._evict)
         try:
@@ -63,6 +83,9 @@ class Region:
                 await self._change()
         finally:
             eviction.cancel()
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None
 
     def _evict(self) -> None:
         for evict in list(self._users):
@@ -119,6 +142,9 @@ class Regions:
                 f"[{offset}, {offset + nbytes}) lies outside"
             )
         return region
+
+    def get(self, name: str) -> Region | None:
+        return self._regions.get(name)
 
     def _own(self, name: str) -> Region:
         region = self._regions.get(name)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from services.node.transport import native
 from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
 from services.node.transport.connection import (
     DEEP,
@@ -26,6 +27,8 @@ from services.node.transport.connection import (
     set_buffer,
 )
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
+from services.node.transport.native.hub import Hub
+from services.node.transport.native.reads import NativeChannel, NativeServer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
 from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Way, Work
@@ -89,7 +92,9 @@ class TcpTransport:
         self._max_payload = max_payload
         self._regions = Regions()
         self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
+        self._link_bytes_per_s = link_bytes_per_s
         self._paced = link_bytes_per_s > 0
+        self._hub: Hub | None = None
         self._instance = secrets.randbits(64)
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
@@ -116,6 +121,9 @@ class TcpTransport:
             opened.callback(self._listener.close)
             for way in self._ways.values():
                 await opened.enter_async_context(way)
+            if not self._tls and (library := await asyncio.to_thread(native.load)) is not None:
+                hub = Hub(library, self._link_bytes_per_s)
+                self._hub = await opened.enter_async_context(hub)
             await self._group.__aenter__()
             self._resources = opened.pop_all()
         self._spawn(self._accept(self._listener))
@@ -194,9 +202,14 @@ class TcpTransport:
             )
         connection = await self._senders.get(address)
         # A message does not wait for the port; reads after it pay for its bytes.
-        self._link.out.charge(body + rest)
+        self._charge(body + rest, out=True)
         prefix = encode_prefix(Kind.MESSAGE, body=body, payload=rest)
         await connection.send([prefix, header, *payload])
+
+    def _charge(self, nbytes: int, *, out: bool) -> None:
+        (self._link.out if out else self._link.into).charge(nbytes)
+        if self._hub is not None:
+            self._hub.charge(nbytes, out=out)
 
     # --- dialling --------------------------------------------------------------
 
@@ -221,7 +234,7 @@ class TcpTransport:
             for offer in offers.values():
                 offer.withdraw()
         spawn = self._spawner(connection)
-        channel = ReadChannel(connection, self._link.into, spawn, way)
+        channel = self._channel(connection, spawn, way)
 
         def closed(error: TransportError) -> None:
             self._readers.drop(address)
@@ -231,6 +244,20 @@ class TcpTransport:
         self._hears.on_connected(address, way.name if way else connection.name)
         self._spawn(self._guard(connection, channel.run))
         return channel
+
+    def _channel(
+        self, connection: Connection, spawn: Spawn, way: Way[DirectReader] | None
+    ) -> ReadChannel:
+        if self._hub is None or way is not None:
+            return ReadChannel(connection, self._link.into, spawn, way)
+        return NativeChannel(
+            connection,
+            self._link.into,
+            spawn,
+            self._hub,
+            self._regions,
+            max_payload=self._max_payload,
+        )
 
     async def _complete(
         self, connection: Connection, offers: dict[str, Offer], peer: Hello
@@ -335,19 +362,28 @@ class TcpTransport:
             self._hears.on_dialled(peer.address)
             if peer.purpose is Purpose.READS:
                 spawn = self._spawner(connection)
-                await ReadServer(
-                    connection,
-                    self._regions,
-                    self._link.out,
-                    spawn,
-                    way,
-                    on_sent=self._hears.on_sent,
-                ).run()
+                await self._serve(connection, spawn, way)
             else:
                 await self._receive_messages(connection)
         finally:
             if way is not None:
                 way.end.close()
+
+    async def _serve(
+        self, connection: Connection, spawn: Spawn, way: Way[DirectSource] | None
+    ) -> None:
+        out, on_sent = self._link.out, self._hears.on_sent
+        if self._hub is None:
+            await ReadServer(connection, self._regions, out, spawn, way, on_sent=on_sent).run()
+        elif way is None:
+            server = NativeServer(connection, self._regions, out, spawn, self._hub, on_sent=on_sent)
+            await server.run()
+        else:
+            self._hub.serve_directly(+1)
+            try:
+                await ReadServer(connection, self._regions, out, spawn, way, on_sent=on_sent).run()
+            finally:
+                self._hub.serve_directly(-1)
 
     def _accept_way(self, peer: Hello) -> tuple[dict[str, bytes], Way[DirectSource] | None]:
         """The first of our ways that the peer offers and that works between the two nodes."""
@@ -364,7 +400,7 @@ class TcpTransport:
                 raise ProtocolViolation(f"{prefix.kind.name} on a connection for messages")
             header = await connection.receive_exactly(prefix.body)
             payload = await connection.receive_exactly(prefix.payload)
-            self._link.into.charge(prefix.body + prefix.payload)
+            self._charge(prefix.body + prefix.payload, out=False)
             self._hears.on_message(connection.address, memoryview(header), memoryview(payload))
 
     # --- standing connections --------------------------------------------------

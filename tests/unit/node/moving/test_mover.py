@@ -1,5 +1,7 @@
 """Movers over real TCP: relays, the order of reads, revisions."""
 
+import asyncio
+
 import pytest
 
 from services.node.core.pulling import FIRST_WINDOW
@@ -84,7 +86,9 @@ async def test_a_source_that_has_nothing_yet_is_asked_for_little(nodes: Nodes) -
     first[:CHUNK] = CONTENT[0][:CHUNK]
     source.transport.advance(f"{MODEL}/0", CHUNK)
     assert await probe(source, target, 0, CHUNK) == CONTENT[0][:CHUNK]
-    assert len(pulls[0].reading) > FIRST_WINDOW
+    async with asyncio.timeout(10):
+        while len(pulls[0].reading) <= FIRST_WINDOW:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_a_new_revision_keeps_what_is_unchanged(nodes: Nodes) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from services.node.checkpoints.packing import Digest
+from services.node.moving.run_digests import RunDigests
 from services.node.transport.base import ReadResult
 from shared.errors import DigestMismatch, PeerLost
-from tests.unit.node.moving.movers import ALL, CHUNK, CONTENT, MANIFEST, MODEL, Nodes, probe
+from tests.unit.node.moving.movers import ALL, CHUNK, CONTENT, MODEL, Nodes, probe
 
 
 async def test_wrong_bytes_go_no_further(nodes: Nodes) -> None:
@@ -42,20 +42,16 @@ async def test_a_passing_corruption_is_read_again(
     source.space.block(0)[0] ^= 1
     wrong = 0
 
-    class Mending:
-        def __init__(self) -> None:
-            self._digest = Digest()
-            self.update = self._digest.update
+    found = RunDigests.found
 
-        def digest(self) -> bytes:
-            nonlocal wrong
-            found = self._digest.digest()
-            if found not in MANIFEST.blocks[0].digests:
-                wrong += 1
-                source.space.block(0)[:] = CONTENT[0]
-            return found
+    def mending(digests: RunDigests, right: bool) -> None:
+        nonlocal wrong
+        if not right:
+            wrong += 1
+            source.space.block(0)[:] = CONTENT[0]
+        found(digests, right)
 
-    monkeypatch.setattr("services.node.moving.run_digests.Digest", Mending)
+    monkeypatch.setattr(RunDigests, "found", mending)
     target.pull([source], (1, 0, source))
     await target.until(lambda: len(target.arrivals) == 1)
     assert wrong == 1

@@ -32,8 +32,8 @@ def test_digests_of_parts_cut_anywhere(cuts: list[int], wrong: set[int]) -> None
     check = RunDigests(MANIFEST, 1, range(4), right.append)
     left = memoryview(data)
     for cut in cuts:
-        check.update(left[:cut])
+        check(left[:cut])
         left = left[cut:]
-    check.update(left)
+    check(left)
     assert check.wrong == sorted(wrong)
     assert right == [chunk for chunk in range(4) if chunk not in wrong]

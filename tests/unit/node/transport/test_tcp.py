@@ -44,6 +44,8 @@ from tests.support.raw_peer import (
     open_to,
 )
 
+pytestmark = pytest.mark.usefixtures("relay")
+
 HELLO = hello(Purpose.READS)
 BEFORE_HELLO = {
     "http": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
@@ -309,7 +311,8 @@ async def resumed(streams: Streams) -> tuple[Prefix, bytes]:
                 return prefix, body
 
 
-async def test_a_frame_is_finished_though_its_read_is_cancelled(node: Node) -> None:
+async def test_a_frame_is_finished_though_its_read_is_cancelled(shallow: Node) -> None:
+    node = shallow
     streams = await stuck_within_a_frame(node)
     streams[1].write(encode_prefix(Kind.CANCEL, id=1))
     await streams[1].drain()
@@ -321,7 +324,8 @@ async def test_a_frame_is_finished_though_its_read_is_cancelled(node: Node) -> N
     streams[1].close()
 
 
-async def test_unregister_waits_for_the_frame_that_is_on_its_way(node: Node) -> None:
+async def test_unregister_waits_for_the_frame_that_is_on_its_way(shallow: Node) -> None:
+    node = shallow
     streams = await stuck_within_a_frame(node)
     unregister = asyncio.ensure_future(node.transport.unregister("w"))
     with pytest.raises(RegionUnknown):

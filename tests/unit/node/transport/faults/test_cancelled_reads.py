@@ -72,8 +72,10 @@ async def test_a_read_cancelled_twice_is_answered_once(node: Node) -> None:
 
 
 async def test_a_region_goes_though_a_reader_that_lives_never_takes_it(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    shallow: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    node = shallow
+    node.transport.register("good", memoryview(bytearray(b"good")), ready=4)
     monkeypatch.setattr("services.node.transport.regions.EVICT_S", 0.2)
     data = memoryview(bytearray(64 << 20))
     node.transport.register("mine", data, ready=len(data))

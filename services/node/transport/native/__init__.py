@@ -1,0 +1,115 @@
+"""The relay loop in C (hub.c says what it is): compiled, and its functions as Python sees them."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash._xxhash  # type: ignore[import-not-found]
+
+from services.node.compiling import CompileFailed, library
+from services.node.transport import connection, pacing, wire
+from shared import telemetry
+
+HERE = Path(__file__).parent
+SOURCES = tuple(HERE / f"{name}.c" for name in ("hub", "ports", "receiving", "sending"))
+HEADERS = tuple(HERE / f"{name}.h" for name in ("internal", "relay"))
+SCRATCH = 64 * 1024
+_CONSTANTS = {
+    "PREFIX_BYTES": wire.PREFIX_BYTES,
+    "KIND_DATA": int(wire.Kind.DATA),
+    "GRANT_S": pacing.GRANT_S,
+    "AHEAD_S": pacing.AHEAD_S,
+    "MIN_GRANT": pacing.MIN_GRANT,
+    "MAX_GRANT": pacing.MAX_GRANT,
+    "MEMORY": pacing.MEMORY,
+    "LATENESS_S": pacing.LATENESS_S,
+    "QUIET_S": pacing.QUIET_S,
+    "PATIENCE_S": pacing.PATIENCE_S,
+    "AT_ONCE": connection.AT_ONCE,
+    "SCRATCH": SCRATCH,
+}
+FLAGS = (
+    "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
+    "-Wl,-Bsymbolic", "-D_GNU_SOURCE",
+    *(f"-D{name}={value}" for name, value in _CONSTANTS.items()),
+)  # fmt: skip
+FRAME, LOST, CHUNK, READ, SERVED = range(5)
+"""`EVENT_...` in relay.h."""
+_DIGEST_CALLS = (
+    "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update",
+    "XXH3_128bits_digest",
+)  # fmt: skip
+
+
+class Event(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "conn", "id", "a", "b")),
+        ("began", ctypes.c_double),
+        ("ended", ctypes.c_double),
+        ("head", ctypes.c_uint8 * 24),
+    )
+
+
+class DigestCalls(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _DIGEST_CALLS)
+
+
+_P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "hub_new": (_P, (_D, ctypes.c_char_p, _P)),
+    "hub_free": (None, (_P,)),
+    "hub_run": (None, (_P,)),
+    "hub_stop": (None, (_P,)),
+    "hub_told": (_I, (_P,)),
+    "hub_events": (_I, (_P, _P, _I)),
+    "hub_charge": (None, (_P, _I, _I)),
+    "hub_eager": (None, (_P, _I)),
+    "region_new": (_P, (_P, _P, _I)),
+    "region_ready": (None, (_P, _I)),
+    "region_drop": (None, (_P,)),
+    "conn_new": (_P, (_P, _I, _I, _I, _I)),
+    "conn_serial": (_I, (_P,)),
+    "conn_free": (None, (_P,)),
+    "conn_resume": (None, (_P,)),
+    "conn_silent_since": (_D, (_P, _P, _I)),
+    "conn_forgive": (None, (_P, _D)),
+    "conn_post": (_I, (_P, ctypes.c_char_p, _I)),
+    "conn_sent_at": (_D, (_P,)),
+    "read_begin": (_I, (_P, _I, _P, _I, _I, _I, ctypes.c_char_p, _P, _I)),
+    "read_drop": (None, (_P, _I)),
+    "read_end": (None, (_P, _I)),
+    "serve_begin": (_I, (_P, _I, _P, _I, _I, _I, _I)),
+    "serve_stop": (None, (_P, _I)),
+    "encode_data": (None, (ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint64)),
+    "decode_data": (_I, (ctypes.c_char_p, _P, _P)),
+}
+
+
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, its functions with their types."""
+    for name, (returned, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = returned, arguments
+    return loaded
+
+
+def digest_calls() -> DigestCalls:
+    """The addresses of the digest's functions. AttributeError: this build of xxhash hides them."""
+    exported = ctypes.CDLL(xxhash._xxhash.__file__)
+    return DigestCalls(
+        *(ctypes.cast(getattr(exported, name), ctypes.c_void_p).value for name in _DIGEST_CALLS)
+    )
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None (which is logged) if it cannot be compiled here."""
+    try:
+        digest_calls()
+        return declared(library("relay", SOURCES, HEADERS, FLAGS))
+    except (CompileFailed, AttributeError) as error:
+        telemetry.logger("transport").warning(
+            "the relay loop was not compiled: relaying costs more processor time", error=str(error)
+        )
+        return None

@@ -1,0 +1,70 @@
+"""What the relay loop in C knows of the protocol is what wire.py says."""
+
+import ctypes
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from services.node.transport import native
+from services.node.transport.wire import (
+    PREFIX_BYTES,
+    Kind,
+    Prefix,
+    encode_prefix,
+    parse_prefix,
+)
+from shared.errors import ProtocolViolation
+
+U32, U63 = (1 << 32) - 1, (1 << 63) - 1
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    loaded = native.load()
+    assert loaded is not None
+    return loaded
+
+
+def decoded(library: ctypes.CDLL, head: bytes) -> tuple[int, int] | None:
+    identity, payload = ctypes.c_int64(), ctypes.c_int64()
+    good = library.decode_data(head, ctypes.byref(identity), ctypes.byref(payload))
+    return (identity.value, payload.value) if good else None
+
+
+def parsed(head: bytes) -> tuple[int, int] | None:
+    """(id, payload) of the prefix of a DATA frame; None: of any other, or of nonsense."""
+    try:
+        prefix = parse_prefix(head, max_payload=U63)
+    except ProtocolViolation:
+        return None
+    return (prefix.id, prefix.payload) if prefix.kind is Kind.DATA else None
+
+
+@given(identity=st.integers(0, U32), payload=st.integers(1, U63))
+def test_it_writes_the_prefix_of_data(library: ctypes.CDLL, identity: int, payload: int) -> None:
+    head = ctypes.create_string_buffer(PREFIX_BYTES)
+    library.encode_data(head, identity, payload)
+    assert head.raw == encode_prefix(Kind.DATA, id=identity, payload=payload)
+    assert parse_prefix(head.raw, max_payload=U63) == Prefix(Kind.DATA, identity, 0, payload)
+
+
+@given(head=st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES))
+@example(head=encode_prefix(Kind.DATA, id=3))
+@example(head=encode_prefix(Kind.DATA, id=3, payload=U63))
+@example(head=encode_prefix(Kind.DATA, id=3, body=1, payload=1))
+@example(head=encode_prefix(Kind.DATA, id=3, payload=(1 << 64) - 1))
+@example(head=encode_prefix(Kind.HEARTBEAT))
+def test_it_takes_for_data_what_is_data(library: ctypes.CDLL, head: bytes) -> None:
+    assert decoded(library, head) == parsed(head)
+
+
+@given(
+    kind=st.sampled_from(Kind), identity=st.integers(0, U32), body=st.integers(0, 2),
+    payload=st.integers(0, U63),
+)  # fmt: skip
+def test_it_takes_no_other_frame_for_data(
+    library: ctypes.CDLL, kind: Kind, identity: int, body: int, payload: int
+) -> None:
+    head = encode_prefix(kind, id=identity, body=body, payload=payload)
+    assert decoded(library, head) == parsed(head)
