@@ -3,7 +3,8 @@
 services.node.checkpoints.families describes how each family of models differs from Llama.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,7 +14,7 @@ from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
-from services.node.engine.kernels import Kernels
+from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps, gpu_ops
 from services.node.engine.rope import inverse_frequencies
@@ -60,6 +61,7 @@ class Decoder:
         """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs."""
         self.config, self.dtype, self.device = config, dtype, device
         self._compiled, self._workspace = compiled, Workspace()
+        self.given: WeakKeyDictionary[LayerUnit, Layer] = WeakKeyDictionary()
         self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
         self.add_experts = gpu_experts() if fused else add_experts
         cached = kv_dtype(dtype, fused or compiled is not None)
@@ -103,11 +105,22 @@ class LayerStep:
         self._attention = attention
 
     def run(
-        self, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
+        self,
+        block: int,
+        blocks: Iterable[Sequence[LayerUnit]],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float = 0.0,
+    ) -> int:
+        """Runs the first block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers,
+        slots, 2, kv heads, head_dim]."""
+        self.run_layers(next(iter(blocks)), hidden, kv)
+        return 1
+
+    def run_layers(
+        self, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
     ) -> None:
-        """Runs a block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers, slots,
-        2, kv heads, head_dim]."""
-        for layer, own in zip(layers, kv, strict=True):
+        for layer, own in zip(layers, kv, strict=False):  # the caches of later blocks may follow
             self._run_layer(layer, hidden, own)
 
     def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:

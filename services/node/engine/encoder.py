@@ -11,7 +11,7 @@ thread), but torch's bf16 products would then give other bits (linear.py). On a 
 together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,14 +164,20 @@ class EncoderStep:
         self._together = 1 if encoder.device.type == "cpu" else images
 
     def run(
-        self, block: int, layers: Sequence[EncoderLayer], hidden: torch.Tensor, kv: torch.Tensor
-    ) -> None:
-        """Runs a block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
+        self,
+        block: int,
+        blocks: Iterable[Sequence[EncoderLayer]],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float = 0.0,
+    ) -> int:
+        """Runs the first block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
         whole = self._encoder.whole
         images = hidden.view(self._images, whole, -1)
-        for layer in layers:
+        for layer in next(iter(blocks)):
             for some in torch.split(images, self._together):
                 self._run(layer, some)
+        return 1
 
     def _run(self, layer: EncoderLayer, images: torch.Tensor) -> None:
         """Runs one layer over images [images, positions, hidden_size]."""

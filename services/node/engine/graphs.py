@@ -7,7 +7,7 @@ larger size and pads the rest. A graph holds the layers of one block, because ro
 sweep between blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -103,20 +103,27 @@ class GraphedStep:
         self._hidden[len(hidden) :].zero_()
 
     def run(
-        self, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
-    ) -> None:
-        """Runs a block's layers over the rows that the step was filled with, and updates their
-        `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""
+        self,
+        block: int,
+        blocks: Iterable[Sequence[LayerUnit]],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float = 0.0,
+    ) -> int:
+        """Runs the first block's layers over the rows that the step was filled with, and updates
+        their `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""
         if block in self._replays:
             self._replays[block]()
         else:
             # Loads the kernels that are recorded next.
-            self._layers.run(block, layers, self._hidden, kv)
+            layers = next(iter(blocks))
+            self._layers.run_layers(layers, self._hidden, kv)
             self.record(block, layers, kv)
         hidden.copy_(self._hidden[: len(hidden)])
+        return 1
 
     def record(self, block: int, layers: Sequence[LayerUnit], kv: torch.Tensor) -> None:
-        work = partial(self._layers.run, block, layers, self._hidden, kv)
+        work = partial(self._layers.run_layers, layers, self._hidden, kv)
         self._replays[block] = self._capture(work)
 
     def forget(self, block: int) -> None:

@@ -1,13 +1,15 @@
-"""Runs a step's layers with our kernels for CPUs. A block is one call, in which all threads go
-through its layers together.
+"""Runs a step's layers with our kernels for CPUs. In one call all threads go together through the
+layers of as many blocks as there is time for.
 
-A call for each smaller part of a layer would take as long as the part itself, for Python and for
-waking threads.
+A call for each part of a layer would take as long as the part itself, for Python and for waking
+threads.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, takewhile
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -71,6 +73,8 @@ class Steppable(Protocol):
     dtype: torch.dtype
     attention: Attention
     frequencies: Tensor
+    given: WeakKeyDictionary[LayerUnit, kernels.Layer]
+    """Layers as the kernels take them. They are made by the first step that runs them."""
 
 
 class KernelStep:
@@ -85,7 +89,7 @@ class KernelStep:
         spans: Sequence[Span],
     ) -> None:
         config, a = decoder.config, decoder.attention
-        self._compiled, self._experts = compiled, config.experts
+        self._compiled, self._experts, self._given = compiled, config.experts, decoder.given
         blocks: list[tuple[int, int, int, int]] = []
         pages: list[int] = []
         slots: list[int] = []
@@ -134,36 +138,71 @@ class KernelStep:
             wait=compiled.barrier if self._threads > 1 else None,
         )  # fmt: skip
 
-    def run(self, block: int, layers: Sequence[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
-        first_kv, step = kv.data_ptr(), kv.stride(0) * kv.itemsize
-        given = (kernels.Layer * len(layers))(
-            *(_layer(layer, first_kv + number * step) for number, layer in enumerate(layers))
-        )
-        self._layers.hidden = hidden.data_ptr()
+    def run(
+        self,
+        block: int,
+        blocks: Iterable[Sequence[LayerUnit]],
+        hidden: Tensor,
+        kv: Tensor,
+        for_s: float = 0.0,
+    ) -> int:
+        first, *others = blocks
+        if not _is_plain(first):
+            self._run_with_experts(first, hidden, kv)
+            return 1
+        plain = [first, *takewhile(_is_plain, others)]
+        stops = [*accumulate(map(len, plain))]
+        return self._call([*chain(*plain)], stops, hidden, kv, for_s)
+
+    def _run_with_experts(self, layers: Sequence[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
+        """Layers are collected for one call. A layer with experts ends it, because torch runs the
+        experts."""
         first = 0
-        for last, layer in enumerate(layers):
-            experts = layer.mlp if isinstance(layer.mlp, ExpertMlp) else None
-            # Layers are collected for one call. A layer with experts ends it, because torch runs
-            # the experts.
-            if experts is None and last + 1 < len(layers):
-                continue
-            self._layers.layers = ctypes.addressof(given[first])
-            self._layers.n_layers = last + 1 - first
-            self._compiled.run(self._layers, self._threads)
-            first = last + 1
-            if experts is not None:
+        for last, layer in enumerate(layers, start=1):
+            if isinstance(layer.mlp, ExpertMlp) or last == len(layers):
+                self._call(layers[first:last], [last - first], hidden, kv[first:], 0.0)
+                first = last
+            if isinstance(layer.mlp, ExpertMlp):
                 assert self._experts is not None
-                add_experts(hidden, self._normed, experts, self._experts)
+                add_experts(hidden, self._normed, layer.mlp, self._experts)
+
+    def _call(
+        self,
+        layers: Sequence[LayerUnit],
+        stops: Sequence[int],
+        hidden: Tensor,
+        kv: Tensor,
+        for_s: float,
+    ) -> int:
+        """`stops`: for each block the number of layers up to its end."""
+        given = (ctypes.c_void_p * len(layers))(*map(self._address, layers))
+        ends = (ctypes.c_int64 * len(stops))(*stops)
+        call = self._layers
+        call.hidden, call.seconds = hidden.data_ptr(), for_s
+        call.layers, call.stops = ctypes.addressof(given), ctypes.addressof(ends)
+        call.n_blocks = len(stops)
+        call.kv, call.kv_step = kv.data_ptr(), kv.stride(0) * kv.itemsize
+        self._compiled.run(call, self._threads)
+        return int(call.ran)
+
+    def _address(self, layer: LayerUnit) -> int:
+        """The address of the layer as the kernels take it."""
+        given = self._given.get(layer)
+        if given is None:
+            given = self._given[layer] = _layer(layer)
+        return ctypes.addressof(given)
 
 
-def _layer(layer: LayerUnit, kv: int) -> kernels.Layer:
-    """`kv`: the address of the layer's cache."""
+def _is_plain(layers: Sequence[LayerUnit]) -> bool:
+    return not any(isinstance(layer.mlp, ExpertMlp) for layer in layers)
+
+
+def _layer(layer: LayerUnit) -> kernels.Layer:
     made = kernels.Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qkv=_matrix(layer.qkv),
         o=_matrix(layer.o),
-        kv=kv,
         window=layer.window,
     )
     if layer.qk_norm is not None:

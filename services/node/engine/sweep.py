@@ -7,7 +7,7 @@ not matter which rows share a sweep.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -38,9 +38,17 @@ take 256 MiB."""
 
 
 class Step(Protocol):
-    def run(self, block: int, layers: Any, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        """Runs a block's layers. Updates hidden [rows, hidden_size]. kv: the cache of these layers,
-        see KvCache.of_layers."""
+    def run(
+        self,
+        block: int,
+        blocks: Iterable[Any],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float = 0.0,
+    ) -> int:
+        """Runs the layers of `block`, the first of these blocks, and may run those after it until
+        `for_s` seconds have passed. Returns how many blocks it ran. Updates hidden [rows,
+        hidden_size]. kv: the cache of the layers of all these blocks, see KvCache.of_layers."""
 
 
 class Network(Protocol):
@@ -98,8 +106,8 @@ class Model:
         return range(0) if self.network.whole else self.layers(start, stop)
 
     def layer_units(self, block: int) -> tuple[Any, ...]:
-        numbered = enumerate(self.blocks[block], self.manifest.blocks[block].first_unit)
-        return tuple(unit for number, unit in numbered if 0 < number < self._last)
+        units, first = self.blocks[block], self.manifest.blocks[block].first_unit
+        return units[max(1 - first, 0) : self._last - first]
 
     def head_unit(self, block: int) -> Any | None:
         ends = self.manifest.blocks[block].last_unit == self._last
@@ -235,9 +243,9 @@ class TorchSweep:
                 model = self._find(self._model_id)
                 stop = self._next_stop()
                 while True:
-                    self._run(model)
-                    self._at += 1
-                    self._due_s += self._floor_s / model.manifest.n_blocks
+                    ran = self._run(model, stop, until - time.monotonic())
+                    self._at += ran
+                    self._due_s += ran * self._floor_s / model.manifest.n_blocks
                     if self._at == stop or time.monotonic() >= until:
                         break
                 left |= self._let_off(lambda rider: rider.stop == self._at)
@@ -248,18 +256,23 @@ class TorchSweep:
         ahead = [rider.start for rider in self._waiting if rider.start > self._at]
         return min([*ahead, *(rider.stop for rider in self._aboard)])
 
-    # --- a block ------------------------------------------------------------
+    # --- blocks -------------------------------------------------------------
 
-    def _run(self, model: Model) -> None:
+    def _run(self, model: Model, stop: int, for_s: float) -> int:
+        """Runs the next block, and perhaps those after it: before `stop`, for `for_s` seconds.
+        Returns how many."""
         if not self._packed:
             self._pack()
-        if layers := model.layer_units(self._at):
+        ran = 1
+        if model.layer_units(self._at):
             if self._step is None:
                 self._step = model.step(self._spans(), self._hidden)
-            kv = self._kv.of_layers(self._model_id, model.layers(self._at, self._at + 1))
-            self._step.run(self._at, layers, self._hidden, kv)
-        if (head := model.head_unit(self._at)) is not None:
+            blocks = takewhile(bool, map(model.layer_units, range(self._at, stop)))
+            kv = self._kv.of_layers(self._model_id, model.layers(self._at, stop))
+            ran = self._step.run(self._at, blocks, self._hidden, kv, for_s)
+        if (head := model.head_unit(self._at + ran - 1)) is not None:
             self._sample(model, head)
+        return ran
 
     def _pack(self) -> None:
         """Packs the rows into new memory, because parts that left keep theirs."""

@@ -83,7 +83,7 @@ def _run_layer(decoder: Decoder, layer: LayerUnit, sequences: int, positions: in
     kv = torch.zeros(shape, dtype=attention.dtype, device=decoder.device)
     spans = [_span(positions, range(i * pages, (i + 1) * pages)) for i in range(sequences)]
     hidden = _hidden(decoder, sequences * positions)
-    decoder.step(spans).run(0, (layer,), hidden, kv[None])
+    decoder.step(spans).run(0, ((layer,),), hidden, kv[None])
 
 
 @torch.inference_mode()
@@ -100,7 +100,7 @@ def _run_encoder(encoder: Encoder, patches: Any, layer: Any, head: Any, images: 
     rows = [Row(SequenceKey(""), 0, positions, positions, image=image)] * images
     hidden = encoder.embed(patches, rows)
     spans = [_span(positions, range(0))] * images
-    encoder.step(spans).run(0, (layer,), hidden, hidden.new_empty(0))
+    encoder.step(spans).run(0, ((layer,),), hidden, hidden.new_empty(0))
     logits = encoder.head(head, hidden, range(positions - 1, len(hidden), positions))
     sample(logits, [Draw(0, Sampling())] * images)
 

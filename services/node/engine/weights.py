@@ -43,7 +43,7 @@ class ExpertMlp:
     """The same weights as the checkpoint stores them: GATE_UP and DOWN (families.family)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerUnit:
     input_norm: torch.Tensor
     qkv: Linear

@@ -72,7 +72,7 @@ class Packing(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = _fields(
-        "pointers input_norm qk_norm post_norm qkv o gate_up down kv", "integers window"
+        "pointers input_norm qk_norm post_norm qkv o gate_up down", "integers window"
     )
 
 
@@ -81,8 +81,12 @@ class Layers(ctypes.Structure):
         *_fields(
             "integers next threads width narrow",
             "numbers eps",
-            "pointers attention hidden normed qkv attended gated layers",
-            "integers n_layers",
+            "pointers attention hidden normed qkv attended gated layers kv",
+            "integers kv_step",
+            "pointers stops",
+            "integers n_blocks",
+            "numbers seconds",
+            "integers ran over",
             "pointers wait",
         ),
         ("counters", ctypes.c_int64 * 8),

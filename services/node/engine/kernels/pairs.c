@@ -39,14 +39,15 @@ INLINE const char *narrowed_part(const char *weight, int64_t depth, uint16_t *ro
 /* Adds a part to the sums of n rows. `depth` is even. */
 INLINE void add_part_of_pairs(const uint16_t *x, int64_t in, const char *weight, int64_t kind,
                               int64_t depth, float *sums, int n, const char *following,
-                              int64_t nbytes) {
+                              int64_t nbytes, int passing) {
     lanes s[SUMMED][2];
     for (int r = 0; r < n; r++)
         for (int i = 0; i < 2; i++) s[r][i] = load(sums + r * WIDTH + 16 * i);
     for (int64_t k = 0; k < depth; k += 2) {
         words w[2];
         for (int i = 0; i < 2; i++) w[i] = pairs_at(weight, k * WIDTH + 32 * i, kind);
-        fetch(following + nbytes * k, (2 * nbytes + 63) / 64);
+        if (passing) fetch_once(following + nbytes * k, 2 * WIDTH * size_of(kind) / 64);
+        else fetch(following + nbytes * k, (2 * nbytes + 63) / 64);
         for (int r = 0; r < n; r++)
             for (int i = 0; i < 2; i++) s[r][i] = add_pair(s[r][i], x + r * in + k, w[i]);
     }
@@ -57,11 +58,13 @@ INLINE void add_part_of_pairs(const uint16_t *x, int64_t in, const char *weight,
 /* The same for up to SUMMED rows; for up to DIRECT, if weights have to be converted. */
 INLINE void add_parts_of_pairs(const uint16_t *x, int64_t in, const char *weight, int64_t kind,
                                int64_t depth, float *sums, int64_t rows, const char *following,
-                               int64_t nbytes) {
+                               int64_t nbytes, int passing) {
 #define CASE(n) \
     case n: \
-        if (n <= (kind == BFLOAT16 ? SUMMED : DIRECT)) \
-            add_part_of_pairs(x, in, weight, kind, depth, sums, n, following, nbytes); \
+        if (n <= PASSING && passing) \
+            add_part_of_pairs(x, in, weight, kind, depth, sums, n, following, nbytes, 1); \
+        else if (n <= (kind == BFLOAT16 ? SUMMED : DIRECT)) \
+            add_part_of_pairs(x, in, weight, kind, depth, sums, n, following, nbytes, 0); \
         break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)
@@ -93,20 +96,23 @@ void with_pairs(const Product *p) {
             const uint16_t *x = (const uint16_t *)p->x + it.row * in;
             int64_t converts = m->kind == INT8 && it.rows > DIRECT;
             int64_t passes = least(4, (it.rows + SUMMED - 1) / SUMMED);
+            int passing = it.rows <= PASSING && !converts;
             memset(sums, 0, it.rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < whole; k += PART) {
                 int64_t depth = least(PART, whole - k);
-                const char *part = it.weight + k * WIDTH * size, *following = part + AHEAD;
+                const char *part = it.weight + k * WIDTH * size, *following = part + (passing ? NEAR : AHEAD);
                 if (converts) part = narrowed_part(part, depth, room);
                 for (int64_t r = 0; r < it.rows; r += SUMMED) {
                     const uint16_t *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
                     int64_t n = least(SUMMED, it.rows - r);
-                    int64_t fetches = it.rows > UNAIDED && !converts && r < passes * SUMMED;
-                    int64_t nbytes = fetches ? WIDTH * size / passes : 0;
+                    int64_t nbytes = converts || r >= passes * SUMMED ? 0 : WIDTH * size / passes;
                     if (converts || m->kind == BFLOAT16)
-                        add_parts_of_pairs(own, in, part, BFLOAT16, depth, to, n, following, nbytes);
-                    else add_parts_of_pairs(own, in, part, INT8, depth, to, n, following, nbytes);
+                        add_parts_of_pairs(own, in, part, BFLOAT16, depth, to, n, following, nbytes,
+                                           passing);
+                    else
+                        add_parts_of_pairs(own, in, part, INT8, depth, to, n, following, nbytes,
+                                           passing);
                     following += nbytes * depth;
                 }
             }

@@ -12,13 +12,15 @@ enum {
     CONVERTED = 64, /* the same, for weights that are converted first */
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
     PAIRED = 32, /* panels are padded with zeros to a multiple of this many inputs */
-    /* With up to this many rows a panel is read as fast as memory allows, and the processor fetches
-       ahead by itself. Asking for it too made a Zen 4 slower, and Sapphire Rapids faster. */
+    /* With up to this many rows, memory is what a product waits for. A panel is then read past the
+       caches: what else a step needs stays in them, and Python before the next step takes two
+       thirds of the time (Zen 4). Sapphire Rapids was measured without this only. */
 #ifdef __AMX_TILE__
-    UNAIDED = 0,
+    PASSING = 0,
 #else
-    UNAIDED = 6,
+    PASSING = 6,
 #endif
+    NEAR = 512, /* as AHEAD, for such panels: more hinders the processor's own prefetching */
 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -79,6 +81,10 @@ INLINE lanes weights_at(const char *weight, int64_t i, int64_t kind) {
 /* Prefetches `lines` cache lines. */
 INLINE void fetch(const char *from, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * i, 0, 2);
+}
+/* The same, for lines that are used once. */
+INLINE void fetch_once(const char *from, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * i, 0, 0);
 }
 
 /* Each makes a product in its own way. All threads call it. */

@@ -21,13 +21,14 @@ INLINE const char *widened_part(int64_t kind, const char *weight, int64_t depth,
 
 /* Adds a part to the sums of n rows. */
 INLINE void add_part(const float *x, int64_t in, const char *weight, int64_t kind, int64_t depth,
-                     float *sums, int n, const char *following, int64_t nbytes) {
+                     float *sums, int n, const char *following, int64_t nbytes, int passing) {
     lanes s[FEW][2];
     for (int r = 0; r < n; r++) s[r][0] = s[r][1] = (lanes){0};
     for (int64_t k = 0; k < depth; k++) {
         lanes w[2];
         for (int i = 0; i < 2; i++) w[i] = weights_at(weight, k * WIDTH + 16 * i, kind);
-        fetch(following + nbytes * k, (nbytes + 63) / 64);
+        if (passing) fetch_once(following + nbytes * k, (WIDTH * size_of(kind) + 63) / 64);
+        else fetch(following + nbytes * k, (nbytes + 63) / 64);
         for (int r = 0; r < n; r++)
             for (int i = 0; i < 2; i++) s[r][i] += x[r * in + k] * w[i];
     }
@@ -40,11 +41,14 @@ INLINE void add_part(const float *x, int64_t in, const char *weight, int64_t kin
 
 /* The same for up to FEW rows; for up to DIRECT, if weights have to be converted. */
 INLINE void add_parts(const float *x, int64_t in, const char *weight, int64_t kind, int64_t depth,
-                      float *sums, int64_t rows, const char *following, int64_t nbytes) {
+                      float *sums, int64_t rows, const char *following, int64_t nbytes,
+                      int passing) {
 #define CASE(n) \
     case n: \
-        if (n <= FEW && (n <= DIRECT || kind == FLOAT32)) \
-            add_part(x, in, weight, kind, depth, sums, n, following, nbytes); \
+        if (n <= PASSING && passing) \
+            add_part(x, in, weight, kind, depth, sums, n, following, nbytes, 1); \
+        else if (n <= FEW && (n <= DIRECT || kind == FLOAT32)) \
+            add_part(x, in, weight, kind, depth, sums, n, following, nbytes, 0); \
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 #undef CASE
@@ -62,23 +66,23 @@ void with_vectors(const Product *p) {
             const float *x = (const float *)p->x + it.row * in;
             int64_t kind = it.rows > DIRECT ? FLOAT32 : m->kind;
             int64_t converts = kind != m->kind, passes = it.rows > FEW ? 2 : 1;
+            int passing = it.rows <= least(PASSING, FEW) && !converts;
             memset(sums, 0, it.rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, in - k);
-                const char *part = it.weight + k * WIDTH * size, *following = part + AHEAD;
+                const char *part = it.weight + k * WIDTH * size, *following = part + (passing ? NEAR : AHEAD);
                 if (converts) part = widened_part(m->kind, part, depth, room);
                 for (int64_t r = 0; r < it.rows; r += FEW) {
                     const float *own = x + r * in + k;
                     float *to = sums + r * WIDTH;
                     /* What comes next is fetched in the first passes. */
-                    int64_t fetches = it.rows > UNAIDED && !converts && r < passes * FEW;
-                    int64_t nbytes = fetches ? WIDTH * size / passes : 0;
+                    int64_t nbytes = converts || r >= passes * FEW ? 0 : WIDTH * size / passes;
                     int64_t n = least(FEW, it.rows - r);
                     if (kind == FLOAT32)
-                        add_parts(own, in, part, FLOAT32, depth, to, n, following, nbytes);
+                        add_parts(own, in, part, FLOAT32, depth, to, n, following, nbytes, passing);
                     else if (kind == BFLOAT16)
-                        add_parts(own, in, part, BFLOAT16, depth, to, n, following, nbytes);
-                    else add_parts(own, in, part, INT8, depth, to, n, following, nbytes);
+                        add_parts(own, in, part, BFLOAT16, depth, to, n, following, nbytes, passing);
+                    else add_parts(own, in, part, INT8, depth, to, n, following, nbytes, passing);
                     following += nbytes * depth;
                 }
             }

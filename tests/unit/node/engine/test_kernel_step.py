@@ -50,7 +50,7 @@ class Side:
     def run(self, spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
         step, hidden = self.decoder.step(spans), hidden.clone()
         assert isinstance(step, LayerStep if self.layers_are_stored else KernelStep)
-        step.run(0, self.layers, hidden, self.kv)
+        step.run(0, (self.layers,), hidden, self.kv)
         return hidden
 
     @property
@@ -152,3 +152,24 @@ def test_a_nan_stays_in_its_sequence() -> None:
     got = Side(model, 2, "packed").run(spans, hidden)
     assert got[:4].isnan().all()
     assert torch.isfinite(got[4:]).all()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_call_runs_blocks_while_there_is_time(experts: bool) -> None:
+    """With the same bits, however many blocks are one call. Blocks with experts are calls of their
+    own."""
+    changes: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4} if experts else {}
+    model = make_model(num_hidden_layers=5, blocks=1, **changes)
+    side, hidden = Side(model, 4, "packed"), torch.randn(40, model.manifest.config["hidden_size"])
+    blocks = [side.layers[:1], side.layers[1:3], side.layers[3:]]
+    spans = [(sequence([2, 0, 3]), 0, 40)]
+    expected = side.run(spans, hidden)
+    for seconds, counts in ((0.0, [1, 1, 1]), (1e9, [1, 1, 1] if experts else [3])):
+        side.kv.zero_()
+        step, got, at, ran = side.decoder.step(spans), hidden.clone(), 0, []
+        while at < len(blocks):
+            kv = side.kv[sum(map(len, blocks[:at])) :]
+            ran.append(step.run(at, blocks[at:], got, kv, seconds))
+            at += ran[-1]
+        assert ran == counts
+        assert torch.equal(got, expected)

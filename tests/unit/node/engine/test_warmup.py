@@ -37,12 +37,13 @@ def test_every_batch_goes_through_a_layer_and_the_head(
     def spy(
         step: LayerStep,
         block: int,
-        units: Sequence[LayerUnit],
+        blocks: Sequence[Sequence[LayerUnit]],
         hidden: torch.Tensor,
         kv: torch.Tensor,
-    ) -> None:
-        run(step, block, units, hidden, kv)
+    ) -> int:
+        run(step, block, blocks, hidden, kv)
         layers.append(len(hidden))
+        return 1
 
     def drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         heads.append(len(logits))
@@ -70,12 +71,13 @@ def test_layers_of_every_kind_are_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
     def spy(
         step: LayerStep,
         block: int,
-        units: Sequence[LayerUnit],
+        blocks: Sequence[Sequence[LayerUnit]],
         hidden: torch.Tensor,
         kv: torch.Tensor,
-    ) -> None:
-        run(step, block, units, hidden, kv)
-        warmed.extend(type(unit.mlp) for unit in units)
+    ) -> int:
+        run(step, block, blocks, hidden, kv)
+        warmed.extend(type(unit.mlp) for unit in blocks[0])
+        return 1
 
     monkeypatch.setattr(LayerStep, "run", spy)
     list(warmup.warm_up(decoder_of(model)))
