@@ -19,6 +19,8 @@ FAST = (
     "tests/unit/test_virtual_time.py",
 )
 """Pure cores, and shells over a bus in memory. None of them needs torch or other processes."""
+KEEPS_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Images of Python often set it."""
 SOME_FAILED = 1
 """The status of pytest when it ran to its end, and tests failed."""
 MOST_WORKERS = 8
@@ -83,7 +85,15 @@ def _pass_alone() -> bool:
 
 
 def _start(command: list[str], stdout: int | None = None) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, text=True, stdout=stdout)
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(), text=True, stdout=stdout
+    )
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which Python keeps its bytecode: the tests start hundreds of
+    processes, and each would compile all that it imports."""
+    return {name: value for name, value in os.environ.items() if name != KEEPS_NO_BYTECODE}
 
 
 def workers(cores: int) -> int:

@@ -1,5 +1,6 @@
 """`lambdascale test`: what it checks, what it runs, and that the fast part stays fast."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_fast_tests_take_no_torch() -> None:
 )  # fmt: skip
 def test_paths_are_checked_with_what_they_test(rest: list[str], expected: list[str]) -> None:
     assert self_test._checked(self_test._paths(rest)) == [Path(name) for name in expected]
+
+
+def test_processes_of_the_tests_keep_their_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asked.py").write_text("import sys; sys.exit(sys.dont_write_bytecode)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(tmp_path))))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert self_test._start(["asked"]).wait() == 0
 
 
 def test_a_failure_of_any_check_is_named_and_is_the_exit_code(tmp_path: Path) -> None:
