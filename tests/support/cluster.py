@@ -78,11 +78,13 @@ class Running:
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> Answer:
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, model: str = MODEL, **fields: float
+    ) -> Answer:
         """One streaming completion of token ids; greedy, unless other fields say how."""
         answer = Answer()
         body = {
-            "model": MODEL,
+            "model": model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -108,8 +110,11 @@ class Running:
                     answer.finish = choice["finish_reason"] or answer.finish
         return answer
 
-    async def ask_all(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-        return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
+    async def ask_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, model: str = MODEL
+    ) -> list[Answer]:
+        asked = (self.ask(prompt, max_tokens, model) for prompt in prompts)
+        return list(await asyncio.gather(*asked))
 
     async def path(self, *names: str) -> tuple[Stage, ...]:
         """The model's blocks, cut evenly over these nodes in this order."""
