@@ -5,6 +5,7 @@ hardware (H800, 400 Gbit/s). Each node has memory for two copies of Llama-3.1-8B
 models fit at once. Requests come at random (Poisson), their models by Zipf's law, and no model
 keeps an instance when it is idle. A *swap* is a request whose model had to be loaded first. It is
 held against the time that it takes to read the model's bytes from a node's disk, and to prefill.
+At 4 requests a second more models are active at once than have room, so that they take turns.
 """
 
 import sys

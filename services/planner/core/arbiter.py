@@ -59,6 +59,8 @@ class Claim:
     """Where a copy lies in memory that serves nothing."""
     leaving: frozenset[NodeId]
     """Where a copy drains, or is being released."""
+    frees: frozenset[NodeId]
+    """Those of `leaving` where nothing of it will stay in memory."""
     in_memory: bool
     """Whether a whole copy is in some memory, and may feed others."""
     on_disk: frozenset[NodeId]
@@ -76,7 +78,7 @@ class Device:
     """Bytes of the arena."""
     free: int
     coming: int = 0
-    """Bytes that drain, or are being released."""
+    """Bytes that are about to be free."""
     taken: bool = False
     """Whether it is out of question for now: it belongs to another scaling event, or its room is
     promised to another model."""

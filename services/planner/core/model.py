@@ -49,9 +49,8 @@ class ModelMachine:
         self._rooms = rooms
         self._sizing = Sizing(desk)
         self._usage = Usage()
-        self._waits_for_room = False
         self._waits_because = ""
-        """Why it waits, as it was last told."""
+        """Why it waits for room, as it was last told."""
         self._failed = 0
         """How many events have failed in a row."""
         self._retry_at = float("-inf")
@@ -125,7 +124,7 @@ class ModelMachine:
 
     def on_more_room(self) -> None:
         """Memory was freed, or another event has ended."""
-        if self._waits_for_room:
+        if self.record.model_id in self._rooms.waiting:
             self.decide_soon()
         elif self.event is not None and self.event.no_room:
             self.on_joined()
@@ -179,6 +178,7 @@ class ModelMachine:
 
     def remove(self) -> None:
         """The model was removed: nothing serves it from now on. Nodes forget it by themselves."""
+        self._rooms.waiting.discard(self.record.model_id)
         if self.event is not None:
             self.event.cancel("the model was removed")
             self.event.effects.clear()
@@ -256,6 +256,7 @@ class ModelMachine:
         have = len(self.fleet.replicas)
         draining = sum(m.draining for m in members.values())
         coming = len(members) - have - draining
+        wanted = self._sizing.wants
         decision = self._sizing.decide(
             self.record,
             have=have,
@@ -265,7 +266,11 @@ class ModelMachine:
         )
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
         self._usage.note(at, len(members), asked=asked)
-        self._waits_for_room = False
+        if self._sizing.wants < wanted and self._rooms.waiting:
+            self._desk.room_freed = True  # what is spare may give way
+        if self._sizing.spare_at is not None and at < self._sizing.spare_at:
+            self._decide_by(self._sizing.spare_at)
+        self._rooms.waiting.discard(self.record.model_id)
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
         elif self._sizing.surplus:  # the next replica goes when this one is gone
@@ -296,7 +301,6 @@ class ModelMachine:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
         room = self._rooms.ask(self.record.model_id, missing)
-        self._waits_for_room = not room.free
         if room.free:
             self._waits_because = ""
             return True
@@ -382,11 +386,19 @@ class ModelMachine:
             },
             asleep=frozenset(asleep.difference(members, leaving)),
             leaving=frozenset(leaving),
+            frees=frozenset(node for node in leaving if self._frees(node)),
             in_memory=bool(self.fleet.replicas or draining or asleep.difference(leaving)),
             on_disk=frozenset(on_disk),
             attained=self._usage.attained(self._desk.at),
             cost=self._usage.chance(self._desk.at) * cluster.load_s(record),
         )
+
+    def _frees(self, node: NodeId) -> bool:
+        """Whether nothing of the model will stay in the memory of a node that it leaves."""
+        known = self.standing.of(node)
+        if known is None or known.state is State.DRAINING:
+            return self._releases.keep(node) is None
+        return known.keep is None
 
     def free_stray(self, node: NodeId) -> None:
         self._releases.free_stray(node)

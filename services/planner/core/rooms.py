@@ -35,6 +35,8 @@ class Rooms:
         """`claims`: asks all models. `loading`: the targets of all running events."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
+        self.waiting: set[ModelId] = set()
+        """Models that have found no room, and want some."""
         self._desk = desk
         self._claims = claims
         self._loading = loading
@@ -61,6 +63,8 @@ class Rooms:
         silent = (d.node for d in devices if self._desk.cluster.free(d.node) is None)
         claimant = replace(claimant, on_disk=claimant.on_disk.union(silent))
         room = make_room(claimant, count, claims, devices, self._desk.at)
+        if not room.free:
+            self.waiting.add(model)
         for node in room.free[:count]:
             self._promises.setdefault(node, _Promise(model, self._desk.at + PROMISE_S, False))
         names = {claim.model: claim.name for claim in claims}
@@ -94,7 +98,7 @@ class Rooms:
     def _devices(self, claims: Iterable[Claim], taken: frozenset[NodeId]) -> list[Device]:
         cluster, coming = self._desk.cluster, Counter[NodeId]()
         for claim in claims:
-            coming.update(dict.fromkeys(claim.leaving, claim.nbytes))
+            coming.update(dict.fromkeys(claim.frees, claim.nbytes))
         devices = []
         for node, info in cluster.nodes.items():
             free = cluster.free(node)

@@ -14,6 +14,8 @@ class Sizing:
         self.wants = 0
         """How many replicas the model should have at least, as of the last decision, whatever room
         there is."""
+        self.spare_at: float | None = None
+        """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
         self._scaler = Scaler()
 
@@ -39,7 +41,8 @@ class Sizing:
         )
         self.wants = wanted(fulls(demand, policy), policy)
         surplus_since = self._scaler.surplus_since
-        if surplus_since is not None and self._desk.at - surplus_since < SPARE_S:
+        self.spare_at = None if surplus_since is None else surplus_since + SPARE_S
+        if self.spare_at is not None and self._desk.at < self.spare_at:
             self.wants = have
         elif decision.replicas > have + coming:
             self.wants = decision.replicas
