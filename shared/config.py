@@ -181,6 +181,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     mesh_peers: Size = 64
     """How many peers, nearest first, the node connects to before a plan needs them. It connects to
     others when they are needed."""
+    evacuate_s: Seconds = 10.0
+    """How long a node that is told to stop waits, at most, until another machine has the models of
+    which it holds the only durable copy."""
     step_floor_s: Seconds = 0.0
     """The least time of a step through the whole model; a part of the model takes its share. It
     lets many nodes run on one machine as if each had its own accelerator. 0: as fast as it goes."""

@@ -27,7 +27,7 @@ from shared.containment import is_containable
 
 class Service(ABC):
     role: ClassVar[str]
-    drain_s: ClassVar[float] = 5.0
+    drain_s: float = 5.0
 
     def __init__(self, name: str) -> None:
         self.name = name

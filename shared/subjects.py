@@ -18,6 +18,7 @@ REGISTRY_POOL = f"{ROOT}.registry.pool"
 REGISTRY_NODES = f"{ROOT}.registry.nodes"
 REGISTRY_STORY = f"{ROOT}.registry.story"
 REGISTRY_COPIES = f"{ROOT}.registry.copies"
+REGISTRY_LEAVE = f"{ROOT}.registry.leave"
 
 # --- the pool's broadcasts ---
 POOL_STATUS = f"{ROOT}.pool.status"

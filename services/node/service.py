@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.core.profile import Profiler
 from services.node.hosting.copying import Copying
+from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.lending import Lending
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
@@ -26,7 +27,7 @@ from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
-from shared.messages.copies import KeepCopy, LendPiece, Lent
+from shared.messages.copies import KeepCopy, Leave, LendPiece, Lent
 from shared.messages.pool import (
     Holding,
     ModelAdded,
@@ -67,6 +68,7 @@ class NodeService(Service):
     def __init__(self, bus: Bus, config: NodeConfig, parts: Parts) -> None:
         check_name("node.id", config.id)
         super().__init__(config.id)
+        self.drain_s += config.evacuate_s
         self._bus = bus
         self._config = config
         self._parts = parts
@@ -147,7 +149,10 @@ class NodeService(Service):
         await self._worker.ready()
 
     async def drain(self) -> None:
-        """Takes no new work. What runs ends at once, and gateways resume it elsewhere."""
+        """Takes no new work. What runs ends at once, and gateways resume it elsewhere. Before, it
+        serves on while another machine copies the models that only its own has on disk."""
+        leave = Leave(node=self.node, generation=self.info.generation)
+        await evacuate(self._bus, leave, self._config.evacuate_s, self.log)
         await self._lease.give_back()
         await self._worker.stop()
         await self._tokens.join()

@@ -19,7 +19,7 @@ from shared.bus.base import Bus, On
 from shared.config import RegistryConfig
 from shared.errors import BusError, LambdaScaleError
 from shared.messages import Message, Ok, Ping
-from shared.messages.copies import CopiesQuery, KeepCopy, PoolCopies
+from shared.messages.copies import CopiesQuery, KeepCopy, Leave, MayLeave, PoolCopies
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
@@ -114,6 +114,7 @@ class RegistryService(Service):
         self.own(await bus.serve(subjects.REGISTRY_POOL, PoolQuery, self._view))
         self.own(await bus.serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes))
         self.own(await bus.serve(subjects.REGISTRY_COPIES, CopiesQuery, self._copies))
+        self.own(await bus.serve(subjects.REGISTRY_LEAVE, Leave, self._leave))
         self.own(await bus.serve(subjects.REGISTRY_STORY, StoryQuery, self._story))
 
     async def drain(self) -> None:
@@ -219,6 +220,11 @@ class RegistryService(Service):
     async def _copies(self, request: CopiesQuery) -> PoolCopies:
         await self._reconciled.wait()
         return copies_view(self.pool)
+
+    async def _leave(self, request: Leave) -> MayLeave:
+        await self._reconciled.wait()
+        waits_for = self.pool.leave(request.node, request.generation, clock.now())
+        return MayLeave(waits_for=waits_for)
 
     async def _story(self, request: StoryQuery) -> Told:
         return Told.of(self.pool.story.of(request.subject), clock.now(), clock.wall_ns())

@@ -47,6 +47,20 @@ class Lent(Message, frozen=True, kw_only=True, tag="lent"):
     """Where the piece begins in it."""
 
 
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+    """Node -> registry: this node is about to end. Answered with MayLeave. It asks again until it
+    may, or until its own time is up."""
+
+    node: NodeId
+    generation: Generation
+
+
+class MayLeave(Message, frozen=True, kw_only=True, tag="may_leave"):
+    waits_for: tuple[ModelId, ...]
+    """Models of which only this node's machine has a durable copy, and which another machine is
+    about to have. Empty: the node may go."""
+
+
 class CopiesQuery(Message, frozen=True, kw_only=True, tag="copies_query"):
     """Asks the registry where models and nodes have their copies. Answered with
     PoolCopies."""

@@ -1,6 +1,8 @@
 """Durable copies with real processes: no model is lost with one machine."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 from shared.ids import NodeId
@@ -23,6 +25,27 @@ def stored(up: Running) -> set[NodeId]:
         for holding in status.holdings
         if holding.tier is Tier.DISK and len(holding.blocks) == up.record.n_blocks
     }
+
+
+def copying(up: Running) -> set[NodeId]:
+    """Nodes that say that they make a durable copy."""
+    return {status.node for status in up.statuses.values() if status.copying}
+
+
+async def test_a_node_that_is_told_to_stop_hands_over_the_only_copy(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """The copy would take a minute if nobody were about to go."""
+    settings = SETTINGS | {
+        "LAMBDASCALE_REGISTRY_COPY_BYTES_PER_S": "10000",
+        "LAMBDASCALE_NODE_EVACUATE_S": "200",
+    }
+    async with running(tmp_path, checkpoint, nodes=2, settings=settings, min_instances=0) as up:
+        first, second = NodeId("node-0"), NodeId("node-1")
+        await up.until(lambda: copying(up) == {second}, "a copy under way")
+        os.kill(up.pid(first), signal.SIGTERM)
+        await up.until(lambda: second in stored(up), "a copy on the other node")
+        assert stored(up) == {first, second}
 
 
 async def test_the_node_that_imported_a_model_and_its_disk_are_lost(

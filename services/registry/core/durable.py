@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.registry.core.catalog import Catalog
-from services.registry.core.goals import Disk, Goals, Need, goals, machine_of
+from services.registry.core.goals import Choice, Disk, Goals, Need, goals, machine_of
 from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Leases
 from shared.ids import Generation, ModelId, NodeId
@@ -97,6 +97,9 @@ class DurableCopies:
         self._left: dict[NodeId, _Left] = {}
         self._patient_until: dict[ModelId, float] = {}
         """Models from before a restart: nodes that held them may not be back yet."""
+        self._leaving: set[tuple[NodeId, Generation]] = set()
+        """Nodes that are about to end."""
+        self._hurried: set[_Order] = set()
         self._next_at = float("inf")
 
     # --- what happens ---
@@ -107,6 +110,45 @@ class DurableCopies:
         for record in self._catalog.records:
             self._patient_until[record.model_id] = now + self.settings.after_s
 
+    def leave(self, node: NodeId, generation: Generation, now: float) -> bool:
+        """A node is about to end: what it holds counts no more, and can still be copied. Returns
+        whether that is news."""
+        info = self._leases.info(node)
+        if info is None or info.generation != generation or (node, generation) in self._leaving:
+            return False
+        self._leaving.add((node, generation))
+        self._next_at = min(self._next_at, now)
+        return True
+
+    def hands_over(self, record: ModelRecord, node: NodeId, givers: frozenset[NodeId]) -> bool:
+        """Whether a node that is about to end should wait: it has a durable copy, no machine that
+        stays has one, and one is about to. (Who wants one copy only takes the loss of it.)"""
+        holders = {info.node for info in self.there(record)}
+        if self.settings.copies < 2 or node not in holders or any(self._staying(record)):
+            return False
+        need = self._need(record, givers)
+        busy = {name for _, name, _ in self._asked.keys() | self._coming.keys()}
+        found = goals([need], list(self._disks(busy)), 1, 1)
+        return bool(need.coming or found.choices or found.waiting)
+
+    def hurried(self) -> list[Choice]:
+        """Copies under way of models that only nodes hold which are about to end: they are ordered
+        once more, at a higher rate."""
+        found: list[Choice] = []
+        for order in sorted(self._coming.keys() - self._hurried):
+            record, info = self._catalog.get(order[0]), self._leases.info(order[1])
+            if record is not None and info is not None and self._is_urgent(record):
+                self._hurried.add(order)
+                found.append(Choice(order[0], info))
+        return found
+
+    def _is_urgent(self, record: ModelRecord) -> bool:
+        return bool(self._leaving) and not any(self._staying(record)) and any(self.there(record))
+
+    def _staying(self, record: ModelRecord) -> Iterator[NodeInfo]:
+        """Of the nodes that hold every block on disk, those that are not about to end."""
+        return (i for i in self.there(record) if (i.node, i.generation) not in self._leaving)
+
     def joined(self, info: NodeInfo) -> None:
         self._known[info.node] = info
 
@@ -116,6 +158,7 @@ class DurableCopies:
         if info is None or info.generation != generation:
             return
         del self._known[node]
+        self._leaving.discard((node, generation))
         models = self._holdings.models(info.node, info.generation)
         status = self._holdings.of(info)
         self._left[info.node] = _Left(
@@ -176,6 +219,7 @@ class DurableCopies:
             elif now - asked_at >= ASKED_S:
                 del self._asked[order]
                 self._refuse(order, "it does not answer", now)
+        self._hurried &= reported.keys()
         self._coming = {order: found for order, found in reported.items() if found.running}
         for order in [order for order in self._progress if order not in reported]:
             del self._progress[order]
@@ -211,7 +255,7 @@ class DurableCopies:
     def lacking(self, record: ModelRecord, now: float) -> bool:
         """Whether the model is on fewer machines than wanted, and that is to be changed now."""
         machines: set[str] = set()
-        for info in self.there(record):
+        for info in self._staying(record):
             machines.add(machine_of(info))
             if len(machines) >= self.settings.copies:
                 return False
@@ -241,12 +285,14 @@ class DurableCopies:
     def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
         model = record.model_id
         under_way = (self._asked.keys() | self._coming.keys()) - self._refused.keys()
-        coming = sorted(node for m, node, _ in under_way if m == model)
+        ending = {node for node, _ in self._leaving}
+        coming = sorted(node for m, node, _ in under_way if m == model and node not in ending)
         return Need(
             model,
             record.nbytes,
-            there=tuple(sorted(self.there(record), key=lambda info: info.node)),
-            awaited=tuple(self._left[node].info for node in self.awaited(model)),
+            there=tuple(sorted(self._staying(record), key=lambda info: info.node)),
+            awaited=tuple(self._left[node].info for node in self.awaited(model))
+            + tuple(i for i in self.there(record) if (i.node, i.generation) in self._leaving),
             coming=tuple(filter(None, map(self._leases.info, coming))),
             sources=sources,
             refused={n: why for (m, n, _), (_, why) in self._refused.items() if m == model},
@@ -256,13 +302,14 @@ class DurableCopies:
     def _disks(self, busy: set[NodeId]) -> Iterator[Disk]:
         for info in self._leases.standing:
             status = self._holdings.of(info)
-            if status is not None and status.disk_bytes:
+            stays = (info.node, info.generation) not in self._leaving
+            if stays and status is not None and status.disk_bytes:
                 drafts = frozenset(progress.model_id for progress in status.copying)
                 yield Disk(info, status.disk_free, status.disk_bytes, info.node in busy, drafts)
 
-    def rate(self, target: NodeInfo, sources: Iterable[NodeInfo]) -> int:
-        """bytes/s of a copy."""
-        if self.settings.bytes_per_s:
-            return self.settings.bytes_per_s
+    def rate(self, model: ModelId, target: NodeInfo, sources: Iterable[NodeInfo]) -> int:
+        """bytes/s of a copy. It is LINK_SHARE times as much if all holders are about to end."""
+        hurry = LINK_SHARE if self._is_urgent(self._catalog.identified(model)) else 1
         known = [info.link_bytes_per_s for info in (target, *sources) if info.link_bytes_per_s]
-        return max(1, min(known) // LINK_SHARE) if known else UNKNOWN_RATE
+        usual = max(1, min(known) // LINK_SHARE) if known else UNKNOWN_RATE
+        return hurry * (self.settings.bytes_per_s or usual)

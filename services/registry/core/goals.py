@@ -71,6 +71,8 @@ class Goals:
     choices: tuple[Choice, ...]
     reasons: Mapping[ModelId, str]
     """For each model that goes on lacking copies which nobody makes: why, in words."""
+    waiting: frozenset[ModelId]
+    """Those of them that only wait for their turn."""
 
 
 def goals(needs: Iterable[Need], disks: Sequence[Disk], wanted: int, most: int) -> Goals:
@@ -82,6 +84,7 @@ def goals(needs: Iterable[Need], disks: Sequence[Disk], wanted: int, most: int) 
     """
     choices: list[Choice] = []
     reasons: dict[ModelId, str] = {}
+    waiting: set[ModelId] = set()
     taken = {disk.info.node for disk in disks if disk.busy}
     for need in sorted(needs, key=_urgency):
         counted = list(need.counted)
@@ -90,13 +93,15 @@ def goals(needs: Iterable[Need], disks: Sequence[Disk], wanted: int, most: int) 
             free = [disk for disk in able if disk.info.node not in taken]
             if not free or len(choices) >= most:
                 reasons[need.model_id] = reason or "other copies are made first"
+                if not reason:
+                    waiting.add(need.model_id)
                 break
             racks = {info.rack for info in counted}
             best = min(free, key=lambda disk: _rank(disk, need.model_id, racks))
             choices.append(Choice(need.model_id, best.info))
             counted.append(best.info)
             taken.add(best.info.node)
-    return Goals(tuple(choices), reasons)
+    return Goals(tuple(choices), reasons, frozenset(waiting))
 
 
 def _urgency(need: Need) -> tuple[int, int, int, str]:

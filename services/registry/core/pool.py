@@ -18,7 +18,7 @@ from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
 from services.registry.core.survey import Survey
 from shared.errors import BadInput
-from shared.ids import EventId, ModelId, NodeId
+from shared.ids import EventId, Generation, ModelId, NodeId
 from shared.messages.pool import (
     ModelRecord,
     NodeGone,
@@ -108,6 +108,17 @@ class Pool:
         self.holdings.prune(present, now)
         return [*effects, *self._copies_to_order(now)]
 
+    def leave(self, node: NodeId, generation: Generation, now: float) -> tuple[ModelId, ...]:
+        """A node is about to end. Returns the models that it should wait for: nobody else has them
+        on disk, and somebody is about to."""
+        if self.durable.leave(node, generation, now):
+            self.story.tell(now, "leave", "is about to end", node)
+        return tuple(
+            record.model_id
+            for record in self.catalog.records
+            if self.durable.hands_over(record, node, self._givers(record))
+        )
+
     def _copies_to_order(self, now: float) -> list[CopyOrdered]:
         durable = self.durable
         if not durable.due(now):
@@ -119,11 +130,11 @@ class Pool:
             if durable.lacking(record, now)
         }
         orders: list[CopyOrdered] = []
-        for choice in durable.step(lacking, now).choices:
+        for choice in (*durable.step(lacking, now).choices, *durable.hurried()):
             model, info = choice.model_id, choice.info
             sources = [source for source in self.sources(model) if source.info.node != info.node]
             best = tuple(sources[:SOURCES])
-            rate = durable.rate(info, [source.info for source in best])
+            rate = durable.rate(model, info, [source.info for source in best])
             orders.append(CopyOrdered(info, model, best, rate))
             why = f"ordered a durable copy from {', '.join(s.info.node for s in best)}"
             self.story.tell(now, "tick", why, info.node, model)

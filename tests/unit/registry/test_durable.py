@@ -5,6 +5,7 @@ import msgspec
 from services.registry.core.copies_view import copies_view
 from services.registry.core.durable import (
     ASKED_S,
+    LINK_SHARE,
     REFUSED_S,
     STALL_S,
     UNKNOWN_RATE,
@@ -12,7 +13,7 @@ from services.registry.core.durable import (
     Durability,
 )
 from services.registry.core.pool import Pool
-from shared.ids import NodeId
+from shared.ids import Generation, ModelId, NodeId
 from shared.messages.copies import ModelCopies
 from shared.messages.pool import CopyProgress, NodeInfo, Tier
 from tests.unit.registry.builders import MODEL, holding, info, record, status
@@ -203,6 +204,51 @@ def test_after_a_restart_of_the_registry_nodes_are_given_time() -> None:
     up.pool.durable.start(up.now)  # knows the model from before
     assert not up.tick(AFTER_S - 1)
     assert up.tick(2)
+
+
+def leave(up: Nodes, name: str) -> tuple[ModelId, ...]:
+    each = up.infos[name]
+    return up.pool.leave(each.node, each.generation, up.now)
+
+
+def test_a_node_stays_while_the_only_copy_is_copied_and_that_is_hurried() -> None:
+    up = Nodes("a", "b").start("a")
+    (order,) = up.tick()
+    up.copies("b", 100)
+    assert not up.tick()
+    assert leave(up, "a") == (MODEL,)
+    (again,) = up.tick()
+    assert (again.info, again.bytes_per_s) == (order.info, LINK_SHARE * order.bytes_per_s)
+    assert leave(up, "a") == (MODEL,)
+    assert not up.tick()
+    del up.copying["b"]
+    up.stored.add("b")
+    up.tick()
+    assert leave(up, "a") == ()
+
+
+def test_a_node_whose_models_are_elsewhere_goes_at_once_and_moves_nothing() -> None:
+    up = Nodes("a", "b", "c").start("a", "b")
+    assert leave(up, "a") == ()
+    assert not up.tick(10)
+    up.leave("a")
+    assert not up.tick(AFTER_S - 1)
+
+
+def test_a_node_goes_at_once_if_nobody_can_take_its_models() -> None:
+    """Such as when all nodes are told to stop."""
+    up = Nodes("a", "b").start("a")
+    assert leave(up, "a") == (MODEL,)
+    assert leave(up, "b") == ()
+    assert leave(up, "a") == ()
+    one = Nodes("a", "b", settings=Durability(copies=1)).start("a")
+    assert leave(one, "a") == ()
+
+
+def test_a_farewell_of_an_older_process_changes_nothing() -> None:
+    up = Nodes("a", "b").start("a", "b")
+    assert up.pool.leave(NodeId("a"), Generation(9), up.now) == ()
+    assert not up.pool.durable.leave(NodeId("a"), Generation(9), up.now)
 
 
 def test_a_model_that_is_removed_is_forgotten() -> None:
