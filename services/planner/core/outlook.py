@@ -126,13 +126,16 @@ def mean_capacity(
     stages = serving.nodes(len(held))
     masks = [sum(1 << block for block in have) for have in held]
     total, passed = 0.0, 0
+    bound = capacity_bound([masks[node] for node in stages], blocks)
     for sample in range(SAMPLES):
-        moment = over * (sample + 0.5) / SAMPLES
+        moment, before = over * (sample + 0.5) / SAMPLES, passed
         while passed < len(arrivals) and arrivals[passed][1] <= moment:
             (node, block), _ = arrivals[passed]
             masks[node] |= 1 << block
             passed += 1
-        total += capacity_bound([masks[node] for node in stages], blocks)
+        if passed > before:
+            bound = capacity_bound([masks[node] for node in stages], blocks)
+        total += bound
     for (node, block), _ in arrivals[passed:]:
         masks[node] |= 1 << block
     final = capacity_bound([masks[node] for node in stages], blocks)

@@ -69,6 +69,9 @@ LIKELY: Likely = {
     "slots": [4],
     "n_blocks": [4],
 }
+NONSENSE = {
+    kind: st.lists(well_framed(kind, nan=True, **LIKELY), min_size=1, max_size=3) for kind in HEARD
+}
 OTHER = "sound"
 
 
@@ -104,9 +107,7 @@ def test_what_makes_no_sense_holds_no_other_model_up(
     kind: type[Message], data: st.DataObject
 ) -> None:
     driver = loading()
-    for message in data.draw(
-        st.lists(well_framed(kind, nan=True, **LIKELY), min_size=1, max_size=3)
-    ):
+    for message in data.draw(NONSENSE[kind]):
         driver.feed(message)  # type: ignore[arg-type]
         driver.wait(0.2)
     still_scales(driver)

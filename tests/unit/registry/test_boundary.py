@@ -103,13 +103,19 @@ def in_a_world(work: Callable[[World], Any]) -> None:
     run(all_of_it())
 
 
+NONSENSE = {
+    kind: st.lists(well_framed(kind, **LIKELY), min_size=1, max_size=5)
+    for kind in REQUESTS.values()
+}
+
+
 @pytest.mark.parametrize(("subject", "kind"), REQUESTS.items())
 @settings(max_examples=25)
 @given(data=st.data())
 def test_requests_that_make_no_sense_are_refused_by_type(
     subject: str, kind: type[Message], data: st.DataObject
 ) -> None:
-    requests = data.draw(st.lists(well_framed(kind, **LIKELY), min_size=1, max_size=5))
+    requests = data.draw(NONSENSE[kind])
 
     async def work(world: World) -> None:
         for request in requests:
