@@ -42,6 +42,7 @@ MANY = 64 * 1024
 so some have not arrived yet."""
 USED_S = 5.0
 """A connection is idle once only heartbeats went over it for this many seconds."""
+_HEARTBEAT = encode_prefix(Kind.HEARTBEAT)
 IDLE_SLOWER = 8
 """An idle connection sends heartbeats less often, and may be silent for longer, by this factor. A
 node has connections to many peers, but exchanges bytes with few of them at a time."""
@@ -129,6 +130,8 @@ class Connection:
         self.outward: Outward | None = None
         self._silent_since: float | None = None
         self._in_frame = False
+        self._skips = False
+        """Whether the bytes waited for are a prefix, which may be a heartbeat's."""
         self._sent_at = 0.0
         self._room = 0
         """The size of the send buffer that the kernel was asked for."""
@@ -332,7 +335,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S:
             self._in_use_since = now
-            self._post(encode_prefix(Kind.HEARTBEAT))  # from now on the peer expects heartbeats
+            self._post(_HEARTBEAT)  # from now on the peer expects heartbeats
         self._used_at = now
 
     def _is_idle(self, now: float, after_s: float) -> bool:
@@ -388,7 +391,20 @@ class Connection:
             interval_s *= IDLE_SLOWER
         sent_at = self.outward.sent_at() if self.outward else self._sent_at
         if now - sent_at >= interval_s and not self._writing.locked() and not self._posted:
-            self._post(encode_prefix(Kind.HEARTBEAT))
+            self._beat(now)
+
+    def _beat(self, now: float) -> None:
+        """Sends a heartbeat at once, if the kernel has room for it."""
+        if self.outward or isinstance(self.sock, ssl.SSLSocket):
+            self._post(_HEARTBEAT)
+            return
+        try:
+            sent = self.sock.send(_HEARTBEAT)
+        except OSError:  # it is full, or broken: the sending task meets that
+            sent = 0
+        if sent < len(_HEARTBEAT):
+            self._post(_HEARTBEAT[sent:])
+        self._sent_at = now
 
     def _had_its_turn(self) -> bool:
         self._unyielded = (self._unyielded + 1) % _TURN
@@ -405,6 +421,8 @@ class Connection:
         self.check()
         loop = asyncio.get_running_loop()
         self._wake_at(min(wanted, AT_ONCE))
+        tls = isinstance(self.sock, ssl.SSLSocket)
+        self._skips = wanted == PREFIX_BYTES and not self._in_frame and not tls
         self._readable = loop.create_future()
         self._silent_since = loop.time()
         if not self._watched:
@@ -421,8 +439,20 @@ class Connection:
         if self._readable is None:
             self._watched = False
             asyncio.get_running_loop().remove_reader(self.sock.fileno())
-        else:
+        elif not self._skips or not self._skip_heartbeat():
             _wake(self._readable)
+
+    def _skip_heartbeat(self) -> bool:
+        """Takes in a heartbeat, if one has come, without waking who waits for a frame: most of what
+        comes over most connections is heartbeats."""
+        try:
+            if self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK) != _HEARTBEAT:
+                return False
+            self.sock.recv(PREFIX_BYTES)
+        except OSError:  # whoever waits meets it
+            return False
+        self._silent_since = asyncio.get_running_loop().time()
+        return True
 
     def _wake_at(self, nbytes: int) -> None:
         if nbytes != self._enough:

@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -18,20 +19,27 @@ CANCEL = encode_prefix(Kind.CANCEL, id=1)
 
 
 @pytest.fixture
-async def connection() -> AsyncIterator[Connection]:
-    """To a peer that says nothing, from which it waits for a frame."""
+def peer() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Our end of a connection, and the peer's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     ours.setblocking(False)
-    made = Connection(ours, "the peer", max_payload=0)
+    theirs.settimeout(LIMIT_S)
+    yield ours, theirs
+    theirs.close()
+
+
+@pytest.fixture
+async def connection(peer: tuple[socket.socket, socket.socket]) -> AsyncIterator[Connection]:
+    """To a peer that says nothing, from which it waits for a frame."""
+    made = Connection(peer[0], "the peer", max_payload=0)
     waiting = asyncio.ensure_future(made.receive_prefix())
     await asyncio.sleep(0)
     yield made
     made.close(PeerLost("the test is over"))
     with suppress(TransportError):
         await waiting
-    theirs.close()
 
 
 async def test_one_in_use_is_closed_after_a_silence(connection: Connection) -> None:
@@ -82,12 +90,53 @@ async def test_silence_before_it_was_used_again_does_not_count(
     ],
 )
 async def test_heartbeats_come_less_often_over_an_idle_one(
-    connection: Connection, after_s: float, *, busy: bool, beats: bool
+    connection: Connection,
+    peer: tuple[socket.socket, socket.socket],
+    after_s: float,
+    *,
+    busy: bool,
+    beats: bool,
 ) -> None:
     await connection.send([CANCEL])
     connection.busy = lambda: busy
     connection.beat_after(now() + after_s, LIMIT_S)
-    assert connection.posted == beats
+    connection.close(PeerLost("the test is over"))
+    came = b"".join(iter(partial(peer[1].recv, 1000), b""))
+    assert came == CANCEL + (encode_prefix(Kind.HEARTBEAT) if beats else b"")
+
+
+async def test_a_heartbeat_that_the_kernel_has_no_room_for_is_sent_later(
+    connection: Connection, peer: tuple[socket.socket, socket.socket]
+) -> None:
+    filled = 0
+    with suppress(BlockingIOError):
+        while True:
+            filled += peer[0].send(bytes(1 << 20))
+    connection.beat_after(now() + LIMIT_S, LIMIT_S)
+    assert connection.posted == 1
+    sending = asyncio.ensure_future(connection.send_posted())
+    loop = asyncio.get_running_loop()
+    beat = encode_prefix(Kind.HEARTBEAT)
+    came = bytearray()
+    peer[1].setblocking(False)
+    async with asyncio.timeout(LIMIT_S):
+        while len(came) < filled + len(beat):
+            came += await loop.sock_recv(peer[1], 1 << 20)
+    assert came.endswith(beat)
+    sending.cancel()
+
+
+async def test_heartbeats_are_signs_of_life_and_no_frames(
+    connection: Connection, peer: tuple[socket.socket, socket.socket]
+) -> None:
+    before = connection._silent_since
+    peer[1].sendall(encode_prefix(Kind.HEARTBEAT))
+    async with asyncio.timeout(LIMIT_S):
+        while connection._silent_since == before:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    connection.busy = lambda: True
+    connection.check_silence(now() + LIMIT_S / 2 - 0.5, LIMIT_S)
+    assert connection.error is None
 
 
 class Scratch:
