@@ -1,6 +1,8 @@
 """What the relay loop in C knows of the protocol is what wire.py says."""
 
 import ctypes
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -15,6 +17,7 @@ from services.node.transport.wire import (
     parse_prefix,
 )
 from shared.errors import ProtocolViolation
+from tests.support.raw_peer import Node
 
 U32, U63 = (1 << 32) - 1, (1 << 63) - 1
 
@@ -68,3 +71,37 @@ def test_it_takes_no_other_frame_for_data(
 ) -> None:
     head = encode_prefix(kind, id=identity, body=body, payload=payload)
     assert decoded(library, head) == parsed(head)
+
+
+@pytest.fixture
+def unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.load.cache_clear()
+    yield
+    native.load.cache_clear()
+
+
+async def reads_all_the_same() -> None:
+    node = Node()
+    async with node.transport:
+        node.transport.register("w", memoryview(bytearray(b"w" * 1000)), ready=1000)
+        assert await node.read(node.address) == b"w" * 1000
+
+
+async def test_without_a_compiler(
+    unloaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.load() is None
+    await reads_all_the_same()
+
+
+async def test_with_an_xxhash_that_hides_its_functions(
+    unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden() -> native.DigestCalls:
+        raise AttributeError("undefined symbol: XXH3_createState")
+
+    monkeypatch.setattr(native, "digest_calls", hidden)
+    assert native.load() is None
+    await reads_all_the_same()
