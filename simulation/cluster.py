@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +78,9 @@ class ClusterSpec:
     idle_s: float = 2.0
     keep_alive_s: float = 60.0
     """Seconds that an idle model stays in host memory, where nodes cache models."""
+    imported: bool = False
+    """Whether model i is on the disk of node i alone, as after an import there, so that the
+    registry has it copied. False: every disk has every model."""
 
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
@@ -113,7 +116,8 @@ class ClusterSpec:
 class NodeParts:
     """The parts of one node, as `services.node.parts.Parts` asks for them."""
 
-    def __init__(self, cluster: "Cluster", index: int) -> None:
+    def __init__(self, cluster: "Cluster", index: int, disk: Iterable[Manifest]) -> None:
+        """`disk`: the models on it."""
         spec = cluster.spec
         self.name = node_name(index)
         self.config = NodeConfig(
@@ -133,7 +137,7 @@ class NodeParts:
         self._pcie = Channel(math.inf if cache is Cache.INSTANT else hardware.pcie_bytes_per_s)
         self._host = HostCache(hardware.host_bytes, spec.keep_alive_s)
         self._store = ModelledStore(
-            cluster.manifests,
+            disk,
             cache,
             ssd=Channel(hardware.ssd_bytes_per_s),
             pcie=self._pcie,
@@ -275,11 +279,17 @@ class Cluster:
         return self._node(int(name.removeprefix(NODE)))
 
     def _node(self, index: int) -> Callable[[Bus], NodeService]:
-        parts = NodeParts(self, index)
+        before = self.parts.get(node_name(index))
+        disk = before.store().manifests().values() if before else self._imported(index)
+        parts = NodeParts(self, index, disk)
         rate = self.spec.hardware.link_bytes_per_s
         self.network.add(parts.name, out=rate, into=rate, rack=self.spec.rack(index))
         self.parts[parts.name] = parts
         return lambda bus: NodeService(bus, parts.config, parts)
+
+    def _imported(self, index: int) -> Iterable[Manifest]:
+        """What is on a node's disk at the beginning."""
+        return self.manifests[index : index + 1] if self.spec.imported else self.manifests
 
     async def serving(self, timeout_s: float = 600.0) -> None:
         """Waits until every model has at least its minimum of replicas."""

@@ -29,6 +29,7 @@ from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import KeepCopy, Leave, LendPiece, Lent
 from shared.messages.pool import (
+    CopyProgress,
     Holding,
     ModelAdded,
     ModelRemoved,
@@ -372,6 +373,10 @@ class NodeService(Service):
         """What it holds now, in every tier."""
         return (*self.in_memory(), *self._library.holdings())
 
+    def copying(self) -> tuple[CopyProgress, ...]:
+        """The durable copies that it has begun."""
+        return self._copying.progress()
+
     def _status(self) -> NodeStatus:
         self._status_seq += 1
         cause, self._status_cause = self._status_cause, ""
@@ -387,7 +392,7 @@ class NodeService(Service):
             peers=self._peers.by_way(),
             disk_bytes=disk_bytes,
             disk_free=disk_free,
-            copying=self._copying.progress(),
+            copying=self.copying(),
             **dataclasses.asdict(self._worker.load()),
         )
 
