@@ -16,6 +16,9 @@ MARK = "LS_TEST_RUN"
 PATIENCE_S = 20.0
 """Seconds that a process which was told to end may take, on a busy machine."""
 POLL_S = 0.1
+TRACKER = "from multiprocessing.resource_tracker import main"
+"""The command of a helper that Python gives to each process that starts others by `spawn`. It ends
+with that process."""
 
 
 class Leftovers:
@@ -52,7 +55,13 @@ class Leftovers:
             try:
                 if self._mark in (entry / "environ").read_bytes().split(b"\0"):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    found[int(entry.name)] = f"process {entry.name}: {command}"
+                    if not (TRACKER in command and _is_child(entry)):
+                        found[int(entry.name)] = f"process {entry.name}: {command}"
             except OSError:  # it ended, or is not ours to read
                 continue
         return found
+
+
+def _is_child(entry: Path) -> bool:
+    """Whether this process is the parent of the process of that folder in /proc."""
+    return f"\nPPid:\t{os.getpid()}\n" in (entry / "status").read_text()

@@ -18,28 +18,46 @@ def test_it() -> None:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
-def test_a_run_that_leaves_a_process_fails_and_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(LEAVES_ONE)
+USES_SPAWN = """
+import multiprocessing
+
+def test_it() -> None:
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+"""
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
+
+
+def run(folder: Path, test: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "test_it.py").write_text(test)
     plugin = "from tests.support import leftovers; leftovers.PATIENCE_S = 0.2\n"
-    (tmp_path / "conftest.py").write_text(
+    (folder / "conftest.py").write_text(
         plugin + "def pytest_configure(config):\n"
         "    config.pluginmanager.register(leftovers.Leftovers())\n"
     )
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(tmp_path)]
-    ran = subprocess.run(
-        command,
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(folder)],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_a_run_that_leaves_a_process_fails_and_ends_it(tmp_path: Path) -> None:
+    ran = run(tmp_path, LEAVES_ONE)
     assert ran.returncode == 1, ran.stdout
     assert "1 passed" in ran.stdout
     pid = next(line.split()[-1] for line in ran.stdout.splitlines() if "left " in line)
     assert f"process {pid}: sleep 1000" in ran.stdout
     assert "sleep" not in _command(int(pid))
+
+
+def test_what_python_ends_with_the_run_is_not_left(tmp_path: Path) -> None:
+    ran = run(tmp_path, USES_SPAWN)
+    assert ran.returncode == 0, ran.stdout
 
 
 def _command(pid: int) -> str:
