@@ -17,21 +17,51 @@ INLINE lanes add_pair(lanes sum, const uint16_t *x, words pairs) {
                                    (__m512bh)pairs);
 }
 
-/* The pairs of 16 outputs, in bfloat16, which holds whole numbers of up to 8 bits exactly. */
-INLINE words pairs_at(const char *weight, int64_t i, int64_t kind) {
-    words pairs;
-    if (kind == INT8)
-        return (words)_mm512_cvtne2ps_pbh((__m512)weights_at(weight, i + 16, INT8),
-                                          (__m512)weights_at(weight, i, INT8));
-    memcpy(&pairs, weight + 2 * i, sizeof pairs);
-    return pairs;
+/* A pair of each output of a panel: 64 weights of 8 bits in bfloat16, which holds whole numbers of up
+   to 8 bits exactly. */
+#ifdef __AVX512VBMI__
+static uint8_t upper_bytes[128] __attribute__((aligned(64)));
+static uint8_t lower_bytes[128] __attribute__((aligned(64)));
+
+__attribute__((constructor)) static void fill_bytes(void) {
+    for (int size = 0; size < 128; size++) {
+        upper_bytes[size] = (uint8_t)(narrowed((float)size) >> 8);
+        lower_bytes[size] = (uint8_t)narrowed((float)size);
+    }
+}
+
+/* The bytes of each number are looked up by its size; products.h says how they lie (SIGNED_SIZES).
+   Converting them by way of int32 and float32 takes twice as many instructions. */
+INLINE void small_pairs(const char *weight, words *pairs) {
+    __m512i coded = _mm512_loadu_si512(weight), sign = _mm512_set1_epi8((char)0x80);
+    __m512i upper = _mm512_permutex2var_epi8(_mm512_load_si512(upper_bytes), coded,
+                                             _mm512_load_si512(upper_bytes + 64));
+    __m512i lower = _mm512_permutex2var_epi8(_mm512_load_si512(lower_bytes), coded,
+                                             _mm512_load_si512(lower_bytes + 64));
+    upper = _mm512_ternarylogic_epi32(upper, coded, sign, 0xf8); /* upper | (coded & sign) */
+    pairs[0] = (words)_mm512_unpacklo_epi8(lower, upper);
+    pairs[1] = (words)_mm512_unpackhi_epi8(lower, upper);
+}
+#else
+INLINE void small_pairs(const char *weight, words *pairs) {
+    for (int i = 0; i < 2; i++)
+        pairs[i] = (words)_mm512_cvtne2ps_pbh((__m512)weights_at(weight, 32 * i + 16, INT8),
+                                              (__m512)weights_at(weight, 32 * i, INT8));
+}
+#endif
+
+/* The pairs of a panel's outputs that begin with weight i, as two vectors. */
+INLINE void pairs_at(const char *weight, int64_t i, int64_t kind, words *pairs) {
+    if (kind == INT8) small_pairs(weight + i, pairs);
+    else memcpy(pairs, weight + 2 * i, 2 * sizeof *pairs);
 }
 
 INLINE const char *narrowed_part(const char *weight, int64_t depth, uint16_t *room) {
-    for (int64_t i = 0; i < depth * WIDTH; i += 32) {
-        words pairs = pairs_at(weight, i, INT8);
+    for (int64_t i = 0; i < depth * WIDTH; i += 2 * WIDTH) {
+        words pairs[2];
+        pairs_at(weight, i, INT8, pairs);
         fetch(weight + i + AHEAD, 1);
-        memcpy(room + i, &pairs, sizeof pairs);
+        memcpy(room + i, pairs, sizeof pairs);
     }
     return (const char *)room;
 }
@@ -45,7 +75,7 @@ INLINE void add_part_of_pairs(const uint16_t *x, int64_t in, const char *weight,
         for (int i = 0; i < 2; i++) s[r][i] = load(sums + r * WIDTH + 16 * i);
     for (int64_t k = 0; k < depth; k += 2) {
         words w[2];
-        for (int i = 0; i < 2; i++) w[i] = pairs_at(weight, k * WIDTH + 32 * i, kind);
+        pairs_at(weight, k * WIDTH, kind, w);
         if (passing) fetch_once(following + nbytes * k, 2 * WIDTH * size_of(kind) / 64);
         else fetch(following + nbytes * k, (2 * nbytes + 63) / 64);
         for (int r = 0; r < n; r++)
@@ -76,11 +106,13 @@ INLINE void add_parts_of_pairs(const uint16_t *x, int64_t in, const char *weight
 /* Adds the last number of each row, which is not one of a pair. */
 INLINE void add_last(const uint16_t *x, int64_t in, const char *weight, int64_t kind, float *sums,
                      int64_t rows) {
+    words w[2];
+    pairs_at(weight, 0, kind, w);
     for (int64_t r = 0; r < rows; r++) {
         uint16_t pair[2] = {x[r * in], 0};
-        for (int64_t i = 0; i < WIDTH; i += 16) {
-            float *to = sums + r * WIDTH + i;
-            store(to, add_pair(load(to), pair, pairs_at(weight, 2 * i, kind)));
+        for (int i = 0; i < 2; i++) {
+            float *to = sums + r * WIDTH + 16 * i;
+            store(to, add_pair(load(to), pair, w[i]));
         }
     }
 }

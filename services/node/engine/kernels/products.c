@@ -66,6 +66,22 @@ INLINE int64_t numbers_together(const Matrix *m) {
     return m->way == VECTORS ? 1 : m->way == TILES && m->kind == INT8 ? 4 : 2;
 }
 
+/* Whether weights lie as pairs.c unpacks them: see SIGNED_SIZES. */
+INLINE int is_coded(const Matrix *m) {
+    return SIGNED_SIZES && m->way == PAIRS && m->kind == INT8;
+}
+
+/* Where output i of a panel lies among the others. An unpacking takes 4 outputs from each quarter of
+   a vector, first from the lower halves, then from the upper ones. */
+INLINE int64_t place_of(const Matrix *m, int64_t i) {
+    return is_coded(m) ? i % 16 / 4 * 8 + i / 16 * 4 + i % 4 : i;
+}
+
+INLINE int8_t rounded(const Matrix *m, float value) {
+    int number = (int)rintf(value);
+    return (int8_t)(is_coded(m) && number < 0 ? -number - 128 : number);
+}
+
 INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int64_t panel,
                        int narrow) {
     int64_t in = m->in, together = numbers_together(m);
@@ -91,10 +107,10 @@ INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int6
         }
         for (int64_t k = 0; k < deep(in); k++) {
             float value = there && k < in ? get(from, at + k, narrow) : 0;
-            int64_t at = (k / together * WIDTH + i) * together + k % together;
+            int64_t at = (k / together * WIDTH + place_of(m, i)) * together + k % together;
             if (m->kind == FLOAT32) ((float *)to)[at] = value;
             else if (m->kind == BFLOAT16) ((uint16_t *)to)[at] = narrowed(value);
-            else ((int8_t *)to)[at] = nothing == 0 ? (int8_t)rintf(value / scale) : 0;
+            else ((int8_t *)to)[at] = nothing == 0 ? rounded(m, value / scale) : 0;
         }
     }
 }

@@ -12,15 +12,22 @@ enum {
     CONVERTED = 64, /* the same, for weights that are converted first */
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
     PAIRED = 32, /* panels are padded with zeros to a multiple of this many inputs */
-    /* With up to this many rows, memory is what a product waits for. A panel is then read past the
-       caches: what else a step needs stays in them, and Python before the next step takes two
-       thirds of the time (Zen 4). Sapphire Rapids was measured without this only. */
+    /* With up to this many rows, a product waits for memory. Its panels are then read past the
+       caches, and what else a step needs stays there: between two steps, Python takes two thirds of
+       the time (Zen 4). Processors with AMX (0) have not been measured with this. */
 #ifdef __AMX_TILE__
     PASSING = 0,
 #else
     PASSING = 6,
 #endif
     NEAR = 512, /* as AHEAD, for such panels: more hinders the processor's own prefetching */
+    /* Whether weights of 8 bits that are multiplied in pairs are packed as sign and size, in the
+       order in which pairs.c unpacks them. */
+#ifdef __AVX512VBMI__
+    SIGNED_SIZES = 1,
+#else
+    SIGNED_SIZES = 0,
+#endif
 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

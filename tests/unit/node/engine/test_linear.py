@@ -23,6 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 silu_times = TorchOps().silu_times
 OTHERS = {
     "pairs": ("-mno-amx-tile", "-mno-amx-bf16"),
+    "pairs without tables": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512vbmi"),
     "vectors": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512bf16"),
     "narrow vectors": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512f"),
     "the oldest": ("-march=x86-64",),
