@@ -5,6 +5,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from shared.ids import NodeId
 from shared.messages.pool import Tier
 from tests.support.cluster import Oracle, Running, prompts, running
@@ -17,14 +19,25 @@ SETTINGS = {
 }
 
 
-def stored(up: Running) -> set[NodeId]:
-    """Nodes that say that their disk has the whole model."""
+def whole(up: Running, tier: Tier) -> set[NodeId]:
+    """Nodes that say that they hold the whole model in this tier."""
     return {
         status.node
         for status in up.statuses.values()
         for holding in status.holdings
-        if holding.tier is Tier.DISK and len(holding.blocks) == up.record.n_blocks
+        if holding.tier is tier and len(holding.blocks) == up.record.n_blocks
     }
+
+
+def stored(up: Running) -> set[NodeId]:
+    return whole(up, Tier.DISK)
+
+
+def lose(up: Running, node: NodeId) -> None:
+    """SIGKILL, and its disk goes with it."""
+    up.kill(node)
+    shutil.rmtree(up.cluster.spec.directory / "nodes" / node)
+    del up.statuses[node]
 
 
 def copying(up: Running) -> set[NodeId]:
@@ -56,9 +69,7 @@ async def test_the_node_that_imported_a_model_and_its_disk_are_lost(
         first = NodeId("node-0")
         await up.until(lambda: len(stored(up)) == 2, "a second durable copy")
         assert first in stored(up)
-        up.kill(first)
-        shutil.rmtree(up.cluster.spec.directory / "nodes" / first)
-        del up.statuses[first]
+        lose(up, first)
 
         (prompt,) = prompts(1, TINY.vocab_size)
         answer = await up.ask(prompt, 12)
@@ -68,3 +79,26 @@ async def test_the_node_that_imported_a_model_and_its_disk_are_lost(
             lambda: stored(up) - {first} == {NodeId("node-1"), NodeId("node-2")},
             "a new second copy",
         )
+
+
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST], ids=["device", "host"])
+async def test_the_node_with_the_only_copy_in_memory_and_its_disk_are_lost(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle, tier: Tier
+) -> None:
+    """It serves, or its copy sleeps in host memory."""
+    awake = tier is Tier.GPU
+    async with running(
+        tmp_path, checkpoint, nodes=3, settings=SETTINGS, min_instances=int(awake)
+    ) as up:
+        first, second = prompts(2, TINY.vocab_size)
+        assert [(await up.ask(first, 12)).tokens] == oracle.tokens([first], 12)
+        await up.until(lambda: len(stored(up)) == 2, "a second durable copy")
+        await up.until(lambda: len(whole(up, tier)) == 1, f"one copy in tier {tier.value}")
+        (holder,) = whole(up, tier)
+        lose(up, holder)
+
+        answer = await up.ask(second, 12)
+        assert answer.error == ""
+        assert [answer.tokens] == oracle.tokens([second], 12)
+        left = {NodeId(f"node-{number}") for number in range(3)} - {holder}
+        await up.until(lambda: stored(up) == left, "two durable copies")
