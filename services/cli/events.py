@@ -25,7 +25,7 @@ from services.local.asking import ask
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound
-from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
+from shared.messages.scaling import EventRecord, Growth, PlannerQuery, PlannerState
 from shared.span_file import WRITE_EVERY_S
 
 ROOT_SPAN = "scale_event"
@@ -130,11 +130,17 @@ def event_line(record: EventRecord) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.decided_ns / 1e9))
     took = record.actual.all_complete_s
     seconds = "-" if took is None else f"{took:.2f} s"
-    why = f"{record.cause}; {record.error}" if record.error else record.cause
+    grown = [_growth(record, growth) for growth in record.growths]
+    why = "; ".join(filter(None, (record.cause, *grown, record.error)))
     return (
         f"{record.id}  {at}  {record.name}  {record.state.value:<12} {seconds:>9}  "
         f"{','.join(record.sources) or '-'} -> {','.join(record.targets) or '-'}  {why}"
     )
+
+
+def _growth(record: EventRecord, growth: Growth) -> str:
+    after_s = (growth.at_ns - record.decided_ns) / 1e9
+    return f"after {after_s:.2f} s grown by {','.join(growth.nodes)}: {growth.cause}"
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -178,6 +178,7 @@ def _event(record: EventRecord) -> dict[str, Any]:
         "sources": list(record.sources),
         "targets": list(record.targets),
         "revision": record.revision,
+        "growths": msgspec.to_builtins(record.growths),
         "predicted": msgspec.to_builtins(record.predicted),
         "actual": msgspec.to_builtins(record.actual),
         "physical_limit_s": record.physical_limit_s,

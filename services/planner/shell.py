@@ -12,10 +12,11 @@ from structlog.stdlib import BoundLogger
 
 from services.planner.core import commands, instances
 from services.planner.core.commands import Command, Log, Publish, Question, Span
-from services.planner.core.placement import plan_transfers, repair_transfers
+from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
 from services.planner.core.planner import Planner
 from services.planner.core.stimuli import (
     Answer,
+    Appended,
     Asked,
     Failed,
     PathsPlanned,
@@ -177,6 +178,17 @@ class Shell:
                     reluctant=question.reluctant,
                 )
                 return Repaired(question.ticket, transfers)
+            case commands.Append():
+                appended = await asyncio.to_thread(
+                    append_transfers,
+                    question.held,
+                    question.running,
+                    question.newcomers,
+                    question.model,
+                    question.links,
+                    can_send=question.can_send,
+                )
+                return Appended(question.ticket, appended)
             case commands.PlanPaths():
                 paths = await asyncio.to_thread(
                     instances.plan, question.previous, question.members, question.rules

@@ -135,7 +135,7 @@ class SetInstances(Message, frozen=True, kw_only=True, tag="set_instances"):
 
 class ScaleAccepted(Message, frozen=True, kw_only=True, tag="scale_accepted"):
     event: EventId | None
-    """The event that was begun; None if none was needed."""
+    """The event that was begun, or that grows; None if none was needed."""
 
 
 class EventState(enum.Enum):
@@ -158,6 +158,16 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """When such a path first served a token, as a gateway reported."""
     first_complete_s: float | None = None
     all_complete_s: float | None = None
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Targets that were appended to a running event."""
+
+    at_ns: int
+    """When they became targets."""
+    cause: str
+    """Why more were asked for, in words and numbers."""
+    nodes: tuple[NodeId, ...]
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,14 +193,18 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[tuple[EventState, int], ...]
     """(state, wall clock in ns), in order."""
     predicted: Timings
+    """As the event was planned. Where it has grown, `all_complete_s` is as it was then planned for
+    all targets."""
     actual: Timings
     physical_limit_s: float | None
     """The least time in which the links can bring every target a copy, chunk by chunk
-    (`planner.core.costs.physical_limit`). None if no rate is known."""
+    (`planner.core.costs.physical_limit`). Targets that were appended need at least the time of one
+    copy from then on. None if no rate is known."""
     bytes_moved: int
     trace: str
     """W3C traceparent of the event's root span."""
     error: str = ""
+    growths: tuple[Growth, ...] = ()
 
 
 class EventChanged(Message, frozen=True, kw_only=True, tag="event_changed"):

@@ -121,7 +121,7 @@ class MemoryShares(RuleBasedStateMachine):
     def answer(self, question: Question) -> None:
         answer: Answer
         match question:
-            case commands.MakePlan() | commands.Repair() | commands.PlanPaths():
+            case commands.MakePlan() | commands.Repair() | commands.Append() | commands.PlanPaths():
                 answer = thought(question)
             case commands.Ping():
                 answer = Pinged(question.ticket, True)

@@ -250,7 +250,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def _right(self, question: Question) -> Answer:
         """Does what is asked, and says what came of it."""
         match question:
-            case commands.MakePlan() | commands.Repair() | commands.PlanPaths():
+            case commands.MakePlan() | commands.Repair() | commands.Append() | commands.PlanPaths():
                 try:
                     return thought(question)
                 except LambdaScaleError as error:

@@ -178,12 +178,13 @@ class _Appending:
             if where not in self._widths:
                 return True
             room = self._taken[link] < self._widths[where]
-        elif way == "out" and self._fabric.ports[where].out <= 0:
-            return False
-        elif way == "local out" and not self._fabric.ports[where].host:
-            return False
         else:
-            room = not self._taken[link]
+            room = not self._taken[link] and self._is_there(way, where)
         # Before its first move, a link may be late with moves that should be over by now.
         after = step > self._until.get(link, 0)
         return room and (after or (self._gaps and step > self._from[link]))
+
+    def _is_there(self, way: str, node: int) -> bool:
+        """Whether the node has the port or the local link at all."""
+        port = self._fabric.ports[node]
+        return port.host != "" if way == "local out" else way != "out" or port.out > 0

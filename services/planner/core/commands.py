@@ -17,7 +17,7 @@ from shared.ids import NodeId
 from shared.messages import Message, pool, scaling
 from shared.messages.instances import Instance, InstanceSet
 from shared.messages.pool import ModelRecord
-from shared.messages.scaling import EventChanged, EventRecord
+from shared.messages.scaling import EventChanged, EventRecord, Transfer
 
 
 class Caused(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +87,17 @@ class Repair(Question, frozen=True, kw_only=True):
     reluctant: Collection[NodeId]
 
 
+class Append(Question, frozen=True, kw_only=True):
+    """The arguments of `placement.append_transfers`."""
+
+    held: Held
+    running: tuple[Transfer, ...]
+    newcomers: tuple[NodeId, ...]
+    model: ModelRecord
+    links: Links
+    can_send: Collection[NodeId]
+
+
 class PlanPaths(Question, frozen=True, kw_only=True):
     """The arguments of `instances.plan`."""
 
@@ -95,7 +106,7 @@ class PlanPaths(Question, frozen=True, kw_only=True):
     rules: Rules
 
 
-Compute = MakePlan | Repair | PlanPaths
+Compute = MakePlan | Repair | Append | PlanPaths
 
 
 # --- the rest ---

@@ -28,6 +28,8 @@ STALL_S = 5.0
 STALL_BYTES_PER_S = 20_000_000
 """If no block arrives for STALL_S and the time of one block at this rate, the event is planned
 again."""
+MAX_REVISIONS = 32
+"""The event fails instead of making a further plan."""
 THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
 NEVER = float("inf")
@@ -113,6 +115,10 @@ class EventBase:
             settings.step_overhead_s,
         )
 
+    @property
+    def revisions_left(self) -> int:
+        return MAX_REVISIONS - self.record.revision
+
     # --- steps ---
 
     def _step(self, phase: Phase) -> None:
@@ -122,14 +128,17 @@ class EventBase:
         self._waits = {}
 
     def _ask(self, within: float, about: NodeId | None = None) -> Ticket:
-        ticket = self._desk.ask(
+        ticket = self._ticket(within)
+        self._waits[ticket.number] = about
+        return ticket
+
+    def _ticket(self, within: float) -> Ticket:
+        return self._desk.ask(
             within=within,
             model=self._model.model_id,
             event=self.record.id,
             revision=self.record.revision,
         )
-        self._waits[ticket.number] = about
-        return ticket
 
     def _do(self, command: Command) -> None:
         self._desk.do(command)
@@ -202,7 +211,11 @@ class EventBase:
             self._log("info", "event complete", seconds=self.record.actual.all_complete_s)
         if state is EventState.FAILED:
             self.effects += [Freed(node) for node in lost]
-        message = pool.Unreserve(event=self.record.id, cause=self.record.id)
+        self._unreserve()
+
+    def _unreserve(self, nodes: tuple[NodeId, ...] = ()) -> None:
+        """Gives reserved nodes back; all if none is named."""
+        message = pool.Unreserve(event=self.record.id, nodes=nodes, cause=self.record.id)
         ticket = self._desk.ask(within=ASK_S)
         self._do(Unreserve(ticket=ticket, message=message, cause=self.record.id))
 

@@ -13,7 +13,7 @@ from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase
 from services.planner.core.forecast import later
-from services.planner.core.mending import Mending
+from services.planner.core.growing import Growing
 from services.planner.core.placement import Plan, Roles, assign_roles
 from services.planner.core.stimuli import Answer, Failed, Planned, Repaired, Replied
 from shared.errors import CapacityExceeded, PlanError
@@ -23,7 +23,7 @@ from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
 from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken, PullFailed
 
 
-class EventMachine(Mending):
+class EventMachine(Growing):
     _reserved: Reserved | None = None
     _sources: Sources | None = None
     _infos: tuple[NodeInfo, ...] = ()
@@ -45,6 +45,7 @@ class EventMachine(Mending):
 
     def start(self, count: int, exclude: tuple[NodeId, ...]) -> None:
         """Reserves up to `count` targets."""
+        self._promised = count
         self._desk.announce(self.record)
         self._tell(f"decided: {self.record.cause}")
         event = self.record.id
@@ -62,6 +63,8 @@ class EventMachine(Mending):
 
     def on_answer(self, answer: Answer) -> None:
         """Takes in the first answer to a question of this event."""
+        if self._answers_growth(answer):
+            return
         if self.phase is Phase.SENDING:
             self._orders.on_answer(answer)
             self._sent()
@@ -99,6 +102,7 @@ class EventMachine(Mending):
         if not self._infos:
             self.fail(CapacityExceeded("no node has room for another replica"))
             return
+        self._promised = len(self._infos)
         staying = [s for s in sources if self._standing.fit(s.info.node, at)]
         try:
             roles = assign_roles(staying, [info.node for info in self._infos])
@@ -145,6 +149,7 @@ class EventMachine(Mending):
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
         self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
         self.effects += [Joined(info) for info in self._infos]
+        self._promised = 0
         for node in self.record.targets:
             self._look(node)
         self._form_at = now.at + plan.setup_s
@@ -181,11 +186,14 @@ class EventMachine(Mending):
         self._go_on()
 
     def _go_on(self) -> None:
-        """In `loading`: finishes if all is there, or mends if something went wrong."""
+        """In `loading`: finishes if all is there, mends if something went wrong, or else grows if
+        that was asked for."""
         if not self._incomplete:
             self._finish(EventState.COMPLETE)
         elif self._troubles:
             self._mend()
+        else:
+            self._plan_growth()
 
     def wake(self) -> None:
         """Does what is due after some time has passed."""

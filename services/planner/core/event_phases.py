@@ -7,7 +7,8 @@ r"""The phases of a scaling event, what it tells its model, and a case of troubl
 reserving: the registry sets targets aside and names sources. planning: a thread chooses how blocks
 spread. forming: a group takes its time to form, before anything moves. sending: targets are given
 their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
-pinged. repairing: a thread plans again, from what every participant holds. Every phase may end in
+pinged. repairing: a thread plans again, from what every participant holds. An event that grows
+(`growing`) goes from loading to sending, with parts for the newcomers only. Every phase may end in
 `over`: complete, failed or cancelled. What others see of an event is its record, with a table of
 its own (`events.TRANSITIONS`).
 """
@@ -37,7 +38,7 @@ STEPS: dict[Phase, frozenset[Phase]] = {
     _P.PLANNING: frozenset({_P.FORMING, _P.OVER}),
     _P.FORMING: frozenset({_P.SENDING, _P.OVER}),
     _P.SENDING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
-    _P.LOADING: frozenset({_P.JUDGING, _P.REPAIRING, _P.OVER}),
+    _P.LOADING: frozenset({_P.JUDGING, _P.REPAIRING, _P.SENDING, _P.OVER}),
     _P.JUDGING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),
     _P.REPAIRING: frozenset({_P.SENDING, _P.LOADING, _P.OVER}),
     _P.OVER: frozenset(),

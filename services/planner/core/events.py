@@ -11,7 +11,7 @@ import msgspec
 from shared.errors import IllegalTransition
 from shared.ids import EventId, NodeId
 from shared.messages.pool import ModelRecord
-from shared.messages.scaling import EventRecord, EventState, Timings, Transfer
+from shared.messages.scaling import EventRecord, EventState, Growth, Timings, Transfer
 
 _S = EventState
 TRANSITIONS: dict[EventState, frozenset[EventState]] = {
@@ -98,6 +98,35 @@ def replan(
     )
 
 
+def grow(
+    record: EventRecord,
+    growth: Growth,
+    transfers: tuple[Transfer, ...],
+    *,
+    complete_s: float | None,
+    limit_s: float | None,
+) -> EventRecord:
+    """The record's next revision, with newcomers and what they get.
+
+    `complete_s`: when all targets are expected to be complete, `limit_s`: the newcomers' physical
+    limit; both in seconds after the decision. None: not known.
+    """
+    known = record.predicted.all_complete_s
+    over = None if known is None or complete_s is None else max(known, complete_s)
+    limit = record.physical_limit_s
+    revised = replan(
+        record,
+        (*record.targets, *growth.nodes),
+        tuple(sorted((*record.transfers, *transfers), key=lambda t: t.step)),
+    )
+    return msgspec.structs.replace(
+        revised,
+        growths=(*record.growths, growth),
+        predicted=msgspec.structs.replace(record.predicted, all_complete_s=over),
+        physical_limit_s=None if limit is None or limit_s is None else max(limit, limit_s),
+    )
+
+
 def summary(record: EventRecord) -> dict[str, str | int | float]:
     """The event in a few names and numbers."""
     found: dict[str, str | int | float] = {
@@ -106,6 +135,7 @@ def summary(record: EventRecord) -> dict[str, str | int | float]:
         "state": record.state.value,
         "cause": record.cause,
         "revision": record.revision,
+        "growths": len(record.growths),
         "bytes_moved": record.bytes_moved,
     }
     for kind, timings in (("predicted", record.predicted), ("actual", record.actual)):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from services.planner.core import commands, events
 from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import ASK_S
-from services.planner.core.event_base import THINK_S, EventBase
+from services.planner.core.event_base import MAX_REVISIONS, THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase
 from services.planner.core.stimuli import Answer, Pinged
 from shared.errors import LambdaScaleError, PlanError
@@ -20,8 +20,6 @@ from shared.messages.scaling import PullFailed, Transfer
 
 MAX_STALLS = 3
 """The event fails after more stalls than this without a block between them."""
-MAX_REVISIONS = 32
-"""The event fails instead of making a further plan."""
 
 
 class Mending(EventBase):
@@ -84,7 +82,7 @@ class Mending(EventBase):
         slow = self._trust.slow(
             transfers, held, self._links().expected(self._model.block_bytes), self._desk.at
         )
-        if slow and self.record.revision < MAX_REVISIONS and self._receiving():
+        if slow and self.revisions_left > 0 and self._receiving():
             why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
             self._replan(Case(why, slow=frozenset(slow)))
 
@@ -125,7 +123,7 @@ class Mending(EventBase):
             self.fail(PlanError(f"no target is left: {case.why}"))
         elif not case.receiving:
             self._load()
-        elif self.record.revision >= MAX_REVISIONS:
+        elif self.revisions_left <= 0:
             self.fail(PlanError(f"given up after {MAX_REVISIONS} plans: {case.why}"))
         else:
             self._repair(case)

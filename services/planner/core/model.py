@@ -1,8 +1,8 @@
 """One model: decides how many replicas there should be, runs scaling events, drains and releases.
 
-At most one of its events is not over. Any stimulus may make a decision due at once, such as a load
-report with waiting requests. A condition that must hold for some time is looked at again when that
-time is over (`next_wake`).
+At most one of its events is not over; replicas that are needed meanwhile are appended to it. Any
+stimulus may make a decision due at once, such as a load report with waiting requests. A condition
+that must hold for some time is looked at again when that time is over (`next_wake`).
 """
 
 from collections.abc import Collection
@@ -169,11 +169,15 @@ class ModelMachine:
 
     def check_fixed(self, count: int | None) -> None:
         """BadInput if an operator's number of replicas is above the model's own limit; Conflict
-        while a scaling event runs."""
+        while a scaling event runs that would have to shrink, or cannot grow now."""
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
             raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
-        if self.scaling:
+        event = self.event
+        if event is None or event.over:
+            return
+        grows = count is not None and count >= len(self.fleet.members) + event.expected
+        if not grows or self._desk.at < event.may_grow_at:
             raise Conflict(f"a scaling event of {self.record.name} is running: wait for its end")
 
     def remove(self) -> None:
@@ -256,6 +260,8 @@ class ModelMachine:
         have = len(self.fleet.replicas)
         draining = sum(m.draining for m in members.values())
         coming = len(members) - have - draining
+        if self.event is not None:
+            coming += self.event.expected
         wanted = self._sizing.wants
         decision = self._sizing.decide(
             self.record,
@@ -290,12 +296,27 @@ class ModelMachine:
                 self._tell(f"needed again: {decision.cause}", node)
                 missing -= 1
         at = self._desk.at
-        if missing == 0 or self.scaling:
+        if missing == 0:
             return
-        if at < self._retry_at:
+        if self.event is not None and not self.event.over:
+            self._append(self.event, decision, missing)
+        elif at < self._retry_at:
             self._decide_by(self._retry_at)
         elif not self.standing.waits(at) and self._has_room(missing):
             self._begin(decision, missing)
+
+    def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
+        """Lets the running event grow, unless it cannot now."""
+        if self._desk.at < event.may_grow_at < NEVER:
+            self._decide_by(event.may_grow_at)
+        elif self._desk.at >= event.may_grow_at and self._has_room(missing):
+            event.grow(missing, self._not_here(), decision.cause)
+
+    def _not_here(self) -> tuple[NodeId, ...]:
+        """The nodes that are no targets for a further replica."""
+        taken = self._rooms.taken(self.record.model_id)
+        avoided = sorted(self.standing.avoided(self._desk.at) | taken)
+        return tuple(dict.fromkeys((*self.fleet.members, *self.standing.released, *avoided)))
 
     def _has_room(self, missing: int) -> bool:
         """Whether at least one more replica has room now. Others are asked to make room for those
@@ -334,10 +355,7 @@ class ModelMachine:
         self.event = EventMachine(self._desk, self.record, record, self.standing)
         self._ended = False
         self.fleet.cause = Cause(record.id, record.trace)
-        avoided = self.standing.avoided(now.at)
-        taken = sorted(avoided | self._rooms.taken(self.record.model_id))
-        exclude = dict.fromkeys((*self.fleet.members, *self.standing.released, *taken))
-        self.event.start(missing, tuple(exclude))
+        self.event.start(missing, self._not_here())
 
     # --- less ---
 

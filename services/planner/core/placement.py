@@ -4,20 +4,28 @@ itself."""
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from services.planner.core.append import append
 from services.planner.core.choose import Considered, choose
-from services.planner.core.costs import arrival_times, physical_limit, schedule_arrivals
+from services.planner.core.costs import (
+    arrival_times,
+    copy_seconds,
+    physical_limit,
+    schedule_arrivals,
+)
 from services.planner.core.forecast import NO_FORECAST, Forecast, forecast
 from services.planner.core.links import Links
 from services.planner.core.multicast.fabric import Task, uniform
-from services.planner.core.multicast.schedule import Move, Schedule
+from services.planner.core.multicast.schedule import Move, Schedule, by_step
 from services.planner.core.outlook import Serving, predict
 from services.planner.core.replan import repair_soonest
 from shared.errors import PlanError
 from shared.ids import NodeId
 from shared.messages.pool import ModelRecord, Source, Tier
-from shared.messages.scaling import Transfer
+from shared.messages.scaling import Timings, Transfer
 
 Held = Mapping[NodeId, frozenset[int]]
+APPEND = "append"
+"""The name of a plan for newcomers only. An event that grows keeps its own strategy's name."""
 REPAIR = "repair"
 """The strategy's name, in an event's record, for a schedule that starts from partial holdings."""
 
@@ -200,6 +208,41 @@ def repair_transfers(
         reluctant=[index[node] for node in reluctant if node in index],
     )
     return _transfers(moves, nodes)
+
+
+def append_transfers(
+    held: Held,
+    running: Iterable[Transfer],
+    newcomers: Collection[NodeId],
+    model: ModelRecord,
+    links: Links,
+    *,
+    can_send: Collection[NodeId],
+) -> Plan:
+    """What newcomers get beside the transfers that are still `running`, and when all is over.
+
+    `held`: what every node that is named holds now. PlanError if no node of `can_send` will have
+    some block.
+    """
+    nodes = tuple(held)
+    index = {node: i for i, node in enumerate(nodes)}
+    fabric = links.fabric(nodes)
+    task = Task(fabric or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes)
+    moves = by_step(Move(t.step, index[t.src], index[t.dst], t.block) for t in running)
+    appended = append(
+        [held[node] for node in nodes],
+        moves,
+        [index[node] for node in newcomers],
+        task,
+        can_send=[index[node] for node in can_send],
+    )
+    plan = Plan(_transfers(appended, nodes), APPEND)
+    if fabric is None or not appended:
+        return plan
+    over = max(arrival_times(by_step((*moves, *appended)), task).values())
+    copied = [node for node in newcomers if not held[node]]
+    limit = copy_seconds(task) if copied else None
+    return replace(plan, forecast=Forecast(Timings(all_complete_s=over), limit))
 
 
 def _transfers(moves: Iterable[Move], nodes: Sequence[NodeId]) -> tuple[Transfer, ...]:

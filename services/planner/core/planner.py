@@ -18,6 +18,7 @@ from services.planner.core.model import ModelMachine
 from services.planner.core.pool_view import REFRESH, PoolView
 from services.planner.core.stimuli import (
     Answer,
+    Appended,
     Asked,
     Failed,
     PathsPlanned,
@@ -62,7 +63,7 @@ AGAIN_S = 1.0
 """How long after an error an alarm is due again."""
 LEAST_WAIT_S = 0.001
 NEVER = float("inf")
-ANSWERS = (Replied, Pinged, Planned, Repaired, PathsPlanned, Failed)
+ANSWERS = (Replied, Pinged, Planned, Repaired, Appended, PathsPlanned, Failed)
 STRAYS, LOST = ".strays", ".lost"
 """Names of the planner's own alarms."""
 
@@ -284,8 +285,9 @@ class Planner:
             raise NotReady(
                 f"the planner failed at {name}, and begins it anew; it keeps the number {count}"
             )
-        begun = model.event is not None and model.event is not before
-        return ScaleAccepted(event=model.event.record.id if model.event and begun else None)
+        event = model.event
+        answers = event is not None and (event is not before or event.growing)
+        return ScaleAccepted(event=event.record.id if event and answers else None)
 
 
 def _free_stray(node: NodeId, model: ModelMachine) -> None:

@@ -60,6 +60,12 @@ class Repaired(msgspec.Struct, frozen=True):
     transfers: tuple[Transfer, ...]
 
 
+class Appended(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    plan: Plan
+    """Only what was appended."""
+
+
 class PathsPlanned(msgspec.Struct, frozen=True):
     ticket: Ticket
     planned: Mapping[Stages, float]
@@ -73,7 +79,7 @@ class Failed(msgspec.Struct, frozen=True):
     error: LambdaScaleError
 
 
-Answer = Replied | Pinged | Planned | Repaired | PathsPlanned | Failed
+Answer = Replied | Pinged | Planned | Repaired | Appended | PathsPlanned | Failed
 Heard = (
     NodeStatus
     | NodeJoined
@@ -99,7 +105,7 @@ def cause_of(stimulus: Stimulus) -> str:
             return "wake"
         case Asked():
             return "operator"
-        case Replied() | Pinged() | Planned() | Repaired() | PathsPlanned() | Failed():
+        case Replied() | Pinged() | Planned() | Repaired() | Appended() | PathsPlanned() | Failed():
             return stimulus.ticket.event or type(stimulus).__name__.lower()
         case _:
             return stimulus.origin

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -13,7 +14,8 @@ from services.cli.events import event_line, read_spans, tree_lines
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
-from shared.messages.scaling import EventState
+from shared.ids import NodeId
+from shared.messages.scaling import EventState, Growth
 from tests.unit.cli.records import record
 
 ROOT, PLAN, BLOCK, LOST = "1" * 16, "2" * 16, "3" * 16, "4" * 16
@@ -149,6 +151,13 @@ def test_the_line_of_an_event_says_when_where_and_why() -> None:
     assert failed.endswith(
         "m  failed               -  node-0 -> node-1  9 requests queued; no route"
     )
+
+
+def test_the_line_of_an_event_that_grew_says_when_by_whom_and_why() -> None:
+    begun = record()
+    growth = Growth(begun.decided_ns + 500_000_000, "7 more queued", (NodeId("node-2"),))
+    line = event_line(msgspec.structs.replace(begun, growths=(growth,)))
+    assert line.endswith("9 requests queued; after 0.50 s grown by node-2: 7 more queued")
 
 
 def test_a_limit_below_one_is_bad_input() -> None:

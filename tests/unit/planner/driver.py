@@ -8,11 +8,12 @@ from services.planner.core import commands, instances
 from services.planner.core.archive import Archive
 from services.planner.core.commands import Command, Publish, Question
 from services.planner.core.desk import Settings
-from services.planner.core.placement import plan_transfers, repair_transfers
+from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
 from services.planner.core.planner import Planner
 from services.planner.core.serving.strategies import SERVING
 from services.planner.core.stimuli import (
     Answer,
+    Appended,
     Failed,
     PathsPlanned,
     Pinged,
@@ -32,6 +33,7 @@ from shared.messages.pool import (
     Holding,
     ModelAdded,
     ModelRecord,
+    NodeGone,
     NodeInfo,
     NodeJoined,
     NodeStatus,
@@ -128,6 +130,10 @@ class Driver:
         for node in nodes:
             self.feed(NodeJoined(info=info(node)))
 
+    def gone(self, node: str) -> None:
+        message = NodeGone(node=NodeId(node), generation=Generation(1), reason="expired")
+        self.feed(message)
+
     def publish(self, model: ModelRecord | None = None) -> None:
         self.feed(ModelAdded(record=model or record()))
 
@@ -200,7 +206,9 @@ class Driver:
         """Answers what is asked of threads."""
         found: list[Command] = []
         for question in list(self.open):
-            if isinstance(question, commands.MakePlan | commands.Repair | commands.PlanPaths):
+            if isinstance(
+                question, commands.MakePlan | commands.Repair | commands.Append | commands.PlanPaths
+            ):
                 found += self.reply(question, thought(question))
         return found
 
@@ -274,6 +282,19 @@ def thought(question: commands.Compute) -> Answer:
             except LambdaScaleError as error:
                 return Failed(question.ticket, error)
             return Repaired(question.ticket, transfers)
+        case commands.Append():
+            try:
+                appended = append_transfers(
+                    question.held,
+                    question.running,
+                    question.newcomers,
+                    question.model,
+                    question.links,
+                    can_send=question.can_send,
+                )
+            except LambdaScaleError as error:
+                return Failed(question.ticket, error)
+            return Appended(question.ticket, appended)
         case commands.PlanPaths():
             paths = instances.plan(question.previous, question.members, question.rules)
             return PathsPlanned(question.ticket, paths)

@@ -67,6 +67,10 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+FORMS_GROUP = frozenset({"broadcast"})
+"""Strategies whose nodes form a group before anything moves, so that none can be appended."""
+
+
 def strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise BadInput(f"no multicast algorithm {name!r}: use one of {', '.join(STRATEGIES)}")
