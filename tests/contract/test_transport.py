@@ -393,6 +393,7 @@ async def test_messages_pass_reads(cluster: Cluster) -> None:
     source, reader = await cluster.start(rate=10_000_000), await cluster.start()
     data = pattern(2 * MIB)
     source.transport.register("w", source.put(data), ready=len(data))
+    await source.transport.connect(reader.address)
     read = asyncio.ensure_future(fetch(reader, source, "w", len(data)))
     await fetch_handshake([reader], source)
     await source.transport.send(reader.address, b"activation", [b"x" * 1000])

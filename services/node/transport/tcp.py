@@ -226,6 +226,7 @@ class TcpTransport:
             )
             try:
                 way = await self._complete(connection, offers, peer)
+                channel = self._channel(connection, way)
             except BaseException:
                 connection.close(PeerLost(f"{address}: not connected"))
                 raise
@@ -233,8 +234,6 @@ class TcpTransport:
             # `_complete` has taken out the offer that is in use.
             for offer in offers.values():
                 offer.withdraw()
-        spawn = self._spawner(connection)
-        channel = self._channel(connection, spawn, way)
 
         def closed(error: TransportError) -> None:
             self._readers.drop(address)
@@ -245,9 +244,8 @@ class TcpTransport:
         self._spawn(self._guard(connection, channel.run))
         return channel
 
-    def _channel(
-        self, connection: Connection, spawn: Spawn, way: Way[DirectReader] | None
-    ) -> ReadChannel:
+    def _channel(self, connection: Connection, way: Way[DirectReader] | None) -> ReadChannel:
+        spawn = self._spawner(connection)
         if self._hub is None or way is not None:
             return ReadChannel(connection, self._link.into, spawn, way)
         return NativeChannel(

@@ -38,6 +38,7 @@ class Hub:
         self._events = (Event * EVENTS)()
         self.halves: dict[int, OnEvent] = {}
         self._flows: dict[str, int] = {}
+        self._mirrors: set[_Mirror] = set()
         self._served_directly = 0
 
     async def __aenter__(self) -> Self:
@@ -47,6 +48,8 @@ class Hub:
 
     async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._told)
+        for mirror in list(self._mirrors):
+            mirror.close()
         self.library.hub_stop(self.handle)
         await asyncio.to_thread(self._thread.join)
         self.library.hub_free(self.handle)
@@ -74,23 +77,33 @@ class Hub:
     def region(self, region: Region) -> int:
         """C's watermark of a region, which follows the region's."""
         if region.mirror is None:
-            region.mirror = _Mirror(self, region)
+            region.mirror = _Mirror(self.library, self.handle, region, self._mirrors)
         assert isinstance(region.mirror, _Mirror)
-        return region.mirror.handle
+        return int(region.mirror.handle)
 
 
 class _Mirror:
-    def __init__(self, hub: Hub, region: Region) -> None:
-        self._library = hub.library
-        self.handle = int(
-            hub.library.region_new(hub.handle, address_of(region.buffer), region.ready)
-        )
+    """C's watermark of a region. Does nothing once it is closed."""
+
+    def __init__(
+        self, library: ctypes.CDLL, hub: int, region: Region, mirrors: "set[_Mirror]"
+    ) -> None:
+        self._library = library
+        self._mirrors = mirrors
+        self.handle = library.region_new(hub, address_of(region.buffer), region.ready)
+        if not self.handle:
+            raise TransportError("no relay loop: out of memory")
+        mirrors.add(self)
 
     def show(self, ready: int) -> None:
-        self._library.region_ready(self.handle, ready)
+        if self.handle:
+            self._library.region_ready(self.handle, ready)
 
     def close(self) -> None:
-        self._library.region_drop(self.handle)
+        if self.handle:
+            self._library.region_drop(self.handle)
+            self.handle = None
+            self._mirrors.discard(self)
 
 
 class Half:

@@ -58,8 +58,9 @@ class NativeChannel(ReadChannel):
         if isinstance(received, Chunks):
             chunk_bytes, digests = received.chunk_bytes, received.digests
             region = self._regions.get(received.region)
-            shows = self._hub.region(region) if region is not None else None
-        self._half.call(
+            if region is not None and not region.closed:
+                shows = self._hub.region(region)
+        if not self._half.call(
             "read_begin",
             identity,
             address(into),
@@ -69,7 +70,9 @@ class NativeChannel(ReadChannel):
             digests,
             shows,
             pending.request.offset,
-        )
+        ):
+            super()._forget(identity)
+            raise TransportError("a read was not begun: out of memory")
 
     def _abandon(self, identity: int, pending: Pending) -> None:
         self._half.call("read_drop", identity)
@@ -166,7 +169,7 @@ class NativeServer(ReadServer):
             self._ends[identity] = ended
             serving.in_part = True
             try:
-                self._half.call(
+                if not self._half.call(
                     "serve_begin",
                     identity,
                     self._hub.region(region),
@@ -174,7 +177,8 @@ class NativeServer(ReadServer):
                     request.nbytes,
                     request.priority,
                     self._hub.flow(region.flow),
-                )
+                ):
+                    raise TransportError("a read was not served: out of memory")
                 event = await ended
             except asyncio.CancelledError:
                 self._half.close()  # the connection has ended, and C may be sending

@@ -105,3 +105,12 @@ async def test_with_an_xxhash_that_hides_its_functions(
     monkeypatch.setattr(native, "digest_calls", hidden)
     assert native.load() is None
     await reads_all_the_same()
+
+
+async def test_a_region_may_be_shown_after_its_transport_has_ended() -> None:
+    node = Node()
+    async with node.transport:
+        node.transport.register("w", memoryview(bytearray(b"w" * 1000)), ready=500)
+        assert await node.read(node.address, nbytes=500) == b"w" * 500
+    node.transport.advance("w", 1000)
+    await node.transport.unregister("w")
