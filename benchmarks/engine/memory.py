@@ -12,6 +12,8 @@ from statistics import median
 
 import torch
 
+from services.node.engine.huge_pages import HugePages
+
 READ_BYTES = 1 << 30
 """More than the caches of most processors hold."""
 PIECE = 32 << 20
@@ -19,10 +21,12 @@ PIECE = 32 << 20
 
 
 class Memory:
-    """Read by memory.c if there is a compiler, else by torch's sum, which is slower."""
+    """Read by memory.c if there is a compiler, else by torch's sum, which is slower. It lies in
+    huge pages if it can, as packed weights do."""
 
     def __init__(self) -> None:
-        self._values = torch.ones(READ_BYTES // 4)
+        self._values = HugePages(READ_BYTES).take(READ_BYTES >> 12, 1 << 10, torch.float32)
+        self._values.fill_(1)
         self._ways: list[Callable[[], object]] = [self._values.sum]
         self._rates: list[float] = []
         if compiler := shutil.which("cc"):

@@ -37,19 +37,16 @@ class Workspace:
     the operating system need not zero them for every step."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-        """Tensors of these shapes. They overwrite the tensors of the call before."""
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
-        spaced = [-(-size // ALIGN) * ALIGN for size in sizes]
-        if len(self._bytes) < sum(spaced):
-            self._bytes = torch.empty(sum(spaced), dtype=torch.uint8)
-        parts = torch.split(self._bytes[: sum(spaced)], spaced)
-        return [
-            part[:size].view(dtype).view(shape)
-            for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
-        ]
+    def take(self, *sizes: int) -> list[int]:
+        """The addresses of buffers of so many bytes, one after the other in `memory`. They
+        overwrite the buffers of the call before."""
+        ends = [*accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
+        if len(self.memory) < ends[-1]:
+            self.memory = torch.empty(ends[-1], dtype=torch.uint8)
+        first = self.memory.data_ptr()
+        return [first, *(first + end for end in ends[:-1])]
 
 
 class KernelOps(TorchOps):
@@ -110,14 +107,14 @@ class KernelStep:
         narrow = decoder.dtype == torch.bfloat16
         # Pairs and tiles are of bfloat16. Without them, activations inside a layer stay in float32.
         inner = torch.bfloat16 if narrow and compiled.way != kernels.VECTORS else torch.float32
-        self._normed, qkv, attended, gated, queries, scores = workspace.take(
-            ((rows, width), inner),
-            ((rows, a.q_size + 2 * a.kv_size), inner),
-            ((rows, a.q_size), inner),
-            ((rows, config.intermediate_size), inner),
-            ((rows, a.q_size), torch.float32),
-            ((self._threads, scratch), torch.float32),
+        widths = (width, a.q_size + 2 * a.kv_size, a.q_size, config.intermediate_size)
+        normed, qkv, attended, gated, queries, scores = workspace.take(
+            *(rows * width * inner.itemsize for width in widths),
+            rows * a.q_size * torch.float32.itemsize,
+            self._threads * scratch * torch.float32.itemsize,
         )
+        # What the experts take lies first in the workspace's memory; this keeps it alive, too.
+        self._normed = (workspace.memory, inner)
         cos, sin = rotations(torch.tensor(positions), decoder.frequencies)
         integers = [np.array(numbers, dtype=np.int32) for numbers in (slots, blocks, pages)]
         # The kernels know these only by address: this keeps the memory alive.
@@ -126,15 +123,15 @@ class KernelStep:
             rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
             narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
             eps=a.norm_eps, scale=a.scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-            slots=integers[0].ctypes.data, queries=queries.data_ptr(),
+            slots=integers[0].ctypes.data, queries=queries,
             spans=integers[1].ctypes.data, pages=integers[2].ctypes.data, n_spans=len(blocks),
-            scratch=scores.data_ptr(), scratch_size=scratch,
+            scratch=scores, scratch_size=scratch,
         )  # fmt: skip
         self._attention = attention
         self._layers = kernels.Layers(
             threads=self._threads, width=width, narrow=narrow, eps=config.norm_eps,
-            attention=ctypes.addressof(attention), normed=self._normed.data_ptr(),
-            qkv=qkv.data_ptr(), attended=attended.data_ptr(), gated=gated.data_ptr(),
+            attention=ctypes.addressof(attention), normed=normed, qkv=qkv,
+            attended=attended, gated=gated,
             wait=compiled.barrier if self._threads > 1 else None,
         )  # fmt: skip
 
@@ -157,6 +154,8 @@ class KernelStep:
     def _run_with_experts(self, layers: Sequence[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
         """Layers are collected for one call. A layer with experts ends it, because torch runs the
         experts."""
+        memory, inner = self._normed
+        normed = memory[: hidden.numel() * inner.itemsize].view(inner).view(hidden.shape)
         first = 0
         for last, layer in enumerate(layers, start=1):
             if isinstance(layer.mlp, ExpertMlp) or last == len(layers):
@@ -164,7 +163,7 @@ class KernelStep:
                 first = last
             if isinstance(layer.mlp, ExpertMlp):
                 assert self._experts is not None
-                add_experts(hidden, self._normed, layer.mlp, self._experts)
+                add_experts(hidden, normed, layer.mlp, self._experts)
 
     def _call(
         self,
