@@ -1,7 +1,8 @@
 """Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -83,10 +84,17 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
     run_layers: Any = kind.run
 
     def watched(
-        self: Step, block: int, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
-    ) -> None:
-        ran.extend(layers)
-        run_layers(self, block, layers, hidden, kv)
+        self: Step,
+        block: int,
+        blocks: Iterable[Sequence[LayerUnit]],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float,
+    ) -> int:
+        given = [*blocks]
+        count: int = run_layers(self, block, given, hidden, kv, for_s)
+        ran.extend(chain(*given[:count]))
+        return count
 
     ranges = [(0, 6), (1, 6), (3, 6), (4, 6), (0, 2), (2, 5), (0, 6)]
     streams = [
