@@ -82,7 +82,7 @@ def test_beside_llama_cpp() -> None:
         (["--dtypes", "int4"], "int4"),
         (["--llama-cpp", "no-python"], "no-python cannot import llama_cpp"),
         (["--prompt", "4000"], "positions"),
-        (["--rounds", "0"], "less than 1"),
+        (["--rounds", "0"], "at least 1"),
     ],
 )
 def test_bad_arguments_are_named(
