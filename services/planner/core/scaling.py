@@ -11,7 +11,7 @@ scaling back up is cheap here (BlitzScale, section 5.4).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
@@ -134,6 +134,8 @@ def decide(
             return Scaler(surplus_since=since), Decision(have - 1, cause, since)
         wake_at = None if long_enough else since + policy.idle_s
         return Scaler(surplus_since=since), Decision(total, "", now, wake_at)
+    if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
+        return replace(scaler, surplus_since=None), Decision(total, "", now)
     return Scaler(), Decision(total, "", now)
 
 

@@ -260,3 +260,14 @@ def test_a_constant_load_is_answered_in_one_direction_and_then_left_alone(
     steps = [after - before for before, after in itertools.pairwise(counts)]
     assert min(steps) >= 0 or max(steps) <= 0
     assert not any(steps[-50:])
+
+
+def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning() -> None:
+    first = Demand(queued_requests=8, queued_tokens=0, running_requests=4, running_tokens=0)
+    scaler, begun = decide(Scaler(), first, policy(), have=1, coming=0, leaving=0, now=0.0)
+    assert begun.replicas == 3
+    scaler, still = decide(scaler, first, policy(), have=1, coming=2, leaving=0, now=0.1)
+    assert still.replicas == 3
+    more = replace(first, queued_requests=10)
+    _, grown = decide(scaler, more, policy(), have=1, coming=2, leaving=0, now=0.5)
+    assert grown.replicas == math.ceil(3.5 + 0.5 / 0.5 * 1.0)
