@@ -110,7 +110,7 @@ async def measure(cluster: Cluster, checkpoint: Path) -> None:
         watch = Watch()
         await watch.follow(bus)
         record = await import_model(
-            bus, ImportModel(path=str(checkpoint), name=MODEL), say=lambda _: None
+            bus, ImportModel(path=str(checkpoint), name=MODEL, min_instances=1), say=lambda _: None
         )
         while not watch.replicas:
             await watch.change()

@@ -118,7 +118,9 @@ async def events(
             watch = Watch()
             await watch.follow(bus)
             await import_model(
-                bus, ImportModel(path=str(checkpoint), name=MODEL), say=lambda _: None
+                bus,
+                ImportModel(path=str(checkpoint), name=MODEL, min_instances=1),
+                say=lambda _: None,
             )
             await until_replicas(watch, 1)
             return [await scaled(bus, watch, nodes) for _ in range(rounds)]

@@ -123,7 +123,9 @@ class Nodes:
         """Imports the model on a node and brings it up there, to be a source and to serve."""
         imported = await self._bus.request(
             subjects.node_import(_node(number)),
-            ImportModel(path=str(checkpoint), name=ModelName("bench"), blocks=blocks),
+            ImportModel(
+                path=str(checkpoint), name=ModelName("bench"), blocks=blocks, min_instances=1
+            ),
             ModelImported,
             timeout=IMPORT_S,
         )

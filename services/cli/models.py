@@ -41,7 +41,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "add",
         help="publish a Hugging Face checkpoint directory",
         description="Has a node import a Hugging Face checkpoint, publishes the model, and waits "
-        "until an instance serves it (unless --min-instances is 0).",
+        "until an instance serves it if it keeps any (--min-instances). If not, the first "
+        "request loads it.",
     )
     add.add_argument(
         "path",
@@ -54,7 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument(
         "--blocks", type=int, default=0, help="number of blocks (default: by its size)"
     )
-    add.add_argument("--min-instances", type=int, default=1, metavar="N", help=KEPT)
+    add.add_argument("--min-instances", type=int, default=0, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))
     change = actions.add_parser(

@@ -114,7 +114,7 @@ class ImportModel(Message, frozen=True, kw_only=True, tag="import_model"):
     name: ModelName
     blocks: int = 0
     """The number of blocks. 0: chosen from the model's size."""
-    min_instances: int = 1
+    min_instances: int = 0
     max_instances: int = 0
 
 

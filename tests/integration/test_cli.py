@@ -56,6 +56,12 @@ async def test_from_up_to_down(directory: Path) -> None:
     url = up.document["gateway_url"]
     assert {p["state"] for p in up.document["processes"]} == {"running"}
 
+    asleep = await run("status", "--json")
+    assert asleep.document["instances"] == []
+    kept = await run("model", "set", "tiny", "--min-instances", "1")
+    assert kept.err == "tiny: 1 to all nodes instances, priority 0, keep-alive planner.idle_s\n"
+    await until_served(run)
+
     again = await run("up", "--detach")
     assert again.code == 1
     assert again.err.startswith("lambdascale: a cluster runs in lambdascale-data already")
@@ -71,6 +77,12 @@ async def test_from_up_to_down(directory: Path) -> None:
     await check_scaling_by_hand(run, url)
     await check_scaling(run)
     await check_end(run, directory)
+
+
+async def until_served(run: Callable[..., Any]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not (await run("status", "--json")).document["instances"]:
+            pass
 
 
 async def check_pool(run: Callable[..., Any]) -> None:
@@ -135,7 +147,9 @@ async def check_models(run: Callable[..., Any], url: str) -> None:
         assert refused.code == 1
         assert refused.out == ""
         assert complaint in refused.err
-    assert (await run("model", "add", "tiny", "--json")).document["name"] == "tiny"  # once more
+    assert (await run("model", "add", "tiny", "--min-instances", "1", "--json")).document[
+        "name"
+    ] == "tiny"  # once more
 
 
 async def until_answered(session: aiohttp.ClientSession, url: str, status: int) -> str:

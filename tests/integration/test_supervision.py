@@ -100,6 +100,8 @@ async def test_what_is_killed_is_started_again(directory: Path) -> None:
     assert up.code == 0, up.err
     url = up.document["gateway_url"]
     expected = await Streamed(url).text()
+    kept = await commands.run("model", "set", "tiny", "--min-instances", "1", cwd=directory)
+    assert kept.code == 0, kept.err
 
     # A stream goes on while its bus is gone.
     stream = Streamed(url)

@@ -113,7 +113,7 @@ class Demo:
         async with NatsBus(bus_config(cluster.state), "demo") as bus, self._view():
             await self.watch.follow(bus)
             self._say("publishing the model on node-0")
-            request = ImportModel(path=str(model), name=scenario.MODEL)
+            request = ImportModel(path=str(model), name=scenario.MODEL, min_instances=1)
             record = await import_model(bus, request, say=lambda _: None)
             self.watch.n_blocks = record.n_blocks
             if not await self._until(lambda: len(self.watch.replicas) == 1, READY_S):

@@ -166,7 +166,7 @@ async def main(checkpoint: Path, expected: dict[str, list[list[int]]]) -> None:
         print("control is up", flush=True)
         views = await both_nodes(bus)
         print("two nodes are there", flush=True)
-        request = ImportModel(path=str(checkpoint), name=MODEL)
+        request = ImportModel(path=str(checkpoint), name=MODEL, min_instances=1)
         record = await import_model(bus, request, node=NODES[0], say=print)
         await until(watch, lambda: len(watch.replicas) == 1, "one replica")
         two = SetInstances(name=MODEL, instances=2)
