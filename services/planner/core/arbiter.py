@@ -57,6 +57,8 @@ class Claim:
     replicas: Mapping[NodeId, Replica]
     asleep: frozenset[NodeId]
     """Where a copy lies in memory that serves nothing."""
+    space: frozenset[NodeId]
+    """Where it has space in memory, filled or not: there it needs no more."""
     leaving: frozenset[NodeId]
     """Where a copy drains, or is being released."""
     frees: frozenset[NodeId]
@@ -134,7 +136,7 @@ def make_room(
     if not fit:
         return Room(why_not=_too_large(claimant, devices))
     open_ = [d for d in fit if not d.taken]
-    free = [d.node for d in open_ if d.node in claimant.asleep or d.free >= claimant.nbytes]
+    free = [d.node for d in open_ if d.node in claimant.space or d.free >= claimant.nbytes]
     if not claimant.in_memory and not claimant.on_disk.intersection(free):
         # A disk feeds others only through its own node's memory: the first copy has to lie there.
         open_ = [d for d in open_ if d.node in claimant.on_disk]

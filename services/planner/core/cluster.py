@@ -229,6 +229,12 @@ class Cluster:
         """Whether the node has device memory set aside for the model, filled or not."""
         return Tier.GPU in self._models(node).get(model, {})
 
+    def with_space(self, model: ModelId) -> Iterator[NodeId]:
+        """Live nodes that have memory set aside for the model, filled or not."""
+        for node in self._holders.get(model, ()):
+            if self._models(node).get(model, {}).keys() & set(IN_MEMORY):
+                yield node
+
     def models_on(self, node: NodeId) -> list[ModelId]:
         """Models that a live node has device memory set aside for."""
         return [model for model, tiers in self._models(node).items() if Tier.GPU in tiers]

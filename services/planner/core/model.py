@@ -403,6 +403,7 @@ class ModelMachine:
                 if not m.draining
             },
             asleep=frozenset(asleep.difference(members, leaving)),
+            space=frozenset(cluster.with_space(id_)),
             leaving=frozenset(leaving),
             frees=frozenset(node for node in leaving if self._frees(node)),
             in_memory=bool(self.fleet.replicas or draining or asleep.difference(leaving)),
