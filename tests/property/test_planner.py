@@ -222,6 +222,17 @@ class PlannerMachine(RuleBasedStateMachine):
         if question := self._take(which):
             self._give(self._right(question))
 
+    @rule(queued=st.integers(8, 30))
+    def load_grows_while_an_event_runs(self, queued: int) -> None:
+        """All is answered meanwhile, so that the event gets far enough to grow."""
+        for waiting in (3, queued):
+            self.load_comes(waiting)
+            self.driver.wait(0.2)
+            for _ in range(4):
+                questions, self.driver.open = self.driver.open, []
+                for question in questions:
+                    self._give(self._right(question))
+
     @rule(which=any_index)
     def failed(self, which: int) -> None:
         if question := self._take(which):

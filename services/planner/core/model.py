@@ -406,7 +406,9 @@ class ModelMachine:
             space=frozenset(cluster.with_space(id_)),
             leaving=frozenset(leaving),
             frees=frozenset(node for node in leaving if self._frees(node)),
-            in_memory=bool(self.fleet.replicas or draining or asleep.difference(leaving)),
+            # An event that runs feeds what is appended to it.
+            in_memory=self.scaling
+            or bool(self.fleet.replicas or draining or asleep.difference(leaving)),
             on_disk=frozenset(on_disk),
             attained=self._usage.attained(self._desk.at),
             cost=self._usage.chance(self._desk.at) * cluster.load_s(record),
