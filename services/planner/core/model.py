@@ -376,7 +376,7 @@ class ModelMachine:
     def give_way(self, way: GiveWay) -> None:
         """A copy makes room for another model. The last copy in memory may, too."""
         if way.grade is Grade.ASLEEP:
-            if not (way.node in self.fleet.members or self._loads(way.node)):
+            if not (way.node in self.fleet.members or self._in_event(way.node)):
                 self._releases.free_stray(way.node)
         elif any(member.node == way.node for member in self.fleet.replicas):
             self._drain(way.node, f"makes room: {way.why}")
@@ -387,7 +387,8 @@ class ModelMachine:
         every, id_ = record.n_blocks, record.model_id
         draining = self.standing.in_state(State.DRAINING)
         leaving = {*self.standing.released, *draining}
-        asleep = {n for n, held in cluster.holders(id_, [Tier.HOST]).items() if len(held) == every}
+        on_host = cluster.holders(id_, [Tier.HOST]).items()
+        asleep = {n for n, held in on_host if len(held) == every and not self._in_event(n)}
         on_disk = {n for n, held in cluster.holders(id_, [Tier.DISK]).items() if len(held) == every}
         return Claim(
             model=id_,
@@ -445,6 +446,9 @@ class ModelMachine:
     def _held(self, node: NodeId) -> frozenset[int]:
         every = range(self.record.n_blocks)
         return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
+
+    def _in_event(self, node: NodeId) -> bool:
+        return self.event is not None and (self.event.loads(node) or self.event.sends(node))
 
     def _loads(self, node: NodeId) -> bool:
         return self.event is not None and self.event.loads(node)

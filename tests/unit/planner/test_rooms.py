@@ -6,8 +6,8 @@ from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
 from shared.ids import ModelId
 from shared.messages import Ok
-from shared.messages.pool import Holding, ModelRecord, Tier
-from tests.unit.planner.driver import EVERY, Driver, id_of, model
+from shared.messages.pool import Holding, ModelRecord, Reserved, Source, Sources, Tier
+from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 
 FULL = 1000 - 400
 
@@ -168,3 +168,17 @@ def test_a_model_with_its_own_keep_alive_stays_for_so_long() -> None:
             served[name] += 0.1 * bool(driver.replicas(name))
     assert 1.9 < served["two"] < 2.5
     assert 4.9 < served["one"] < 5.5
+
+
+def test_a_sleeping_copy_that_feeds_an_event_stays() -> None:
+    driver = sleeping()
+    driver.join("b")
+    driver.status("b", free=500)
+    driver.load(9, name="one")
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("b"),)))
+    source = Source(info("a"), Tier.HOST, EVERY, True)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=(source,)))
+    driver.think()
+    driver.answer(driver.asked(commands.SendPlan), Ok())
+    driver.load(1, name="three", gateway="gateway-1")
+    assert released(driver) == [(id_of("two"), None)]
