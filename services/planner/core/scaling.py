@@ -18,9 +18,9 @@ STRONG = 2.0
 LOOK_S = 0.1
 """Gateways report a changing load at least this often: a load that is the same for as long does not
 grow."""
-GROWTH = 2.0
+GROWTH = 1.0
 """The most by which load is expected to grow, in multiples of the present load: a short look at a
-burst says little about its length."""
+burst says little about its length, and an event that runs can still grow."""
 
 
 @dataclass(frozen=True, slots=True)
