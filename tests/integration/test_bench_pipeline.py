@@ -42,8 +42,8 @@ def test_small_run() -> None:
     [
         (["--stages", "1"], "2 stages or more"),
         (["--hidden", "100"], "multiple of 64"),
-        (["--stage-ms", "-1"], "more than 0"),
-        (["--batch", "0"], "less than 1"),
+        (["--stage-ms", "-1"], "less than 0"),
+        (["--batch", "0"], "whole number of at least 1"),
     ],
 )
 def test_bad_arguments_are_named(

@@ -10,7 +10,7 @@ from benchmarks.testbed import check_able, goodput
 from shared.errors import ConfigError
 from tests.support.commands import run_here
 
-SMALL = ["--mib", "2", "--blocks", "4", "--batch", "2", "--rounds", "1", "--window", "0.5"]
+SMALL = ["--mib", "2", "--blocks", "4", "--batch", "2", "--rounds", "1", "--window", "1"]
 LINK_MBIT = 100
 
 
@@ -59,7 +59,7 @@ def test_small_run() -> None:
     ("arguments", "word"),
     [
         (["--mib", "1", "--blocks", "128"], "blocks"),
-        (["--rounds", "0"], "less than 1"),
+        (["--rounds", "0"], "whole number of at least 1"),
         (["--window", "-1"], "more than 0"),
     ],
 )
