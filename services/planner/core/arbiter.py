@@ -141,6 +141,7 @@ def make_room(
         # A disk feeds others only through its own node's memory: the first copy has to lie there.
         open_ = [d for d in open_ if d.node in claimant.on_disk]
         free, count = [], 1
+    free.sort(key=lambda node: node not in claimant.on_disk)
     soon = {d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free)
     busy = len(soon)
     missing = count - len(free) - busy
@@ -175,9 +176,9 @@ def shares(
 ) -> dict[ModelId, frozenset[NodeId]]:
     """For each model the devices that should have a replica of it, for what all models want.
 
-    Replicas stay where they are if they can. Where models differ in size, whole replicas can be
-    packed only about fairly: what finds no room when its turn comes is out. Takes O(r + n d) for r
-    replicas that stay and n new ones on d devices.
+    Replicas stay where they are if they can. Where models differ in size, or a device has several
+    places, they are packed only about fairly: what finds no room when its turn comes is out. Takes
+    O(r + n d) for r replicas that stay and n new ones on d devices.
     """
     dealer = _Dealer(claims, devices)
     for level in sorted({c.priority for c in claims}, reverse=True):
