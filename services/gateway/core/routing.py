@@ -92,7 +92,7 @@ class Route:
         )
 
     def runs(self) -> Iterator[Request]:
-        """The requests whose attempt runs here, without those that are about to move here."""
+        """The requests whose attempt runs here. Requests about to move here do not count."""
         return (r for r in self.requests.values() if r.instance == self.instance.id)
 
     def begin(self, request: Request, charge: int, prefill: int) -> None:

@@ -40,8 +40,8 @@ class Workspace:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, *sizes: int) -> list[int]:
-        """The addresses of buffers of so many bytes, one after the other in `memory`. They
-        overwrite the buffers of the call before."""
+        """Returns the address of a buffer for each of `sizes`, in bytes. The buffers lie one after
+        the other in `memory`, and overwrite those of the call before."""
         ends = [*accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
         if len(self.memory) < ends[-1]:
             self.memory = torch.empty(ends[-1], dtype=torch.uint8)

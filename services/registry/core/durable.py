@@ -33,7 +33,7 @@ REFUSED_S = 60.0
 SOURCES = 4
 """The most sources of one copy."""
 LINK_SHARE = 4
-"""A copy takes one part in so many of a link."""
+"""A copy takes 1 / LINK_SHARE of a link's rate."""
 UNKNOWN_RATE = 100_000_000
 """bytes/s of a copy where no link's rate is known."""
 
@@ -146,7 +146,7 @@ class DurableCopies:
         return bool(self._leaving) and not any(self._staying(record)) and any(self.there(record))
 
     def _staying(self, record: ModelRecord) -> Iterator[NodeInfo]:
-        """Of the nodes that hold every block on disk, those that are not about to end."""
+        """The nodes that hold every block on disk and are not about to end."""
         return (i for i in self.there(record) if (i.node, i.generation) not in self._leaving)
 
     def joined(self, info: NodeInfo) -> None:

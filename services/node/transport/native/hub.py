@@ -177,7 +177,7 @@ class _Buffer(ctypes.Structure):
 
 
 def address_of(buffer: memoryview) -> int:
-    """The address of a buffer's first byte, of one that is not writable too."""
+    """Returns the address of a buffer's first byte. The buffer may be read-only."""
     if not buffer.readonly:
         return address(buffer)
     got = _Buffer()
