@@ -31,10 +31,16 @@ class Conflict(LambdaScaleError):
 
 
 class StaleEpoch(LambdaScaleError):
-    """The sender speaks of a node generation, or of a revision of an event or plan, that is
-    over."""
+    """The sender speaks of a node generation, of a revision of an event or plan, or in a term, that
+    is over."""
 
     code = "stale"
+
+
+class Superseded(LambdaScaleError):
+    """The process is not, or no longer, the active one of its role."""
+
+    code = "superseded"
 
 
 class CapacityExceeded(LambdaScaleError):

@@ -21,8 +21,10 @@ from typing import Any, ClassVar, Self
 import structlog
 
 from shared import telemetry
-from shared.bus.base import Subscription
+from shared.bus.base import Bus, Subscription
 from shared.containment import is_containable
+from shared.election.active_bus import ActiveBus
+from shared.election.election import Election
 
 
 class Service(ABC):
@@ -36,6 +38,8 @@ class Service(ABC):
         """What `open` acquires; closed in reverse, after the background tasks have ended."""
         self.ready = False
         """It is open and not about to end."""
+        self.stands_by = False
+        """It waits until it is the active process of its role."""
         self._owner: asyncio.Task[Any] | None = None
         self.failures = 0
         """Bugs that were contained: see the log."""
@@ -49,6 +53,19 @@ class Service(ABC):
     @abstractmethod
     async def open(self) -> None:
         """Acquires resources, subscribes, spawns background tasks."""
+
+    async def become_active(self, bus: Bus) -> ActiveBus:
+        """Waits until this process is the active one of its role, which it is from then on; the
+        service ends if another process takes the role over. Returns the bus to use."""
+        election = Election(bus, self.role, self.log)
+        self.stands_by = True
+        try:
+            await election.win()
+        finally:
+            self.stands_by = False
+        self.resources.push_async_callback(election.resign)
+        self.spawn(election.keep(), name="lease")
+        return ActiveBus(bus, election, self.role)
 
     async def drain(self) -> None:  # noqa: B027 - draining nothing is a valid default
         """Ends running work in good order; cut off after `drain_s`."""

@@ -55,16 +55,22 @@ KV_NODES = "ls_nodes"
 KV_EVENTS = "ls_events"
 KV_SCALE = "ls_scale"
 """Numbers of replicas that operators asked for, by model id."""
+KV_ACTIVE = "ls_active"
+"""Which process of a role is the active one, by role (`shared/election`)."""
 KV_COUNTERS = "ls_counters"
-"""The last generation of each node and the last epoch of the planner (`shared/counters.py`)."""
+"""The last generation of each node and the last term of each role (`shared/counters.py`)."""
 OBJECTS = "ls_assets"
 
-# --- names of counters ---
-PLANNER_COUNTER = "planner"
+# --- names of counters (a role's has its name) ---
 
 
 def node_counter(node: NodeId) -> str:
     return f"node.{node}"
+
+
+def candidate(holder: str) -> str:
+    """Where a process that has a role, or stands by for it, answers Ping."""
+    return f"{ROOT}.candidate.{holder}"
 
 
 def node_plan(node: NodeId) -> str:

@@ -11,15 +11,15 @@ from typing import Generic, TypeVar
 from shared import telemetry
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
-from shared.errors import BusError, Conflict
+from shared.errors import BusError, Conflict, Superseded
 from shared.service import Service
 from simulation.bus import SimBroker
 
 S = TypeVar("S", bound=Service)
 
 RESTART_S = 1.0
-"""A process that finds no bus when it starts ends, and is started again after this time, as by
-systemd (`deploy/systemd`)."""
+"""A process that finds no bus when it starts, or that loses its role, ends and is started again
+after this time, as by systemd (`deploy/systemd`)."""
 
 
 class Process(Generic[S]):
@@ -72,10 +72,10 @@ class Process(Generic[S]):
             try:
                 await self._live()
                 return
-            except BusError as error:
+            except (BusError, Superseded) as error:
                 if self._dead:
                     return
-                if self._opened:
+                if self._opened and not isinstance(error, Superseded):
                     raise
                 telemetry.logger("supervisor", name=self.name).warning(
                     "begun again", why=str(error)

@@ -131,4 +131,4 @@ def _wrong(service: Service, bus: NatsBus) -> str:
     """What keeps the service from its work; empty: nothing."""
     if not bus.is_up:
         return "not connected to NATS"
-    return "" if service.ready else "starting or ending"
+    return "" if service.ready or service.stands_by else "starting or ending"

@@ -16,7 +16,6 @@ from shared import subjects, telemetry
 from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import PlannerConfig
-from shared.counters import next_number
 from shared.errors import ConfigError
 from shared.ids import new_id
 from shared.messages import Message
@@ -49,13 +48,12 @@ class PlannerService(Service):
             raise ConfigError(f"planner.serving {config.serving!r}: known are {', '.join(SERVING)}")
         self._bus = bus
         self._config = config
-        self._store = Store(bus, self.log)
 
     async def open(self) -> None:
-        bus, archive = self._bus, await self._store.load()
-        counters = await bus.kv(subjects.KV_COUNTERS)
-        epoch = await next_number(counters, subjects.PLANNER_COUNTER)
-        self.core = self.core_type(settings(self._config, epoch), archive)
+        bus = await self.become_active(self._bus)
+        self._store = Store(bus, self.log)
+        archive = await self._store.load()
+        self.core = self.core_type(settings(self._config, bus.term), archive)
         self._shell = Shell(bus, self.core, self._store, self.log, self._spawn)
         self.resources.callback(self._shell.close)
         self.spawn(self._store.run(), name="store")

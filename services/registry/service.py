@@ -60,8 +60,8 @@ ORDER_TIMEOUT_S = 10.0
 
 
 class RegistryService(Service):
-    """Keeps models, nodes and their leases, which block lies where, and reservations. A cluster has
-    one.
+    """Keeps models, nodes and their leases, which block lies where, and reservations. One process
+    is active; others stand by.
 
     How durable an answer is: a model that was added or removed is stored before Ok. Reservations
     are in force with the answer, and are stored just before it (which takes about a millisecond).
@@ -84,16 +84,16 @@ class RegistryService(Service):
                 bytes_per_s=config.copy_bytes_per_s,
             )
         )
-        self._bus = bus
+        self._given_bus = bus
         self._config = config
-        self._store = Store(bus, self.log)
         self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
         self._leases = LeaseWatch(self, self.pool, self._follow)
         self._reconciled = asyncio.Event()
         self._catalog_lock = asyncio.Lock()
 
     async def open(self) -> None:
-        bus = self._bus
+        bus = self._bus = await self.become_active(self._given_bus)
+        self._store = Store(bus, self.log)
         await self._restore()
         leases = await bus.kv(subjects.KV_LEASES)
         self.own(await bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status)))

@@ -21,6 +21,8 @@ from shared.messages import Message
 
 M = TypeVar("M", bound=Message)
 Server = Callable[[M], Awaitable[Message]]
+SERVERS = "servers"
+"""The group of servers that share their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class KeyValue(Protocol):
     ) -> int:
         """Sets the key if its last revision is `revision` (KeyExists otherwise); renews `ttl`."""
 
-    async def delete(self, key: str) -> None: ...
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """`revision`: only if that is its last revision (KeyExists otherwise)."""
 
     async def entries(self) -> list[KvEntry]:
         """Every live key, with its value."""
@@ -115,11 +118,14 @@ class Bus(Protocol):
         """Calls the first handler that takes the message's kind, one message after the other, in
         the order received; kinds that no handler takes are counted and dropped."""
 
-    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> Subscription:
+    async def serve(
+        self, subject: str, kind: type[M], server: Server[M], *, group: str = SERVERS
+    ) -> Subscription:
         """Answers requests of one kind, several at a time; Ping is answered by the bus itself.
 
         A request of another kind is answered with BadMessage, which names both. Of several servers
-        of a subject, one gets each request.
+        of a subject in one group, one gets each request; each group gets it, and the first answer
+        counts.
         """
 
     async def kv(self, bucket: str) -> KeyValue:

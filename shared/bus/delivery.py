@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from shared import telemetry
 from shared.bus.base import M, On, Server
 from shared.containment import is_containable
@@ -16,6 +18,7 @@ from shared.errors import (
     IllegalTransition,
     LambdaScaleError,
     ServiceFailed,
+    StaleEpoch,
 )
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
 
@@ -85,6 +88,10 @@ class Delivery:
         """Handler calls that raised something (in `serve`: something untyped)."""
         self.dropped = 0
         """Messages lost because their handler was too slow."""
+        self.stale = 0
+        """Messages of processes that are no longer the active ones of their role."""
+        self._terms: dict[str, int] = {}
+        """The latest term that was heard, by role."""
 
     def inbox(self, subject: str, handlers: tuple[On[Any], ...]) -> "Inbox":
         """Makes an inbox, and starts the task that gives its messages to the handlers."""
@@ -94,9 +101,9 @@ class Delivery:
 
     async def handle(self, subject: str, handlers: tuple[On[Any], ...], data: bytes) -> None:
         try:
-            message = self._decode(subject, data)
-        except BadMessage as error:
-            self.log.warning("message dropped", error=str(error))
+            message = self._admit(self._decode(subject, data))
+        except (BadMessage, StaleEpoch) as error:
+            self.log.warning("message dropped", subject=subject, error=str(error))
             return
         handler = next((on.handler for on in handlers if isinstance(message, on.kind)), None)
         if handler is None:
@@ -112,7 +119,7 @@ class Delivery:
 
     async def answer(self, subject: str, kind: type[M], server: Server[M], data: bytes) -> bytes:
         try:
-            message = self._decode(subject, data)
+            message = self._admit(self._decode(subject, data))
             reply: Message = Ok()
             if not isinstance(message, Ping):
                 if not isinstance(message, kind):
@@ -129,7 +136,7 @@ class Delivery:
 
     def expect(self, subject: str, data: bytes, kind: type[M]) -> M:
         """The reply in `data`, or raises the error that it carries."""
-        reply = self._decode(subject, data)
+        reply = self._admit(self._decode(subject, data))
         if isinstance(reply, ErrorReply):
             raise reply.error()
         if not isinstance(reply, kind):
@@ -147,6 +154,21 @@ class Delivery:
         self.failed += 1
         self.log.error("server failed", subject=subject, exc_info=error)
         return ServiceFailed(f"{self.name} failed: {error!r}")
+
+    def _admit(self, message: Message) -> Message:
+        """The message without its term, which handlers need not know. StaleEpoch if its sender
+        speaks for a role that a later process has."""
+        term = message.term
+        if term is None:
+            return message
+        latest = self._terms.get(term.role, 0)
+        if term.number < latest:
+            self.stale += 1
+            raise StaleEpoch(
+                f"a {term.role} of term {term.number} spoke, and term {latest} has begun"
+            )
+        self._terms[term.role] = term.number
+        return msgspec.structs.replace(message, term=None)
 
     def _decode(self, subject: str, data: bytes) -> Message:
         try:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
-from shared.bus.base import KvEntry, M, On, Server
+from shared.bus.base import SERVERS, KvEntry, M, On, Server
 from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
 from shared.bus.memory_buckets import Bucket, Watch
 from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
@@ -48,10 +48,12 @@ class MemorySubscription:
         receive: Receiver,
         bus: "MemoryBus | None" = None,
         on_close: Callable[[], None] | None = None,
+        group: str = "",
     ) -> None:
         """`bus`: the bus that subscribed. None: the broker itself, which no fault of a connection
-        affects."""
+        affects. `group`: of servers, for a server."""
         self.subject = subject
+        self.group = group
         self.receive = receive
         self.bus = bus
         self._broker = broker
@@ -72,7 +74,8 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self._listeners: dict[str, dict[MemorySubscription, None]] = {}
-        self._servers: dict[str, list[MemorySubscription]] = {}
+        self._servers: dict[str, dict[str, list[MemorySubscription]]] = {}
+        """By subject, then by group."""
         self._buckets: dict[str, Bucket] = {}
         self.blobs: dict[str, bytes] = {}
         self.decoded: tuple[bytes, Message] | None = None
@@ -118,21 +121,22 @@ class MemoryBroker:
         self._listeners.setdefault(subscription.subject, {})[subscription] = None
 
     def serve(self, subscription: MemorySubscription) -> None:
-        self._servers.setdefault(subscription.subject, []).append(subscription)
+        groups = self._servers.setdefault(subscription.subject, {})
+        groups.setdefault(subscription.group, []).append(subscription)
 
     def leave(self, subscription: MemorySubscription) -> None:
         self._listeners.get(subscription.subject, {}).pop(subscription, None)
-        servers = self._servers.get(subscription.subject, [])
+        servers = self._servers.get(subscription.subject, {}).get(subscription.group, [])
         if subscription in servers:
             servers.remove(subscription)
 
     def deliver(self, subject: str, data: bytes, reply: Reply | None) -> None:
-        """Delivers to every listener and, in turn, to one server."""
+        """Delivers to every listener and, in turn, to one server of each group."""
         receivers = list(self._listeners.get(subject, ()))
-        servers = self._servers.get(subject)
-        if servers:
-            servers.append(servers.pop(0))
-            receivers.append(servers[-1])
+        for servers in self._servers.get(subject, {}).values():
+            if servers:
+                servers.append(servers.pop(0))
+                receivers.append(servers[-1])
         for subscription in receivers:
             self.hand(subscription, data, reply)
         if reply is not None and not receivers:
@@ -212,12 +216,14 @@ class MemoryBus(Delivery):
             inbox.close()
             raise
 
-    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> MemorySubscription:
+    async def serve(
+        self, subject: str, kind: type[M], server: Server[M], *, group: str = SERVERS
+    ) -> MemorySubscription:
         def receive(data: bytes, reply: Reply | None) -> None:
             work = self._serve(subject, kind, server, data, reply)
             self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
 
-        subscription = MemorySubscription(self._broker, subject, receive, self)
+        subscription = MemorySubscription(self._broker, subject, receive, self, group=group)
         return await self._enlist(subscription, self._broker.serve)
 
     async def kv(self, bucket: str) -> "MemoryKeyValue":
@@ -308,15 +314,18 @@ class MemoryKeyValue:
         self, key: str, value: bytes, revision: int, *, ttl: float | None = None
     ) -> int:
         def act() -> int:
-            last = self._bucket.live.get(key)
-            if last is None or last.revision != revision:
-                raise KeyExists(f"{self._bucket.name}: {key} is no longer at revision {revision}")
+            self._check(key, revision)
             return self._set(key, value, ttl)
 
         return await self._at(key, act)
 
-    async def delete(self, key: str) -> None:
-        await self._at(key, lambda: self._bucket.drop(key))
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        def act() -> None:
+            if revision is not None:
+                self._check(key, revision)
+            self._bucket.drop(key)
+
+        await self._at(key, act)
 
     async def entries(self) -> list[KvEntry]:
         return await self._bus.exchange(
@@ -325,6 +334,11 @@ class MemoryKeyValue:
 
     def watch(self) -> AsyncIterator[KvEntry | None]:
         return self._bus.watch(self._bucket)
+
+    def _check(self, key: str, revision: int) -> None:
+        last = self._bucket.live.get(key)
+        if last is None or last.revision != revision:
+            raise KeyExists(f"{self._bucket.name}: {key} is no longer at revision {revision}")
 
     def _set(self, key: str, value: bytes, ttl: float | None) -> int:
         lifetime = None if ttl is None else check_ttl(ttl)

@@ -7,7 +7,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from shared import subjects
-from shared.bus.base import M, On, Server, Subscription
+from shared.bus.base import SERVERS, M, On, Server, Subscription
 from shared.bus.delivery import Delivery, Inbox, check_size
 from shared.bus.nats_connection import Connection, NatsSubscription
 from shared.bus.nats_kv import NatsKeyValue
@@ -15,9 +15,6 @@ from shared.bus.nats_objects import NatsObjectStore
 from shared.config import BusConfig
 from shared.errors import BusError
 from shared.messages import Message, encode
-
-_SERVERS = "servers"
-"""A queue group: of several processes that serve a subject, one gets each request."""
 
 
 class _Listener:
@@ -80,12 +77,14 @@ class NatsBus(Delivery):
             inbox.close()
             raise
 
-    async def serve(self, subject: str, kind: type[M], server: Server[M]) -> Subscription:
+    async def serve(
+        self, subject: str, kind: type[M], server: Server[M], *, group: str = SERVERS
+    ) -> Subscription:
         async def receive(message: Msg) -> None:
             work = self._reply(subject, kind, server, message)
             self.tasks.spawn(work, name=f"{self.name}/{subject}/request")
 
-        return await self._connection.subscribe(subject, receive, queue=_SERVERS)
+        return await self._connection.subscribe(subject, receive, queue=group)
 
     async def kv(self, bucket: str) -> NatsKeyValue:
         return await NatsKeyValue.open(self._connection, bucket, replicas=self._replicas)

@@ -70,8 +70,10 @@ class NatsKeyValue:
     ) -> int:
         return await self._write(key, value, {_EXPECT: str(revision)}, ttl)
 
-    async def delete(self, key: str) -> None:
-        headers = {"KV-Operation": "PURGE", api.Header.ROLLUP: "sub"}
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        headers: dict[str, str] = {"KV-Operation": "PURGE", api.Header.ROLLUP: "sub"}
+        if revision is not None:
+            headers[_EXPECT] = str(revision)
         await self._write(key, b"", headers, _MARKER_TTL_S)
 
     async def entries(self) -> list[KvEntry]:

@@ -1,8 +1,9 @@
 """The envelope of every control message: a kind, a version, the trace it belongs to.
 
 A message is a frozen msgspec struct encoded as a msgpack map with `kind` (the struct's tag), `v`
-(its version), `trace` (W3C traceparent of the span that caused it, or "") and `cause` (the id of
-the event that made its sender say it, or ""). Fields may be added with defaults within a version;
+(its version), `trace` (W3C traceparent of the span that caused it, or ""), `cause` (the id of the
+event that made its sender say it, or "") and `term` (whose word it is, where only one process of a
+role may speak). Fields may be added with defaults within a version;
 anything else is a new version.
 
 No cause is named by `Tokens` (one message carries the tokens of many requests, and names each), nor
@@ -17,10 +18,19 @@ MAX_ERROR_CHARS = 4096
 """An error may quote what it was given, and that may be as large as a message can be."""
 
 
+class Term(msgspec.Struct, frozen=True, array_like=True):
+    """The active process of a role, which speaks for it (`shared/election`)."""
+
+    role: str
+    number: int
+    """A later process has a greater number."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     v: int = 1
     trace: str = ""
     cause: str = ""
+    term: Term | None = None
 
     @property
     def origin(self) -> str:

@@ -232,6 +232,25 @@ async def test_one_of_several_servers_answers(bus: Bus, other: Bus) -> None:
     assert served == 10
 
 
+async def test_each_group_of_servers_gets_each_request(bus: Bus, other: Bus) -> None:
+    first, second = Collector(), Collector()
+
+    async def slow(message: Message) -> Message:
+        await first(message)
+        await asyncio.Event().wait()  # for ever
+        return message
+
+    async def server(message: Message) -> Message:
+        await second(message)
+        return message
+
+    await bus.serve("service", Cancel, slow, group="one")
+    await other.serve("service", Cancel, server, group="two")
+    for i in range(3):
+        assert await bus.request("service", numbered(i), Cancel, timeout=WAIT_S) == numbered(i)
+    assert await first.take(3) == await second.take(3) == [numbered(i) for i in range(3)]
+
+
 async def test_a_server_answers_a_message_that_wants_no_answer_to_nobody(bus: Bus) -> None:
     done = Collector()
 

@@ -57,6 +57,17 @@ async def test_a_value_put_is_got_with_its_revision(bucket: KeyValue) -> None:
     assert await bucket.get("a.c") is None
 
 
+async def test_a_key_is_deleted_at_the_revision_that_is_named(bucket: KeyValue) -> None:
+    first = await bucket.put("a", b"one")
+    second = await bucket.put("a", b"two")
+    with pytest.raises(KeyExists):
+        await bucket.delete("a", first)
+    assert await bucket.get("a") == KvEntry("a", b"two", second)
+    await bucket.delete("a", second)
+    assert await bucket.get("a") is None
+    assert await bucket.create("a", b"three") > second
+
+
 async def test_an_empty_value_is_a_value(bucket: KeyValue) -> None:
     revision = await bucket.put("key", b"")
     assert await bucket.get("key") == KvEntry("key", b"", revision)

@@ -97,9 +97,19 @@ class FailingKeyValue(MemoryKeyValue):
         self.outage.check()
         return await super().put(key, value)
 
-    async def delete(self, key: str) -> None:
+    async def create(self, key: str, value: bytes, *, ttl: float | None = None) -> int:
         self.outage.check()
-        await super().delete(key)
+        return await super().create(key, value, ttl=ttl)
+
+    async def update(
+        self, key: str, value: bytes, revision: int, *, ttl: float | None = None
+    ) -> int:
+        self.outage.check()
+        return await super().update(key, value, revision, ttl=ttl)
+
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        self.outage.check()
+        await super().delete(key, revision)
 
 
 class FailingBus(MemoryBus):

@@ -54,6 +54,7 @@ def test_the_wire_form_is_pinned() -> None:
         "v": 1,
         "trace": "",
         "cause": "",
+        "term": None,
         "request": "r-1",
         "attempt": 2,
     }

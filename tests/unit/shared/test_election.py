@@ -1,0 +1,346 @@
+"""One process of a role is active at a time, whatever dies, pauses or loses the store."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+import pytest
+
+from shared import subjects, telemetry
+from shared.bus.base import On
+from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
+from shared.clock import now
+from shared.election.active_bus import ActiveBus
+from shared.election.election import LOOK_S, Election
+from shared.election.lease import ABSENT_S, GRACE_S, PAUSE_S, RENEW_S, SILENT_S
+from shared.errors import BusTimeout, StaleEpoch, Superseded
+from shared.ids import RequestId
+from shared.messages import Message, Ok
+from shared.messages.serving import Cancel
+
+pytestmark = pytest.mark.virtual_time
+ROLE = "planner"
+BUCKET = "bucket"
+T = TypeVar("T")
+
+
+class Store(MemoryKeyValue):
+    refuses: Callable[[], bool]
+
+    async def _at(self, key: str, act: Callable[[], T]) -> T:
+        if self.refuses():
+            raise BusTimeout("no JetStream leader")
+        return await super()._at(key, act)
+
+
+class Candidate:
+    """A process that stands for the role. `keeps`: the task that renews its lease."""
+
+    def __init__(self, broker: MemoryBroker, name: str) -> None:
+        self.broker = broker
+        self.bus = MemoryBus(broker, name)
+        self.outage = False
+        """Whether the store refuses this process."""
+        vars(self.bus)["kv"] = self._kv
+        self.election = Election(self.bus, ROLE, telemetry.logger(ROLE, name=name))
+        self.won_at = -1.0
+        self.keeps: asyncio.Task[None] | None = None
+
+    async def _kv(self, bucket: str) -> Store:
+        store = Store(self.bus, self.broker.bucket(bucket))
+        store.refuses = lambda: self.outage
+        return store
+
+    async def stand(self) -> None:
+        await self.election.win()
+        self.won_at = now()
+        self.wake()
+
+    def wake(self) -> None:
+        self.keeps = asyncio.create_task(self.election.keep())
+
+    def pause(self) -> None:
+        """It computes no more. What it was about to do, the test does when it has woken up."""
+        assert self.keeps is not None
+        self.keeps.cancel()
+
+    async def die(self) -> None:
+        self.pause()
+        await self.bus.__aexit__(None, None, None)
+
+    @property
+    def active_bus(self) -> ActiveBus:
+        return ActiveBus(self.bus, self.election, ROLE)
+
+
+class World:
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.broker = MemoryBroker()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._candidates: list[Candidate] = []
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *(c.keeps for c in self._candidates if c.keeps)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def candidate(self, name: str) -> Candidate:
+        candidate = Candidate(self.broker, name)
+        self._candidates.append(candidate)
+        await self._stack.enter_async_context(candidate.bus)
+        return candidate
+
+    async def active(self, name: str) -> Candidate:
+        candidate = await self.candidate(name)
+        await candidate.stand()
+        return candidate
+
+    async def standby(self, name: str) -> tuple[Candidate, "asyncio.Task[None]"]:
+        candidate = await self.candidate(name)
+        task = asyncio.create_task(candidate.stand())
+        self._tasks.append(task)
+        await asyncio.sleep(4 * SILENT_S)
+        assert not task.done()
+        return candidate, task
+
+    async def listener(self, subject: str) -> list[Message]:
+        bus = (await self.candidate("listener")).bus
+        heard: list[Message] = []
+
+        async def hear(message: Message) -> None:
+            heard.append(message)
+
+        await bus.subscribe(subject, On(Message, hear))
+        return heard
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        world = World(stack)
+        yield world
+        await world.close()
+
+
+def cancel(attempt: int) -> Cancel:
+    return Cancel(request=RequestId("r"), attempt=attempt)
+
+
+async def test_a_standby_takes_over_soon_after_a_death(world: World) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    died_at = now()
+    await first.die()
+    await task
+    assert second.won_at - died_at <= ABSENT_S + 2 * LOOK_S
+    assert second.election.term > first.election.term
+
+
+async def test_a_standby_takes_over_at_once_when_the_role_is_given_back(world: World) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    left_at = now()
+    first.pause()
+    await first.election.resign()
+    await task
+    assert second.won_at - left_at <= LOOK_S
+
+
+async def test_a_standby_takes_over_from_a_paused_process_which_then_knows(world: World) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    paused_at = now()
+    first.pause()
+    await task
+    assert SILENT_S - RENEW_S <= second.won_at - paused_at <= SILENT_S + 2 * LOOK_S
+    await asyncio.sleep(PAUSE_S)
+    first.wake()
+    with pytest.raises(Superseded, match="another process has the role"):
+        await first.election.confirm()
+    await second.election.confirm()
+
+
+async def test_of_many_exactly_one_is_active(world: World) -> None:
+    candidates = [await world.candidate(f"c{i}") for i in range(6)]
+    tasks = {asyncio.create_task(c.stand()): c for c in candidates}
+    terms = []
+    while tasks:
+        await asyncio.sleep(2 * SILENT_S)
+        won = [task for task in tasks if task.done()]
+        assert len(won) == 1
+        winner = tasks.pop(won[0])
+        terms.append(winner.election.term)
+        await winner.die()
+    assert terms == sorted(set(terms))
+
+
+async def test_an_outage_of_the_store_changes_nothing(world: World) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    first.outage = second.outage = True
+    for _ in range(10):
+        await asyncio.sleep(GRACE_S / 15)
+        await asyncio.wait_for(first.election.confirm(), RENEW_S / 10)
+    first.outage = second.outage = False
+    await asyncio.sleep(2 * SILENT_S)
+    await first.election.confirm()
+    assert not task.done()
+
+
+async def test_who_alone_is_cut_off_from_the_store_gives_up_in_the_end(world: World) -> None:
+    first = await world.active("a")
+    first.outage = True
+    begun = now()
+    assert first.keeps is not None
+    with pytest.raises(Superseded, match="no renewal of its lease for 15 s"):
+        await first.keeps
+    assert GRACE_S <= now() - begun <= GRACE_S + 2 * RENEW_S
+    with pytest.raises(Superseded):
+        await first.election.confirm()
+
+
+async def test_a_paused_process_writes_says_and_answers_nothing_when_it_wakes(world: World) -> None:
+    heard = await world.listener("news")
+    first = await world.active("a")
+    old = first.active_bus
+    written = await old.kv(BUCKET)
+    await written.put("k", b"old")
+
+    async def answer_old(message: Message) -> Message:
+        return cancel(1)
+
+    await old.serve("service", Cancel, answer_old)
+    second, task = await world.standby("b")
+    first.pause()
+    await task
+    new = second.active_bus
+    await (await new.kv(BUCKET)).put("k", b"new")
+
+    async def answer_new(message: Message) -> Message:
+        await asyncio.sleep(0.1)  # the other one would be faster
+        return cancel(2)
+
+    await new.serve("service", Cancel, answer_new)
+    first.wake()
+    asked = asyncio.create_task(
+        (await world.candidate("client")).bus.request("service", cancel(0), Cancel, timeout=1)
+    )
+    with pytest.raises(Superseded):
+        await old.publish("news", cancel(1))
+    with pytest.raises(Superseded):
+        await old.request("service", cancel(1), Cancel, timeout=1)
+    with pytest.raises(Superseded):
+        await written.put("k", b"old again")
+    with pytest.raises(Superseded):
+        await written.delete("k")
+    assert await asked == cancel(2)
+    await new.publish("news", cancel(2))
+    await asyncio.sleep(0)
+    assert heard == [cancel(2)]
+    entry = await written.get("k")
+    assert entry is not None
+    assert entry.value == b"new"
+
+
+async def test_a_process_paused_in_the_midst_of_a_write_changes_nothing(world: World) -> None:
+    """It has confirmed its role, and is paused just before the write leaves it."""
+    first = await world.active("a")
+    old = await first.active_bus.kv(BUCKET)
+    await old.put("k", b"old")
+    await old.put("gone", b"old")
+    second, task = await world.standby("b")
+
+    confirm = first.election.confirm
+
+    async def confirm_then_pause(*, anew: bool = False) -> None:
+        vars(first.election)["confirm"] = confirm
+        await confirm(anew=anew)
+        first.pause()
+        await task
+        new = await second.active_bus.kv(BUCKET)
+        await new.put("k", b"new")
+        await new.put("gone", b"new")
+        first.wake()
+
+    vars(first.election)["confirm"] = confirm_then_pause
+    with pytest.raises(Superseded):
+        await old.put("k", b"late")
+    with pytest.raises(Superseded):
+        await old.delete("gone")
+    assert {e.key: e.value for e in await old.entries()} == {"k": b"new", "gone": b"new"}
+
+
+async def test_a_write_that_was_not_acknowledged_is_no_obstacle(world: World) -> None:
+    only = await world.active("a")
+    bucket = await only.active_bus.kv(BUCKET)
+    await bucket.put("k", b"1")
+    raw = await only.bus.kv(BUCKET)
+    await raw.put("k", b"2")  # as if by this process, and the acknowledgement lost
+    await bucket.put("k", b"3")
+    await bucket.delete("k")
+    await bucket.delete("k")
+    assert await bucket.get("k") is None
+    await bucket.put("k", b"4")
+    assert [e.value for e in await bucket.entries()] == [b"4"]
+
+
+async def test_whoever_heard_the_later_term_refuses_the_earlier(world: World) -> None:
+    first = await world.active("a")
+    early = first.active_bus
+    first.pause()
+    second = await world.active("b")
+    late = second.active_bus
+    heard = await world.listener("news")
+    server = (await world.candidate("server")).bus
+
+    async def take(message: Message) -> Message:
+        return Ok()
+
+    await server.serve("orders", Cancel, take)
+
+    def forget_the_pause() -> None:
+        """As if it had been paused after it made sure of its role."""
+
+    vars(first.election)["_doubt_after_pause"] = forget_the_pause
+    await early.publish("news", cancel(0))
+    await early.request("orders", cancel(0), Ok, timeout=1)
+    await late.publish("news", cancel(1))
+    await late.request("orders", cancel(1), Ok, timeout=1)
+    await early.publish("news", cancel(2))
+    with pytest.raises(StaleEpoch, match="a planner of term"):
+        await early.request("orders", cancel(2), Ok, timeout=1)
+    await asyncio.sleep(0)
+    assert heard == [cancel(0), cancel(1)]
+    assert server.stale == 1
+
+
+async def test_an_answer_of_an_earlier_term_is_refused(world: World) -> None:
+    first = await world.active("a")
+    first.pause()
+    second = await world.active("b")
+
+    async def answer(message: Message) -> Message:
+        return cancel(1)
+
+    def forget_the_pause() -> None:
+        """As if it had been paused after it made sure of its role."""
+
+    vars(first.election)["_doubt_after_pause"] = forget_the_pause
+    await first.active_bus.serve("early", Cancel, answer)
+    await second.active_bus.serve("late", Cancel, answer)
+    client = (await world.candidate("client")).bus
+    assert await client.request("early", cancel(0), Cancel, timeout=1) == cancel(1)
+    assert await client.request("late", cancel(0), Cancel, timeout=1) == cancel(1)
+    with pytest.raises(StaleEpoch):
+        await client.request("early", cancel(0), Cancel, timeout=1)
+
+
+async def test_a_lease_that_makes_no_sense_is_replaced(world: World) -> None:
+    candidate = await world.candidate("a")
+    bucket = await candidate.bus.kv(subjects.KV_ACTIVE)
+    await bucket.put(ROLE, b"\xc1")
+    await candidate.stand()
+    await candidate.election.confirm()
