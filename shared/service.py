@@ -174,6 +174,30 @@ def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return RuntimeError(f"{task.get_name()}: something that it awaited was cancelled")
 
 
+async def _opened(service: Service, running: AsyncExitStack, stop: asyncio.Event) -> bool:
+    """Opens the service, and has `running` close it. False: told to stop before it was open."""
+    told = asyncio.ensure_future(stop.wait())
+    owner = asyncio.current_task()
+    assert owner is not None
+
+    def end_opening(_: object) -> None:
+        if stop.is_set():
+            owner.cancel()
+
+    told.add_done_callback(end_opening)
+    try:
+        await running.enter_async_context(service)
+        return True
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        owner.uncancel()
+        return False
+    finally:
+        told.remove_done_callback(end_opening)
+        told.cancel()
+
+
 def log_what_nobody_awaits(log: structlog.stdlib.BoundLogger) -> None:
     """Has the running loop log errors that reach nobody as this log's records, not as raw text."""
 
@@ -190,14 +214,17 @@ def log_what_nobody_awaits(log: structlog.stdlib.BoundLogger) -> None:
 
 
 async def serve_until_signal(service: Service) -> None:
-    """Opens the service, runs it until SIGINT or SIGTERM (or its failure), and closes it."""
+    """Opens the service, runs it until SIGINT or SIGTERM (or its failure), and closes it. A signal
+    also ends one that is still opening, which may stand by for days."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     try:
-        async with service:
+        async with AsyncExitStack() as running:
+            if not await _opened(service, running, stop):
+                return
             # All that was imported and made so far stays: the collector, which stops every thread
             # of the process while it looks, need not look at it again.
             gc.collect()

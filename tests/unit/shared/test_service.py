@@ -366,6 +366,20 @@ async def test_a_service_runs_until_a_signal(number: signal.Signals) -> None:
     assert signal.getsignal(number) in (before, signal.default_int_handler, signal.SIG_DFL)
 
 
+async def test_a_signal_ends_a_service_that_still_opens() -> None:
+    class StandsBy(Recorder):
+        async def open(self) -> None:
+            await super().open()
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+            await forever()
+
+    service = StandsBy()
+    async with asyncio.timeout(WAIT_S):
+        await serve_until_signal(service)
+    assert service.story == [*OPENED, *CLOSED]
+    await asyncio.sleep(0)  # no cancellation is left over
+
+
 async def test_a_failure_ends_a_service_that_waits_for_a_signal() -> None:
     service = Recorder()
     service.fail.set()
