@@ -1,7 +1,7 @@
 """What outlives a planner: the records of its events, and the numbers of replicas that operators
 set."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -47,11 +47,20 @@ class Archive:
         for record in sorted(records, key=lambda r: r.decided_ns):
             self.events[record.id] = record
 
-    def fail_unfinished(self, wall_ns: int, cause: str) -> list[StoreEvent]:
-        """Marks events that an earlier planner left unfinished as failed."""
+    def begun(self, model: ModelId) -> EventRecord | None:
+        """The event of a model that an earlier planner began, and whose plan the nodes follow."""
+        found = (r for r in reversed(self.events.values()) if r.model_id == model)
+        last = next(found, None)
+        return last if last is not None and last.state in events.MOVING else None
+
+    def fail_unfinished(
+        self, running: Collection[EventId], wall_ns: int, cause: str
+    ) -> list[StoreEvent]:
+        """Marks events that an earlier planner left unfinished, and that are not `running` now, as
+        failed."""
         stored: list[StoreEvent] = []
         for record in list(self.events.values()):
-            if record.state not in events.TERMINAL:
+            if record.state not in events.TERMINAL and record.id not in running:
                 reason = "the planner was restarted"
                 failed = events.advance(record, EventState.FAILED, wall_ns, error=reason)
                 stored += self.put(failed, cause)

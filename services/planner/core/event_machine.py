@@ -17,7 +17,7 @@ from services.planner.core.growing import Growing
 from services.planner.core.placement import Plan, Roles, assign_roles
 from services.planner.core.stimuli import Answer, Failed, Planned, Repaired, Replied
 from shared.errors import CapacityExceeded, PlanError
-from shared.ids import NodeId
+from shared.ids import Generation, NodeId
 from shared.messages import pool
 from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
 from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken, PullFailed
@@ -60,6 +60,32 @@ class EventMachine(Growing):
         query = pool.SourcesQuery(model_id=self._model.model_id, cause=event)
         self._do(commands.Reserve(ticket=self._ask(ASK_S), message=reserve, cause=event))
         self._do(commands.FindSources(ticket=self._ask(ASK_S), message=query, cause=event))
+
+    def resume(self) -> None:
+        """Goes on with an event that another planner began. The nodes follow its plan, and what
+        they hold by now is known. A node that has not got its part is found when it stalls."""
+        self._tell("goes on under another planner")
+        targets, nodes = self.record.targets, self._desk.cluster.nodes
+        receiving = tuple(n for n in targets if any(t.dst == n for t in self.record.transfers))
+        promoting = tuple(n for n in targets if n not in receiving)
+        self._roles = Roles(self.record.sources, promoting, receiving, from_disk=False)
+        self._promoting = set(promoting)
+        self._orders.sent = dict.fromkeys(targets, self.record.revision)
+        self._trust.begin(self._desk.at)
+        self.record = msgspec.structs.replace(self.record, bytes_moved=0)
+        for node in targets:
+            self._look(node)
+            for block in self._held(node):
+                self._count(node, block, self._model.block_bytes[block] if node in receiving else 0)
+        self.effects += [Joined(nodes[node]) for node in targets if node in nodes]
+        reason = "it went while there was no planner"
+        self._troubles += [
+            NodeGone(node=node, generation=Generation(0), reason=reason)
+            for node in dict.fromkeys((*self.record.sources, *targets))
+            if node not in nodes
+        ]
+        self._step(Phase.LOADING)
+        self._go_on()
 
     def on_answer(self, answer: Answer) -> None:
         """Takes in the first answer to a question of this event."""

@@ -8,7 +8,8 @@ reserving: the registry sets targets aside and names sources. planning: a thread
 spread. forming: a group takes its time to form, before anything moves. sending: targets are given
 their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
 pinged. repairing: a thread plans again, from what every participant holds. An event that grows
-(`growing`) goes from loading to sending, with parts for the newcomers only. Every phase may end in
+(`growing`) goes from loading to sending, with parts for the newcomers only. An event that another
+planner began goes straight to loading: the nodes follow its plan. Every phase may end in
 `over`: complete, failed or cancelled. What others see of an event is its record, with a table of
 its own (`events.TRANSITIONS`).
 """
@@ -34,7 +35,7 @@ class Phase(enum.Enum):
 
 _P = Phase
 STEPS: dict[Phase, frozenset[Phase]] = {
-    _P.RESERVING: frozenset({_P.PLANNING, _P.OVER}),
+    _P.RESERVING: frozenset({_P.PLANNING, _P.LOADING, _P.OVER}),
     _P.PLANNING: frozenset({_P.FORMING, _P.OVER}),
     _P.FORMING: frozenset({_P.SENDING, _P.OVER}),
     _P.SENDING: frozenset({_P.LOADING, _P.REPAIRING, _P.OVER}),

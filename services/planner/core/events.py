@@ -23,6 +23,7 @@ TRANSITIONS: dict[EventState, frozenset[EventState]] = {
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),
 }
+MOVING = frozenset({_S.TRANSFERRING, _S.SERVING})
 TERMINAL = frozenset({_S.COMPLETE, _S.FAILED, _S.CANCELLED})
 
 

@@ -118,7 +118,9 @@ class Machines:
 
     # --- which models there are ---
 
-    def add(self, record: ModelRecord) -> None:
+    def add(self, record: ModelRecord, *, resume: bool = False) -> None:
+        """`resume`: the nodes are known, and an event of the model that an earlier planner began
+        may go on."""
         if not 0 < record.n_blocks == len(record.block_bytes):
             sizes = len(record.block_bytes)
             self._desk.log("warning", "not a model", name=record.name, sizes=sizes)
@@ -138,7 +140,8 @@ class Machines:
             return
         self._desk.tell(f"published as {record.name}", record.model_id)
         self.named[record.name] = self.by_id[record.model_id] = model
-        self.tell(model, lambda _: None)
+        begun = self._desk.archive.begun(record.model_id) if resume else None
+        self.tell(model, lambda model: model.resume(begun) if begun else None)
 
     def remove(self, name: ModelName) -> None:
         model = self.named.pop(name, None)

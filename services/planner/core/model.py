@@ -26,6 +26,7 @@ from shared.ids import EventId, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
 from shared.messages.scaling import (
     BlockArrived,
+    EventRecord,
     EventState,
     FirstPartialToken,
     PullFailed,
@@ -189,6 +190,10 @@ class ModelMachine:
         self._removed = True
         self.fleet.close()
 
+    def resume(self, begun: EventRecord) -> None:
+        """Goes on with an event of an earlier planner, where it is."""
+        self._follow(EventMachine(self._desk, self.record, begun, self.standing)).resume()
+
     # --- what is due ---
 
     def decide_soon(self) -> None:
@@ -226,7 +231,8 @@ class ModelMachine:
         for effect in effects:
             match effect:
                 case Joined(info):
-                    self.fleet.join(info, self.fleet.cause)
+                    if info.node not in self.fleet.members:
+                        self.fleet.join(info, self.fleet.cause)
                     self._rooms.chosen(self.record.model_id)
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)
@@ -352,10 +358,14 @@ class ModelMachine:
             record.trace,
             attributes={"cause": decision.cause, "replicas": decision.replicas},
         )
-        self.event = EventMachine(self._desk, self.record, record, self.standing)
-        self._ended = False
-        self.fleet.cause = Cause(record.id, record.trace)
-        self.event.start(missing, self._not_here())
+        self._follow(EventMachine(self._desk, self.record, record, self.standing)).start(
+            missing, self._not_here()
+        )
+
+    def _follow(self, event: EventMachine) -> EventMachine:
+        self.event, self._ended = event, False
+        self.fleet.cause = Cause(event.record.id, event.record.trace)
+        return event
 
     # --- less ---
 

@@ -78,7 +78,6 @@ class Planner:
         self._suspects: dict[int, NodeId] = {}
         """The open pings to suspects."""
         self._strays = Strays(settings.stray_s)
-        self._started = False
         self._woken_at = NEVER
         self._alarms.set(STRAYS, float("-inf"))
         self._alarms.set(LOST, float("-inf"))
@@ -104,9 +103,6 @@ class Planner:
         """Returns what the shell has to do about the stimulus, in order."""
         desk = self._desk
         desk.now, desk.cause, desk.out = now, cause_of(stimulus), []
-        if not self._started:
-            self._started = True
-            desk.do(*desk.archive.fail_unfinished(now.wall_ns, desk.cause))
         mark = len(desk.out)
         try:
             self._handlers[type(stimulus)](stimulus)

@@ -88,6 +88,7 @@ class PoolView:
             return
         self._learn(asked, answer.reply)
         if not self.ready:
+            self._end_what_cannot_go_on()
             self.ready = True
             self._alarms.set(REFRESH, self._desk.at + REFRESH_S)
             self._desk.do(commands.Ready(cause=self._desk.cause))
@@ -108,9 +109,15 @@ class PoolView:
         for record in pool.models:
             removed_meanwhile = asked.models - self._machines.by_id.keys()
             if record.model_id not in removed_meanwhile:
-                self._machines.add(record)
+                self._machines.add(record, resume=not self.ready)
         self._unreserve_for_nobody(pool)
         self._cluster.forget(self._desk.at, self._machines.by_id.keys())
+
+    def _end_what_cannot_go_on(self) -> None:
+        """Ends events that an earlier planner had begun, unless they go on (`Machines.add`)."""
+        desk = self._desk
+        running = {event.record.id for event in self._machines.events()}
+        desk.do(*desk.archive.fail_unfinished(running, desk.now.wall_ns, desk.cause))
 
     def _learn_node(self, view: NodeView) -> None:
         self.join(view.info)

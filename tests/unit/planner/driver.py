@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from services.planner.core import commands, instances
@@ -25,7 +26,7 @@ from services.planner.core.stimuli import (
 )
 from services.planner.core.tickets import Moment
 from shared.errors import LambdaScaleError
-from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
+from shared.ids import EventId, GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
@@ -93,7 +94,8 @@ class Driver:
     ) -> None:
         """`checked`: an error in the core fails the test."""
         kind = CheckedCore if checked else Planner
-        self.core = kind(given or settings(), archive or Archive())
+        self._settings = given or settings()
+        self.core = kind(self._settings, archive or Archive())
         self.at = 100.0
         self.said: list[Command] = []
         """All commands so far."""
@@ -103,6 +105,26 @@ class Driver:
         self._seq = itertools.count(1)
         self.feed(Wake())
         self.answer(self.asked(commands.ReadPool), PoolState(nodes=(), models=()))
+
+    def replace_planner(self) -> None:
+        """Another planner takes over, with what this one has had stored. Nobody answers this one's
+        questions any more, and the registry is still to answer the new one's."""
+        records: dict[EventId, EventRecord] = {}
+        fixed: dict[ModelId, int] = {}
+        for command in self.said:
+            match command:
+                case commands.StoreEvent(event=event, record=None):
+                    records.pop(EventId(event), None)
+                case commands.StoreEvent(event=event, record=EventRecord() as stored):
+                    records[EventId(event)] = stored
+                case commands.StoreFixed(model=model, count=None):
+                    fixed.pop(ModelId(model), None)
+                case commands.StoreFixed(model=model, count=int() as count):
+                    fixed[ModelId(model)] = count
+        self._settings = replace(self._settings, epoch=self._settings.epoch + 1)
+        self.core = type(self.core)(self._settings, Archive(records.values(), fixed))
+        self.open, self.wake_at = [], float("inf")
+        self.feed(Wake())
 
     # --- what happens ---
 

@@ -52,35 +52,72 @@ async def test_replicas_are_found_again_and_published_as_of_a_newer_planner(
     assert not cluster.changes
 
 
-async def test_an_event_that_was_cut_off_has_failed_and_its_nodes_are_free(
-    cluster: Cluster,
-) -> None:
+async def test_an_event_goes_on_under_the_next_planner(cluster: Cluster) -> None:
+    """No node is told anything anew, and nothing moves twice."""
     await crashed_while_loading(cluster)
-    cut_off = cluster.event
-    assert [view.reserved_by for view in (await cluster.pool()).nodes] == [None, cut_off.id]
-    await cluster.scale_in_store(None)
+    begun = cluster.event
+    assert [view.reserved_by for view in (await cluster.pool()).nodes] == [None, begun.id]
     await cluster.start_planner()
+    await cluster.until(lambda: cluster.paths)
+    cluster.world.open_to(1000)
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert (done.id, done.revision) == (begun.id, begun.revision)
+    assert done.bytes_moved == BLOCKS * BLOCK_BYTES
+    assert done.actual.all_complete_s is not None
+    assert len(cluster.node(1).plans) == 1
+    await cluster.until_replicas("n0", "n1")
     await cluster.until_unreserved()
-    found = {event.id: event for event in await cluster.stored()}[cut_off.id]
-    assert (found.state, found.error) == (EventState.FAILED, "the planner was restarted")
-    await cluster.ask_until_stored(found)
+    await cluster.ask_until_stored(done)
     assert all(event.state in TERMINAL for event in (await in_the_store(cluster)).values())
 
 
-async def test_a_copy_that_goes_on_growing_becomes_a_replica(cluster: Cluster) -> None:
+async def test_an_event_that_nobody_had_planned_yet_has_failed(cluster: Cluster) -> None:
     await crashed_while_loading(cluster)
+    begun = cluster.event
+    bucket = await cluster.bus.kv(subjects.KV_EVENTS)
+    undecided = msgspec.structs.replace(
+        begun, state=EventState.DECIDED, targets=(), transfers=(), history=begun.history[:1]
+    )
+    await bucket.put(begun.id, msgspec.msgpack.encode(undecided))
     await cluster.scale_in_store(None)
-    await cluster.publish_model(record(min_instances=2))
+    await cluster.start_planner()
+    await cluster.until_unreserved()
+    found = {event.id: event for event in await cluster.stored()}[begun.id]
+    assert (found.state, found.error) == (EventState.FAILED, "the planner was restarted")
+    await cluster.ask_until_stored(found)
+
+
+async def test_an_event_whose_target_went_meanwhile_goes_on_without_it(cluster: Cluster) -> None:
+    await cluster.serve(nodes=3)
+    cluster.world.open_to(2)
+    await cluster.scale(3)
+    await cluster.until_event(EventState.SERVING)
+    begun = cluster.event
+    await cluster.ask_until_stored(begun)
+    await cluster.crash_planner()
+    await cluster.node(2).die()
+    cluster.world.open_to(1000)
+    await cluster.start_planner()
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert (done.id, done.targets) == (begun.id, (cluster.node(1).id,))
+    await cluster.until_replicas("n0", "n1")
+
+
+async def test_a_copy_that_grew_without_a_planner_becomes_a_replica(cluster: Cluster) -> None:
+    await crashed_while_loading(cluster)
+    begun = cluster.event
     cluster.changes.clear()
     cluster.world.open_to(1000)
     await cluster.until(lambda: len(cluster.node(1).gpu[MODEL]) == BLOCKS)
     await cluster.start_planner()
     await cluster.until_replicas("n0", "n1")
-    assert not cluster.changes
+    assert [(e.id, e.state) for e in cluster.changes] == [(begun.id, EventState.COMPLETE)]
     assert not cluster.node(1).releases
 
 
-async def test_a_copy_that_was_left_is_completed_by_the_next_event(cluster: Cluster) -> None:
+async def test_an_event_that_has_stalled_is_planned_again_by_the_next_planner(
+    cluster: Cluster,
+) -> None:
     await crashed_while_loading(cluster)
     cluster.world.open_to(0)
     await cluster.start_planner()
@@ -89,7 +126,7 @@ async def test_a_copy_that_was_left_is_completed_by_the_next_event(cluster: Clus
     await cluster.until(lambda: cluster.paths)
     cluster.world.open_to(1000)
     done = await cluster.until_event(EventState.COMPLETE)
-    assert done.bytes_moved == 2 * BLOCK_BYTES
+    assert done.bytes_moved == BLOCKS * BLOCK_BYTES
     assert done.actual.first_path_s is not None
     assert done.predicted.all_complete_s is not None
     await cluster.until_replicas("n0", "n1")

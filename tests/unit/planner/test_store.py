@@ -34,7 +34,7 @@ class Opened:
 
     async def load(self) -> None:
         self.archive = await self.store.load()
-        for change in self.archive.fail_unfinished(2, "a start"):
+        for change in self.archive.fail_unfinished((), 2, "a start"):
             self.store.write(change)
 
     def put(self, record: EventRecord) -> None:
