@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from simulation.checked import CheckedPlanner, CheckedRegistry
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
+from simulation.locality import LocalityRegistry
 from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
@@ -52,6 +54,7 @@ QUEUE = 1 << 20
 QUEUE_TIMEOUT_S = 600.0
 """Long, because a simulation measures how long requests wait, and turns none away."""
 LEAST_UNIT = 4096
+DISK_SPREAD = 0.1
 REAL_BYTES = 1 << 30
 """The most memory of this machine that the arenas of a cluster take, roughly."""
 LATENCY_S = 10e-6
@@ -76,11 +79,24 @@ class ClusterSpec:
     step_tokens: int = 2048
     min_instances: int = 1
     idle_s: float = 2.0
-    keep_alive_s: float = 60.0
-    """Seconds that an idle model stays in host memory, where nodes cache models."""
-    imported: bool = False
-    """Whether model i is on the disk of node i alone, as after an import there, so that the
-    registry has it copied. False: every disk has every model."""
+    target: float = 0.5
+    """The share of a replica that is meant to be used, for scalers of other systems."""
+    disk_copies: int = 0
+    """On how many nodes' disks each model is at the beginning: model i on node i and those after
+    it. Where that is fewer than the registry keeps, it has the model copied. 0: on every disk."""
+    seed: int = 0
+    """Disks differ by up to DISK_SPREAD in ways that the seed decides. 0: all are alike."""
+
+    def on_disk(self, node: int, model: int) -> bool:
+        """Whether the node has the model on its disk at the beginning."""
+        return (node - model) % self.nodes < (self.disk_copies or self.nodes)
+
+    def disk_speed(self, index: int) -> float:
+        """The rate of a node's disk, as a multiple of the hardware's."""
+        if not self.seed:
+            return 1.0
+        chance = random.Random(f"disk {index} of {self.seed}")
+        return chance.uniform(1 - DISK_SPREAD, 1 + DISK_SPREAD)
 
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
@@ -135,11 +151,11 @@ class NodeParts:
         self._cluster = cluster
         hardware, cache = spec.hardware, spec.system.cache
         self._pcie = Channel(math.inf if cache is Cache.INSTANT else hardware.pcie_bytes_per_s)
-        self._host = HostCache(hardware.host_bytes, spec.keep_alive_s)
+        self._host = HostCache(hardware.host_bytes, spec.system.keep_alive_s)
         self._store = ModelledStore(
             disk,
             cache,
-            ssd=Channel(hardware.ssd_bytes_per_s),
+            ssd=Channel(hardware.ssd_bytes_per_s * spec.disk_speed(index)),
             pcie=self._pcie,
             host=self._host,
         )
@@ -148,6 +164,10 @@ class NodeParts:
     def host_cache_bytes(self) -> float:
         """Modelled bytes of models in the store's cache."""
         return self._store.host_bytes
+
+    def cached(self, model: ModelId) -> int:
+        """How many blocks of the model are in the store's cache."""
+        return self._store.cached(model)
 
     def store(self) -> ModelledStore:
         return self._store
@@ -269,27 +289,36 @@ class Cluster:
             self.network.kill(name)
 
     def _maker(self, name: str) -> Callable[[Bus], Service]:
+        system = self.spec.system
+        if name == REGISTRY and system.cache is Cache.KEEP_ALIVE:
+            return lambda bus: LocalityRegistry(bus, RegistryConfig(), self._cached)
         if name == REGISTRY:
             return lambda bus: CheckedRegistry(bus, RegistryConfig())
         if name == PLANNER:
-            return lambda bus: CheckedPlanner(bus, self.planner_config)
+            decide = system.scaling(self.spec.target)
+            return lambda bus: CheckedPlanner(bus, self.planner_config, decide)
         if name == GATEWAY:
             config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
-            return lambda bus: GatewayService(bus, config, listen=False)
+            return lambda bus: GatewayService(bus, config, listen=False, routing=system.routing)
         return self._node(int(name.removeprefix(NODE)))
 
     def _node(self, index: int) -> Callable[[Bus], NodeService]:
         before = self.parts.get(node_name(index))
-        disk = before.store().manifests().values() if before else self._imported(index)
+        disk = before.store().manifests().values() if before else self._on_disk(index)
         parts = NodeParts(self, index, disk)
         rate = self.spec.hardware.link_bytes_per_s
         self.network.add(parts.name, out=rate, into=rate, rack=self.spec.rack(index))
         self.parts[parts.name] = parts
         return lambda bus: NodeService(bus, parts.config, parts)
 
-    def _imported(self, index: int) -> Iterable[Manifest]:
+    def _on_disk(self, index: int) -> Iterable[Manifest]:
         """What is on a node's disk at the beginning."""
-        return self.manifests[index : index + 1] if self.spec.imported else self.manifests
+        return [m for i, m in enumerate(self.manifests) if self.spec.on_disk(index, i)]
+
+    def _cached(self, node: NodeId, model: ModelId) -> int:
+        """How many blocks of a model lie in the cache of a node's store."""
+        parts = self.parts.get(node)
+        return parts.cached(model) if parts else 0
 
     async def serving(self, timeout_s: float = 600.0) -> None:
         """Waits until every model has at least its minimum of replicas."""

@@ -11,10 +11,12 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from simulation.frontier import Point, by_system, frontier
 from simulation.measures import REFERENCE, cumulative, steepest_burst
 from simulation.report import title
 from simulation.results import EventResult, Sample, SystemRun
 from simulation.setting import Setting
+from simulation.systems import OWN
 
 matplotlib.use("Agg")
 
@@ -99,7 +101,7 @@ def _rates(axis: plt.Axes, run: SystemRun, bin_s: float) -> float:
     padded = np.pad(tokens, (0, -len(tokens) % together))
     rates = padded.reshape(-1, together).sum(axis=1) / (together * run.token_bin_s)
     axis.step(np.arange(len(rates)) * together * run.token_bin_s, rates, where="post",
-              label=run.system, **_look(run).of_line())  # fmt: skip
+              label=run.system, **_look(run.system).of_line())  # fmt: skip
     return float(rates.max(initial=0.0))
 
 
@@ -122,9 +124,9 @@ def ttft(runs: Sequence[SystemRun]) -> plt.Figure:
         values = sorted(r.ttft_s * 1000 for r in run.requests if r.ttft_s is not None)
         share = np.arange(1, len(values) + 1) / max(len(run.requests), 1)
         shown = np.maximum(values, 0.1)
-        all_of_it.plot(shown, share, label=run.system, **_look(run).of_line())
+        all_of_it.plot(shown, share, label=run.system, **_look(run.system).of_line())
         tail.plot(shown, np.maximum(1 - share, 0.5 / max(len(run.requests), 1)),
-                  **_look(run).of_line())  # fmt: skip
+                  **_look(run.system).of_line())  # fmt: skip
     for axis in (all_of_it, tail):
         axis.set_xscale("log")
         axis.set_xlabel("time to first token, ms")
@@ -171,7 +173,7 @@ def gpus(runs: Sequence[SystemRun]) -> plt.Figure:
 
 
 def _strip(axis: plt.Axes, run: SystemRun, most: int) -> None:
-    look = _look(run)
+    look = _look(run.system)
     at, held = _steps(run, lambda sample: sample.gpus)
     _, serving = _steps(run, lambda sample: sample.serving)
     axis.fill_between(at, held, step="post", color=look.colour, alpha=0.3, linewidth=0)
@@ -188,7 +190,7 @@ def host_cache(runs: Sequence[SystemRun]) -> plt.Figure:
     figure, (axis,) = _panels(1, 1, (11, 4.8))
     for run in runs:
         at, held = _steps(run, lambda sample: sample.host_bytes / 1e9)
-        axis.step(at, held, where="post", label=run.system, **_look(run).of_line())
+        axis.step(at, held, where="post", label=run.system, **_look(run.system).of_line())
     axis.set_yscale("symlog", linthresh=10.0)
     axis.set_ylim(0, max(10.0, axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -209,7 +211,7 @@ def events(runs: Sequence[SystemRun]) -> plt.Figure:
                                       width_ratios=(1.5, 1))  # fmt: skip
     least = 1e-2
     for row, run in enumerate(runs):
-        look = _look(run)
+        look = _look(run.system)
         shift = np.linspace(-0.22, 0.22, max(len(run.events), 1))
         for fill, size, moment in (
             ("none", 26, lambda event: event.first_path_s),
@@ -258,11 +260,42 @@ _FIGURES: Mapping[str, Callable[[Sequence[SystemRun]], plt.Figure]] = {
 }
 
 
+# --- the frontier -----------------------------------------------------------
+
+
+def draw_frontier(folder: Path, setting: Setting, points: Sequence[Point]) -> Path:
+    """Writes `frontier.png`: TTFT p90 against device seconds. Points of lambdascale are named by
+    their keep-alive time and their least number of instances."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, (axis,) = _panels(1, 1, (9, 6))
+    for system, own in by_system(points).items():
+        look, best = _look(system), frontier(own)
+        axis.plot(*_places(best), label=system, marker="o", markersize=4, **look.of_line())
+        axis.scatter(*_places(own), color=look.colour, s=10, alpha=0.5, zorder=2)
+        for each in own if system == REFERENCE else ():
+            axis.annotate(each.knobs.words, (each.device_s, each.ttft_s * 1000), fontsize=7,
+                          xytext=(4, 4), textcoords="offset points")  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_xlabel("device seconds")
+    axis.set_ylabel("TTFT p90, ms")
+    axis.set_title("What a better TTFT costs (kept for, least instances)", loc="left")
+    axis.legend(frameon=False, fontsize=9)
+    figure.suptitle(title(setting), fontsize=8.5, color="0.3", x=0.01, ha="left")
+    path = folder / "frontier.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [each.device_s for each in points], [each.ttft_s * 1000 for each in points]
+
+
 # --- shared -----------------------------------------------------------------
 
 
-def _look(run: SystemRun) -> Look:
-    return LOOKS.get(run.system, OTHER)
+def _look(system: str) -> Look:
+    return LOOKS.get(system.removesuffix(OWN), OTHER)
 
 
 def _end_s(runs: Sequence[SystemRun]) -> float:
@@ -295,7 +328,7 @@ def _steps(run: SystemRun, value: Callable[[Sample], float]) -> tuple[list[float
 def _totals(axis: plt.Axes, runs: Sequence[SystemRun], value: Callable[[Sample], float]) -> None:
     for run in runs:
         at, totals = cumulative(run, value, _end_s(runs))
-        axis.plot(at, totals, label=run.system, **_look(run).of_line())
+        axis.plot(at, totals, label=run.system, **_look(run.system).of_line())
     axis.set_ylim(bottom=0)
     axis.set_xlim(0, _end_s(runs))
     axis.set_xlabel("seconds")

@@ -24,23 +24,30 @@ def document(
     """The comparison for programs. simulation/measures.py says what each key means."""
     return {
         "systems": msgspec.to_builtins(dict(systems)),
-        "setting": {
-            "workload": setting.workload,
-            "synthetic": setting.synthetic,
-            "notes": list(setting.notes),
-            "requests": len(setting.trace),
-            "seconds": setting.trace[-1].arrival_s,
-            "models": dict(setting.models),
-            "nodes": setting.nodes,
-            "racks": setting.racks,
-            "slots": setting.slots,
-            "min_instances": setting.min_instances,
-            "hardware": setting.hardware,
-            "seed": setting.seed,
-            "slo": objective,
-            "what": MODELLED,
-        },
+        "setting": described(setting) | {"slo": objective},
         "relative_to_lambdascale": ratios(systems),
+    }
+
+
+def described(setting: Setting) -> dict[str, object]:
+    """The setting for programs."""
+    return {
+        "workload": setting.workload,
+        "synthetic": setting.synthetic,
+        "notes": list(setting.notes),
+        "requests": len(setting.trace),
+        "seconds": setting.trace[-1].arrival_s,
+        "models": dict(setting.models),
+        "nodes": setting.nodes,
+        "racks": setting.racks,
+        "slots": setting.slots,
+        "min_instances": setting.min_instances,
+        "keep_alive_s": setting.keep_alive_s,
+        "target": setting.target,
+        "disk_copies": setting.disk_copies,
+        "hardware": setting.hardware,
+        "seed": setting.seed,
+        "what": MODELLED,
     }
 
 

@@ -37,8 +37,9 @@ LIMIT_S = 7 * 86400.0
 
 
 def spec_of(system: str, setting: Setting) -> ClusterSpec:
+    named = systems.named(system)
     return ClusterSpec(
-        system=systems.named(system),
+        system=named,
         hardware=hardware(setting.hardware),
         models=tuple(model(architecture, name) for name, architecture in setting.models),
         nodes=setting.nodes,
@@ -46,6 +47,10 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
         chunks=CHUNKS,
         slots=setting.slots,
         min_instances=setting.min_instances,
+        idle_s=setting.keep_alive_s,
+        target=setting.target,
+        disk_copies=0 if named.every_disk else setting.disk_copies,
+        seed=setting.seed,
     )
 
 

@@ -52,6 +52,12 @@ class HostCache:
         self._expire(at)
         return sum(sum(copy.nbytes.values()) for copy in self._copies.values())
 
+    def blocks(self, model: ModelId, at: float) -> int:
+        """How many blocks of the model are here. Looking does not count as a use."""
+        self._expire(at)
+        copy = self._copies.get(model)
+        return len(copy.nbytes) if copy else 0
+
     def has(self, model: ModelId, block: int, at: float) -> bool:
         """Whether the block is here. If so, its model counts as used."""
         self._expire(at)
@@ -155,6 +161,10 @@ class ModelledStore:
         if self._cache is Cache.ALL:
             return sum(model.nbytes for model in self._models.values())
         return self._host.nbytes(now()) if self._cache is Cache.KEEP_ALIVE else 0
+
+    def cached(self, name: ModelId) -> int:
+        """How many blocks of the model are in host memory, where models that were read stay."""
+        return self._host.blocks(name, now()) if self._cache is Cache.KEEP_ALIVE else 0
 
     def manifests(self) -> dict[ModelId, Manifest]:
         return dict(self._manifests)

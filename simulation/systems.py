@@ -1,15 +1,25 @@
 """The systems that are compared: each is this project's own services with other strategies.
 
 They differ in how the model gets to a node, what serves meanwhile, and what is kept in host memory.
-Gateway, scaler, engine and hardware are the same for all, so that a difference is due to the
-strategies. No code of the other systems runs here.
+Under its plain name a system has our scaler and our gateway, so that a difference is due to the
+strategies. Under its name with `-own` it decides on replicas and hands out requests as its paper
+describes it (`simulation.scalers`). No code of the other systems runs here.
 """
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.gateway.core.routing import OURS, Routing
 from shared.errors import BadInput
+from simulation.scalers import (
+    FEWEST_REQUESTS,
+    FEWEST_TOKENS,
+    Scaling,
+    ours,
+    per_load,
+    per_request,
+)
 
 
 class Cache(enum.Enum):
@@ -34,9 +44,15 @@ class System:
     cache: Cache
     what: str
     """A description in words."""
+    scaling: Scaling = ours
+    routing: Routing = OURS
+    keep_alive_s: float = 15.0
+    """Seconds that an idle model stays in a host's memory, where hosts cache models."""
+    every_disk: bool = False
+    """Whether every disk has every model, even where others have what was put there."""
 
 
-_ALL = (
+_STRATEGIES = (
     System(
         "lambdascale",
         "auto",
@@ -49,7 +65,7 @@ _ALL = (
         "binomial",
         "pipelines",
         Cache.NONE,
-        "λScale as published: binomial pipeline, fixed execution pipelines (Algorithm 2)",
+        "λScale's binomial pipeline and fixed execution pipelines (Algorithm 2)",
     ),
     System(
         "serverlessllm",
@@ -57,6 +73,7 @@ _ALL = (
         "none",
         Cache.KEEP_ALIVE,
         "every node loads from its own SSD, or from its host-memory cache",
+        every_disk=True,
     ),
     System("faasnet", "tree", "none", Cache.NONE, "binary tree; nodes serve once complete"),
     System(
@@ -79,10 +96,38 @@ _ALL = (
         "none",
         Cache.ALL,
         "every host holds every model in memory and loads over PCIe",
+        every_disk=True,
     ),
-    System("ideal", "local", "none", Cache.INSTANT, "loading takes no time: the bound for all"),
+    System(
+        "ideal",
+        "local",
+        "none",
+        Cache.INSTANT,
+        "loading takes no time: the bound for all",
+        every_disk=True,
+    ),
 )
+_OWN: Mapping[str, tuple[Scaling, Routing]] = {
+    **dict.fromkeys(
+        ("lambdapipe", "serverlessllm", "faasnet", "nccl"), (per_request, FEWEST_REQUESTS)
+    ),
+    "blitzscale": (per_load, FEWEST_TOKENS),
+}
+OWN = "-own"
+"""Ends the name of a system whose scaler and gateway are its own, too."""
+
+
+def _with_own(system: System) -> System:
+    scaling, routing = _OWN[system.name]
+    what = f"{system.what}; with its own scaler and gateway"
+    return replace(system, name=system.name + OWN, what=what, scaling=scaling, routing=routing)
+
+
+_ALL = (*_STRATEGIES, *(_with_own(system) for system in _STRATEGIES if system.name in _OWN))
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
+
+COMPARED = ("lambdascale", *(f"{name}{OWN}" for name in _OWN), "allcache", "ideal")
+"""Whole systems, and two bounds."""
 
 
 def named(name: str) -> System:

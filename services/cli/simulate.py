@@ -4,14 +4,15 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.arguments import amount, amount_or_zero, count, whole
 from services.cli.client import absolute, add_json_option, ended_by_signals, print_json, say
+from services.cli.sweep import DEFAULT, grid, sweep
 from shared.errors import BadInput
-from simulation.systems import SYSTEMS
+from simulation.systems import COMPARED, SYSTEMS
 
 if TYPE_CHECKING:
     from simulation.capacity import Capacity
@@ -52,6 +53,7 @@ EXAMPLES = """\
 examples:
   lambdascale simulate --trace spike:rate=30,seconds=20 --systems lambdascale,serverlessllm
   lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --nodes 12 --plots figures --jobs 4
+  lambdascale simulate --trace AzureLLMInferenceTrace_code.csv --until 300 --sweep --plots figures
   lambdascale simulate --trace both.csv --model code=llama-2-7b,chat=llama-2-13b --until 600
   lambdascale simulate --trace poisson:rate=50,seconds=20,models=100,skew=1 --nodes 1000 \\
       --racks 50 --model '*=llama-3.1-8b' --systems lambdascale   (a minute or two, 2.2 GB)
@@ -63,7 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "simulate",
         help="compare systems on a recorded workload, in virtual time",
         description=DESCRIPTION.format(
-            systems="\n".join(f"  {s.name:<15} {s.what}" for s in SYSTEMS.values()),
+            systems="\n".join(f"  {s.name:<18} {s.what}" for s in SYSTEMS.values()),
             models=_known("models"),
             hardware=_known("hardware"),
         ),
@@ -79,6 +81,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     slo.add_argument(
         "--slo-tpot-ms", type=amount, metavar="MS", help="time of each token after the first"
     )
+    parser.add_argument(
+        "--sweep", type=grid, nargs="?", const=grid(DEFAULT), metavar="S,...:N,...",
+        help="simulate every pair of a keep-alive time and a number of instances that stay, and "
+        "show the frontier: TTFT p90 against device seconds. Only of lambdascale, unless "
+        f"--systems names others (default pairs: {DEFAULT})",
+    )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, default=1, metavar="N", help="systems simulated at once (1)"
     )
@@ -111,7 +119,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help=f"thins requests (below 1) or copies them (above 1) without stretching time; {FIT}: "
         f"the peak just fits when every node serves (default: {FIT}; 1 for synthetic workloads)",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
+    group.add_argument(
+        "--streams", type=count, default=0, metavar="N",
+        help="N models, each with all these requests as its own stream; the streams are shifted "
+        "in time and wrap around, so --until is needed",
+    )  # fmt: skip
+    group.add_argument(
+        "--seed", type=int, default=0,
+        help="seed of everything random. 0, the default: the trace as it was recorded, on equal "
+        "disks. Others move arrivals a little and make some disks slower",
+    )  # fmt: skip
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -119,9 +136,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--systems",
         type=_systems,
-        default=tuple(SYSTEMS),
         metavar="A,B,...",
-        help="systems (default: all)",
+        help=f"systems (default: {','.join(COMPARED)})",
     )
     group.add_argument(
         "--model", default="llama-2-13b", metavar="MODEL|NAME=MODEL,...",
@@ -146,6 +162,20 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         help="requests that a complete node runs at once (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--disk-copies", type=whole, default=0, metavar="N",
+        help="disks that have each model at the beginning; systems that load from local disks have "
+        "it on all (default: 0: all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--keep-alive", type=amount_or_zero, default=2.0, metavar="S",
+        help="seconds for which a replica is kept that is not needed (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--target", type=_share, default=0.5, metavar="SHARE",
+        help="the share of a replica that scalers of systems with their own mean to use "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--min-instances", type=whole, default=1, metavar="N",
         help="replicas of each model that stay when nobody asks for it; 0: the model sleeps "
         "until somebody does (default: %(default)s)",
@@ -156,18 +186,28 @@ def run(args: argparse.Namespace) -> int:
     """Runs the comparison. BadInput or ConfigError for what cannot be simulated."""
     if args.from_s >= args.until_s:
         raise BadInput(f"--from {args.from_s:g} is not before --until {args.until_s:g}")
+    if args.streams and math.isinf(args.until_s):
+        raise BadInput("--streams needs --until: the streams wrap around there")
     # Imported here, because numpy and torch take a while and other commands do not need them.
     from simulation.measures import measure_all
     from simulation.report import comparison, document, words
 
     workload = _workload(args)
-    serves = _serves(args.model, workload.models)
+    each = args.streams and "=" not in args.model
+    serves = _serves(f"{EACH}={args.model}" if each else args.model, workload.models)
     capacities = _capacities(args, serves)
     setting = _setting(args, workload, serves, capacities)
     objective = _objective(args.slo_ttft_ms, args.slo_tpot_ms, capacities)
     if not args.json:
         _print([*words(setting), f"SLO: {objective.words}", ""])
-    runs = asyncio.run(_simulate(setting, args.systems, args.jobs))
+    systems = args.systems or (COMPARED if args.sweep is None else COMPARED[:1])
+
+    def simulate(setting: "Setting") -> "dict[str, SystemRun]":
+        return asyncio.run(_simulate(setting, systems, args.jobs))
+
+    if args.sweep is not None:
+        return _sweep(args, setting, simulate, objective)
+    runs = simulate(setting)
     measured = measure_all(runs, objective)
     if args.plots:
         from simulation.figures import draw_all
@@ -178,6 +218,26 @@ def run(args: argparse.Namespace) -> int:
         print_json(document(setting, objective.words, measured))
     else:
         _print(comparison(measured))
+    return 0
+
+
+def _sweep(
+    args: argparse.Namespace,
+    setting: "Setting",
+    simulate: "Callable[[Setting], Mapping[str, SystemRun]]",
+    objective: "Objective",
+) -> int:
+    from simulation.frontier import lines, swept
+
+    points = sweep(setting, args.sweep, simulate, objective, say)
+    if args.plots:
+        from simulation.figures import draw_frontier
+
+        say(f"drew {draw_frontier(args.plots, setting, points)}")
+    if args.json:
+        print_json(swept(setting, points))
+    else:
+        _print(lines(points))
     return 0
 
 
@@ -201,11 +261,16 @@ def _print(lines: Iterable[str]) -> None:
 def _workload(args: argparse.Namespace) -> "Workload":
     from simulation.synthetic import is_synthetic, synthesize
     from simulation.traces import read_trace, window
+    from simulation.variants import jittered, streams
 
     if is_synthetic(args.trace):
-        return window(synthesize(args.trace, seed=args.seed), args.from_s, args.until_s)
-    path = Path(args.trace).expanduser()
-    return window(read_trace(path, seed=args.seed), args.from_s, args.until_s)
+        made = window(synthesize(args.trace, seed=args.seed), args.from_s, args.until_s)
+    else:
+        path = Path(args.trace).expanduser()
+        made = window(read_trace(path, seed=args.seed), args.from_s, args.until_s)
+    if args.streams:
+        made = streams(made, args.streams, args.until_s - args.from_s)
+    return made if made.synthetic else jittered(made, args.seed)
 
 
 def _serves(text: str, traced: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -274,6 +339,9 @@ def _setting(
         slots=args.slots,
         min_instances=args.min_instances,
         seed=args.seed,
+        keep_alive_s=args.keep_alive,
+        target=args.target,
+        disk_copies=args.disk_copies,
         workload=served.name,
         synthetic=served.synthetic,
         notes=served.notes,
@@ -317,6 +385,13 @@ def _systems(text: str) -> tuple[str, ...]:
             f"no system {unknown[0]!r}; there are {', '.join(SYSTEMS)}"
         )
     return names
+
+
+def _share(text: str) -> float:
+    share = amount(text)
+    if share > 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at most 1")
+    return share
 
 
 def _factor(text: str) -> float | str:

@@ -12,6 +12,7 @@ from aiohttp import web
 from services.gateway.catalog import Catalog
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
+from services.gateway.core.routing import OURS, Routing
 from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
@@ -61,7 +62,14 @@ HANG_UP_S = 0.5
 class GatewayService(Service):
     role: ClassVar[str] = "gateway"
 
-    def __init__(self, bus: Bus, config: GatewayConfig, *, listen: bool = True) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: GatewayConfig,
+        *,
+        listen: bool = True,
+        routing: Routing = OURS,
+    ) -> None:
         """`listen`: whether to serve HTTP. Otherwise requests come in through `frontend` only."""
         super().__init__(check_name("gateway id", config.id))
         self.id = GatewayId(new_id(config.id))
@@ -77,6 +85,7 @@ class GatewayService(Service):
             queue_timeout_s=config.queue_timeout_s,
             stall_s=STALL_S,
             max_attempts=config.max_attempts,
+            routing=routing,
         )
         self._dispatch = Dispatch(rules)
         self.frontend = Frontend(

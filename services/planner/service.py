@@ -8,6 +8,7 @@ from services.planner.core.choose import AUTO
 from services.planner.core.desk import Settings
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.planner import Planner
+from services.planner.core.scaling import Decide, decide
 from services.planner.core.serving.strategies import SERVING
 from services.planner.core.stimuli import Heard, Wake
 from services.planner.shell import Shell
@@ -40,7 +41,8 @@ class PlannerService(Service):
     core_type: ClassVar[type[Planner]] = Planner
     """Simulations and tests use a core that is validated after every stimulus."""
 
-    def __init__(self, bus: Bus, config: PlannerConfig) -> None:
+    def __init__(self, bus: Bus, config: PlannerConfig, decide: Decide = decide) -> None:
+        """`decide`: how many replicas a model needs. Simulations compare other rules."""
         super().__init__("planner")
         if config.strategy not in (known := (AUTO, *STRATEGIES)):
             raise ConfigError(f"planner.strategy {config.strategy!r}: known are {', '.join(known)}")
@@ -48,12 +50,13 @@ class PlannerService(Service):
             raise ConfigError(f"planner.serving {config.serving!r}: known are {', '.join(SERVING)}")
         self._bus = bus
         self._config = config
+        self._decide = decide
 
     async def open(self) -> None:
         bus = await self.become_active(self._bus)
         self._store = Store(bus, self.log)
         archive = await self._store.load()
-        self.core = self.core_type(settings(self._config, bus.term), archive)
+        self.core = self.core_type(settings(self._config, bus.term, self._decide), archive)
         self._shell = Shell(bus, self.core, self._store, self.log, self._spawn)
         self.resources.callback(self._shell.close)
         self.spawn(self._store.run(), name="store")
@@ -97,7 +100,7 @@ class PlannerService(Service):
         return Told.of(self.core.story(message.subject), now(), wall_ns())
 
 
-def settings(config: PlannerConfig, epoch: int) -> Settings:
+def settings(config: PlannerConfig, epoch: int, decide: Decide = decide) -> Settings:
     return Settings(
         epoch=epoch,
         new_id=new_id,
@@ -114,4 +117,5 @@ def settings(config: PlannerConfig, epoch: int) -> Settings:
         max_stages=config.max_stages,
         link_bytes_per_s=config.link_bytes_per_s,
         step_overhead_s=config.step_overhead_s,
+        decide=decide,
     )

@@ -24,7 +24,7 @@ SPEC = ClusterSpec(
     blocks=4,
     chunks=4,
     min_instances=0,
-    imported=True,
+    disk_copies=1,
 )
 SETTINGS = Durability()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.core.commands import Command
 from services.gateway.core.requests import NEXT, Request, State
+from services.gateway.core.routing import OURS, Routing
 from shared.ids import GatewayId, RequestId
 from shared.story import Story
 
@@ -22,6 +23,7 @@ class Rules:
     be waiting for room. Or its last token was lost, which no gap would ever show."""
     max_attempts: int
     """How many failures a request survives."""
+    routing: Routing = OURS
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class Model:
         self.id = model_id
         self.listed = False
         """Whether the registry lists the model. If not, no request of it is begun."""
-        self.table = Table()
+        self.table = Table(rules.routing.prompts_ahead)
         self.queue: deque[Request] = deque()
         self._reported = 0
         """How many requests waited when the load was last reported."""
@@ -186,12 +186,12 @@ class Model:
                 self._attempts.fail(self.queue.popleft(), error)
             return
         self._moves.begin(now)
-        draw = self._rules.draw
+        draw, choose = self._rules.draw, self._rules.routing.choose
         routes = self.table.routes.values()
         position = 0
         while position < len(self.queue) and any(route.takes(now) for route in routes):
             request = self.queue[position]
-            route = routing.choose(routes, now, draw(), draw(), request.shunned)
+            route = choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
                 position += 1  # it keeps away from all that are free: the next request may begin
                 continue

@@ -6,7 +6,7 @@ without a free slot is no candidate. A request for which there is no candidate s
 gateway's queue, where the planner sees it, and a new instance gets it the moment it appears.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.core.requests import Request
@@ -28,10 +28,11 @@ when another instance appears."""
 class Node:
     """What this gateway's requests take of a node."""
 
-    __slots__ = ("account", "prompts")
+    __slots__ = ("account", "prompts", "prompts_ahead")
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, prompts_ahead: float) -> None:
         self.account = Account(slots)
+        self.prompts_ahead = prompts_ahead
         self.prompts = 0.0
         """Tokens to prefill. A token of a path counts by the share of the model that the node's
         stage is."""
@@ -71,6 +72,7 @@ class Route:
     """Whether it is moving, and what was decided for its requests was recorded."""
     places: tuple[Place, ...] = ()
     """Its stages."""
+    prompts_ahead: float = PROMPTS_AHEAD
 
     def takes(self, now: float) -> bool:
         instance = self.instance
@@ -78,7 +80,7 @@ class Route:
             instance.state is InstanceState.SERVING
             and len(self.requests) < instance.slots
             and instance.capacity > 0
-            and self.prompts <= PROMPTS_AHEAD * instance.capacity
+            and self.prompts <= self.prompts_ahead * instance.capacity
             and now >= self.avoid_until
             and all(self._fits(place) for place in self.places)
         )
@@ -87,7 +89,7 @@ class Route:
         """Whether the stage's node has room. All paths over a node share its slots, including paths
         that get no new requests. A replica has the slots that it was granted."""
         node, stages = place.node, len(self.places)
-        return node.prompts <= PROMPTS_AHEAD and (
+        return node.prompts <= node.prompts_ahead and (
             stages == 1 or node.account.has_room(stages, place.weight)
         )
 
@@ -141,7 +143,7 @@ class Route:
 class Table:
     """The instances of one model, as the newest set has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts_ahead: float = PROMPTS_AHEAD) -> None:
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
@@ -153,6 +155,7 @@ class Table:
         """Seconds that each further token adds to a pass. 0: not known."""
         self.instance_slots = 1
         """The slots of the largest replica."""
+        self._prompts_ahead = prompts_ahead
         self._nodes: dict[NodeId, Node] = {}
         """The nodes that any route leads over."""
 
@@ -187,11 +190,11 @@ class Table:
         for stage in stages:
             if (node := self._nodes.get(stage.node)) is None:
                 node = self._nodes[stage.node] = Node(
-                    new.node_slots.get(stage.node, instance.slots)
+                    new.node_slots.get(stage.node, instance.slots), self._prompts_ahead
                 )
             share = (stage.stop - stage.start) / blocks
             places.append(Place(node, weight(stages, stage, blocks), share))
-        return Route(instance, new.trace, places=tuple(places))
+        return Route(instance, new.trace, places=tuple(places), prompts_ahead=self._prompts_ahead)
 
     def drop_node(self, node: NodeId) -> list[Route]:
         """Removes the routes that lead over a node which is gone, and returns them."""
@@ -231,7 +234,7 @@ def choose(
     `first` and `second` are uniform in [0, 1); `shunned` names instances that are no candidates
     before some time.
     """
-    candidates = [route for route in routes if _is_free(route, now, shunned)]
+    candidates = [route for route in routes if is_free(route, now, shunned)]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     i = int(first * len(candidates))
@@ -240,6 +243,19 @@ def choose(
         j += 1
     a, b = candidates[i], candidates[j]
     return a if a.load <= b.load else b
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a gateway chooses. Simulations compare other ways."""
+
+    prompts_ahead: float = PROMPTS_AHEAD
+    choose: Callable[
+        [Iterable[Route], float, float, float, Mapping[InstanceId, float]], Route | None
+    ] = choose
+
+
+OURS = Routing()
 
 
 def refuge(
@@ -252,11 +268,11 @@ def refuge(
     """
     serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
     replicas = [route for route in serving if route.instance.is_replica]
-    free = [route for route in replicas or serving if _is_free(route, now, shunned)]
+    free = [route for route in replicas or serving if is_free(route, now, shunned)]
     return min(free, key=lambda route: (route.load, len(route.requests)), default=None)
 
 
-def _is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> bool:
+def is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> bool:
     return route.takes(now) and shunned.get(route.instance.id, now) <= now
 
 

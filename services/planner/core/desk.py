@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.planner.core.archive import Archive, fitting
 from services.planner.core.cluster import Cluster
 from services.planner.core.commands import Attribute, Command, Log, Publish, Span
+from services.planner.core.scaling import Decide, decide
 from services.planner.core.serving.loading import ServingStrategy
 from services.planner.core.tickets import Moment, Ticket
 from shared.ids import EventId, ModelId
@@ -42,6 +43,8 @@ class Settings:
     max_stages: int
     link_bytes_per_s: int
     step_overhead_s: float
+    decide: Decide = decide
+    """How many replicas a model needs."""
 
 
 @dataclass(slots=True)

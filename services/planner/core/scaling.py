@@ -12,6 +12,7 @@ scaling back up is cheap here (BlitzScale, section 5.4).
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
@@ -137,6 +138,23 @@ def decide(
     if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
         return replace(scaler, surplus_since=None), Decision(total, "", now)
     return Scaler(), Decision(total, "", now)
+
+
+class Decide(Protocol):
+    """`decide`, or a function like it."""
+
+    def __call__(
+        self,
+        scaler: Scaler,
+        demand: Demand,
+        policy: Policy,
+        /,
+        *,
+        have: int,
+        coming: int,
+        leaving: int,
+        now: float,
+    ) -> tuple[Scaler, Decision]: ...
 
 
 def _hold_s(demand: Demand, policy: Policy, *, grown: bool) -> float:

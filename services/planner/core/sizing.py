@@ -2,7 +2,7 @@
 the rule)."""
 
 from services.planner.core.desk import Desk
-from services.planner.core.scaling import Decision, Policy, Scaler, decide, fulls, wanted
+from services.planner.core.scaling import Decision, Policy, Scaler, fulls, wanted
 from shared.messages.pool import ModelRecord
 
 SPARE_S = 1.0
@@ -30,7 +30,7 @@ class Sizing:
         """See `scaling.decide`. `speed`: the mean speed of the replicas."""
         demand = self._desk.cluster.loads.demand(record.name)
         policy = self._policy(record, speed)
-        self._scaler, decision = decide(
+        self._scaler, decision = self._desk.settings.decide(
             self._scaler,
             demand,
             policy,

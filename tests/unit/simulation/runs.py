@@ -6,6 +6,7 @@ from functools import cache
 
 from simulation.results import EventResult, RequestResult, Sample, SystemRun
 from simulation.setting import Setting
+from simulation.systems import OWN
 from simulation.traces import Row
 
 LOAD_S = {
@@ -47,7 +48,7 @@ def arrivals() -> list[Row]:
 @cache
 def made_up(system: str) -> SystemRun:
     """As if each burst waited for the system's loading time, and was then served by 12 nodes."""
-    rng, load = random.Random(2), LOAD_S[system]
+    rng, load = random.Random(2), LOAD_S[system.removesuffix(OWN)]
     requests: list[RequestResult] = []
     bins = [0] * int(END_S * 2)
     for row in arrivals():
@@ -75,7 +76,7 @@ def _scaling(
     samples = [Sample(0.0, 1, 1, cached)]
     for start, end, rate in BURSTS:
         gpus = min(12, int(rate * 2))
-        keep = 60.0 if system == "serverlessllm" else 2.0
+        keep = 60.0 if system.startswith("serverlessllm") else 2.0
         events.append(
             EventResult("llama-2-13b", "complete", "binomial", 1, gpus - 1, start + 0.2,
                         start + 0.2 + load * 0.3, start + 0.2 + load * 0.9,

@@ -18,7 +18,7 @@ from simulation import launch
 from simulation.launch import SimulationFailed, run_all
 from simulation.results import SystemRun
 from simulation.setting import Setting
-from simulation.systems import SYSTEMS
+from simulation.systems import COMPARED
 from tests.unit.simulation.runs import made_up, setting
 
 SPIKE = "spike:rate=5,seconds=4"
@@ -71,7 +71,7 @@ def test_a_table(asked: list[Setting], capsys: pytest.CaptureFixture[str]) -> No
     assert main(["simulate", "--trace", SPIKE]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"synthetic workload {SPIKE}: ")
-    for system in SYSTEMS:
+    for system in COMPARED:
         assert f"\n{system} " in out
     assert asked[0].synthetic
     assert asked[0].models == (("llama-2-13b", "llama-2-13b"),)
@@ -91,6 +91,32 @@ def test_plots(asked: list[Setting], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["simulate", "--trace", SPIKE, "--systems", "ideal", "--plots", "figures"]) == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 5
     assert str(tmp_path / "figures" / "ttft.png") in capsys.readouterr().err
+
+
+def test_a_sweep(asked: list[Setting], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trace", SPIKE, "--sweep", "0.5,8:0,1", "--target", "0.25"]
+    assert main(["simulate", *words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(each.keep_alive_s, each.min_instances) for each in asked] == [
+        (0.5, 0), (0.5, 1), (8.0, 0), (8.0, 1),
+    ]  # fmt: skip
+    assert {each["system"] for each in document["points"]} == {"lambdascale"}
+    assert "keep_alive_s" not in document["setting"]
+    assert main(["simulate", *words, "--systems", "ideal,nccl-own"]) == 0
+    assert "nccl-own " in capsys.readouterr().out
+
+
+def test_streams_and_seeds(asked: list[Setting], tmp_path: Path) -> None:
+    trace = tmp_path / "plain.csv"
+    trace.write_text(PLAIN + "".join(f"{at},10,5,m\n" for at in range(1, 20)))
+    words = ["--trace", str(trace), "--rate-factor", "1", "--until", "20", "--streams", "4"]
+    for seed in ("0", "1", "2"):
+        assert main(["simulate", *words, "--systems", "ideal", "--seed", seed]) == 0
+    first, *others = (each.trace for each in asked)
+    assert len(first) == 4 * 19
+    assert asked[0].models == tuple((f"stream-{i}", "llama-2-13b") for i in range(4))
+    assert first[0].arrival_s == 0.0
+    assert len({first, *others}) == 3
 
 
 def test_a_recorded_trace_is_clipped_and_fitted(asked: list[Setting], tmp_path: Path) -> None:
@@ -138,6 +164,7 @@ def test_a_model_for_each_of_the_traces(asked: list[Setting], tmp_path: Path) ->
         (["--trace", SPIKE, "--from", "9", "--until", "3"], "--from 9 is not before --until 3"),
         (["--trace", SPIKE, "--from", "90"], "no requests from 90 s"),
         (["--trace", SPIKE, "--rate-factor", "0.001"], "leaves none"),
+        (["--trace", SPIKE, "--streams", "3"], "--streams needs --until"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -161,6 +188,8 @@ def test_bad_input_is_one_line(
         (["--trace", SPIKE, "--rate-factor", "fits"], "fits is not a number"),
         (["--trace", SPIKE, "--from", "-1"], "-1 is less than 0"),
         (["--trace", SPIKE, "--slo-ttft-ms", "0"], "0 is not more than 0"),
+        (["--trace", SPIKE, "--sweep", "2,8"], "'2,8': give keep-alive times"),
+        (["--trace", SPIKE, "--target", "1.5"], "1.5: must be at most 1"),
     ],
 )
 def test_wrong_usage(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

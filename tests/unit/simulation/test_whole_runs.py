@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,64 @@ def test_models_that_sleep_give_way_to_one_that_is_asked_for() -> None:
     assert [request.error for request in run.requests] == [""] * len(rows)
     assert {event.state for event in run.events} == {"complete"}
     assert len(run.events) == len(rows)
+
+
+@pytest.mark.parametrize("name", [name for name in systems.SYSTEMS if name.endswith(systems.OWN)])
+def test_a_system_with_its_own_scaler_and_gateway(name: str) -> None:
+    """A burst that one replica cannot take: more are loaded, and everything is answered."""
+    spec = ClusterSpec(
+        system=systems.named(name),
+        hardware=hardware("h800-400g"),
+        models=(model("llama-2-13b"),),
+        nodes=4,
+        slots=4,
+        idle_s=0.5,
+    )
+    rows = [Row(1.0 + 0.02 * i, 256, 16, "llama-2-13b") for i in range(40)]
+    run = run_cluster(spec, rows, seed=0)
+    assert all(request.completed for request in run.requests)
+    assert max(sample.serving for sample in run.samples) > 1
+    assert run.samples[-1].gpus == 1
+
+
+def test_a_model_is_loaded_where_host_memory_caches_it() -> None:
+    """The second model was loaded on the second node, the first one being busy; by name and room
+    the nodes are equal when it is loaded again."""
+    models = tuple(model("llama-2-13b", name) for name in ("m1", "m2"))
+    spec = ClusterSpec(
+        system=systems.named("serverlessllm-own"),
+        hardware=hardware("h800-400g"),
+        models=models,
+        nodes=3,
+        min_instances=0,
+        idle_s=0.5,
+    )
+    rows = [Row(1.0, 128, 400, "m1"), Row(8.0, 128, 4, "m2"), Row(22.0, 128, 4, "m2")]
+    run = run_cluster(spec, rows, seed=0)
+    first, again = (r.ttft_s or 0.0 for r in run.requests if r.model == "m2")
+    node = spec.hardware
+    read_s, copy_s = (
+        models[1].nbytes / rate for rate in (node.ssd_bytes_per_s, node.pcie_bytes_per_s)
+    )
+    assert first > read_s
+    assert again < copy_s + 0.5
+
+
+def test_disks_hold_what_was_put_there_and_differ_by_the_seed() -> None:
+    models = tuple(model("llama-3.1-8b", f"m{i}") for i in range(5))
+    spec = ClusterSpec(
+        system=systems.named("lambdascale"),
+        hardware=hardware("h800-400g"),
+        models=models,
+        nodes=3,
+        disk_copies=2,
+    )
+    held = [[i for i in range(5) if spec.on_disk(node, i)] for node in range(3)]
+    assert held == [[0, 2, 3], [0, 1, 3, 4], [1, 2, 4]]
+    assert [spec.disk_speed(node) for node in range(3)] == [1.0] * 3
+    seeded = [replace(spec, seed=seed).disk_speed(0) for seed in (1, 2)]
+    assert seeded[0] != seeded[1]
+    assert all(0.9 <= speed <= 1.1 for speed in seeded)
 
 
 def test_real_bytes_stand_for_as_many_as_it_takes() -> None:

@@ -1,0 +1,131 @@
+"""How other systems decide on the number of replicas, and on who takes a request, as their papers
+describe it (the table in docs/simulation.md names the sections).
+
+Scalers have the form of `services.planner.core.scaling.decide`. They look at the present load only,
+without a hold and without a look ahead. They give a replica back when it was not needed for the
+keep-alive time (`Policy.idle_s`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from services.gateway.core.routing import Route, Routing, is_free
+from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler, decide, fulls
+from shared.ids import InstanceId
+
+
+def _follow(
+    want: int,
+    why: str,
+    scaler: Scaler,
+    policy: Policy,
+    *,
+    have: int,
+    coming: int,
+    leaving: int,
+    now: float,
+) -> tuple[Scaler, Decision]:
+    """More replicas are asked for at once, fewer after the keep-alive time."""
+    want = min(max(want, policy.min_instances), policy.max_instances)
+    if policy.fixed is not None:
+        want = min(policy.fixed, policy.max_instances)
+    total = have + coming
+    if want > total:
+        return Scaler(), Decision(want, why, now)
+    if want == have or coming:
+        return Scaler(), Decision(total, "", now)
+    since = scaler.surplus_since if scaler.surplus_since is not None else now
+    scaler, ends = Scaler(surplus_since=since), since + policy.idle_s
+    if now < ends:
+        return scaler, Decision(total, "", now, ends)
+    if leaving:
+        return scaler, Decision(total, "", now)
+    return scaler, Decision(
+        have - 1, f"{have} replicas, {want} wanted for {now - since:.1f} s", now
+    )
+
+
+def by_requests(
+    target: float,
+    scaler: Scaler,
+    demand: Demand,
+    policy: Policy,
+    *,
+    have: int,
+    coming: int,
+    leaving: int,
+    now: float,
+) -> tuple[Scaler, Decision]:
+    """A replica for every so many requests in the system, as in serverless platforms. `target`: the
+    requests that a replica is meant for, as a share of its slots."""
+    requests = demand.queued_requests + demand.running_requests
+    each = max(1, round(target * policy.slots))
+    why = f"{requests} requests, {each} for each replica; {have} serve, {coming} on their way"
+    want = math.ceil(requests / each)
+    return _follow(want, why, scaler, policy, have=have, coming=coming, leaving=leaving, now=now)
+
+
+def by_load(
+    target: float,
+    scaler: Scaler,
+    demand: Demand,
+    policy: Policy,
+    *,
+    have: int,
+    coming: int,
+    leaving: int,
+    now: float,
+) -> tuple[Scaler, Decision]:
+    """As many replicas as the present load fills by prefill, KV and slots, each to the share
+    `target` (BlitzScale)."""
+    load = fulls(demand, policy) / target
+    why = f"the load fills {load:.1f} replicas; {have} serve, {coming} on their way"
+    return _follow(
+        math.ceil(load), why, scaler, policy, have=have, coming=coming, leaving=leaving, now=now
+    )
+
+
+Scaling = Callable[[float], Decide]
+"""Makes a rule for a target: the share of a replica that is meant to be used."""
+
+
+def ours(_: float) -> Decide:
+    return decide
+
+
+def per_request(target: float) -> Decide:
+    return partial(by_requests, target)
+
+
+def per_load(target: float) -> Decide:
+    return partial(by_load, target)
+
+
+def least_requests(
+    routes: Iterable[Route],
+    now: float,
+    first: float,
+    second: float,
+    shunned: Mapping[InstanceId, float],
+) -> Route | None:
+    """The instance with the fewest requests, among those that have a free slot."""
+    free = [route for route in routes if is_free(route, now, shunned)]
+    return min(free, key=lambda route: len(route.requests) / route.instance.capacity, default=None)
+
+
+def least_tokens(
+    routes: Iterable[Route],
+    now: float,
+    first: float,
+    second: float,
+    shunned: Mapping[InstanceId, float],
+) -> Route | None:
+    """The instance with the fewest outstanding tokens, among those that have a free slot."""
+    free = [route for route in routes if is_free(route, now, shunned)]
+    return min(free, key=lambda route: route.load, default=None)
+
+
+FEWEST_REQUESTS = Routing(math.inf, least_requests)
+"""Prompts are handed out as long as slots are free, however many wait for their prefill there."""
+FEWEST_TOKENS = Routing(math.inf, least_tokens)
