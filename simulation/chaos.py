@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from services.gateway.service import GatewayService
+from services.planner.core.events import TERMINAL
 from services.planner.core.multicast.strategies import LOCAL
 from services.registry.service import RegistryService
 from shared import subjects
@@ -32,6 +33,7 @@ from shared.messages.pool import NodeGone, NodeJoined, NodeStatus, PoolQuery, Po
 from shared.messages.scaling import (
     BlockArrived,
     EventChanged,
+    EventRecord,
     PlannerQuery,
     PlannerState,
     PullFailed,
@@ -57,18 +59,31 @@ class Verdict:
     log: tuple[str, ...]
     """What happened, one line for each event: virtual time and text."""
     violations: tuple[str, ...]
+    began: float
+    """When the scenario's time began."""
+    ended: tuple[tuple[float, EventRecord], ...]
+    """The scaling events that ended, and when that was heard."""
 
 
 def play(played: Scenario) -> Verdict:
-    log: list[str] = []
-    violations: list[str] = []
-    with _logged(log):
+    found = _Found([], [], [])
+    with _logged(found.log):
         try:
-            loop.run(_play(played, log, violations), seed=played.seed, limit_s=LIMIT_S)
+            loop.run(_play(played, found), seed=played.seed, limit_s=LIMIT_S)
         except Exception as error:  # whatever it is, the run is meant to find it
-            log += "".join(traceback.format_exception(error)).splitlines()
-            violations.append(f"the cluster failed: {_root(error)!r}")
-    return Verdict(tuple(log), tuple(violations))
+            found.log += "".join(traceback.format_exception(error)).splitlines()
+            found.violations.append(f"the cluster failed: {_root(error)!r}")
+    return Verdict(tuple(found.log), tuple(found.violations), found.began, tuple(found.ended))
+
+
+@dataclass(slots=True)
+class _Found:
+    """A verdict in the making."""
+
+    log: list[str]
+    violations: list[str]
+    ended: list[tuple[float, EventRecord]]
+    began: float = 0.0
 
 
 def _root(error: BaseException) -> BaseException:
@@ -77,27 +92,27 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-async def _play(played: Scenario, log: list[str], violations: list[str]) -> None:
+async def _play(played: Scenario, found: _Found) -> None:
     def unhandled(_: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        violations.append(f"not handled: {context.get('exception')!r}, {context['message']}")
+        found.violations.append(f"not handled: {context.get('exception')!r}, {context['message']}")
 
     asyncio.get_running_loop().set_exception_handler(unhandled)
     cluster = Cluster(played.spec)
-    watch = Watch(cluster, log, violations)
+    watch = Watch(cluster, found)
     async with cluster:
         await cluster.serving()
         watch.say("begins")
+        found.began = now()
         await Play(played, cluster, watch).run()
 
 
 class Watch:
     """Watches what passes over the bus and what nodes hold, and writes the log."""
 
-    def __init__(self, cluster: Cluster, log: list[str], violations: list[str]) -> None:
+    def __init__(self, cluster: Cluster, found: _Found) -> None:
         self.said: dict[NodeId, NodeStatus] = {}
         self._cluster = cluster
-        self._log = log
-        self._violations = violations
+        self._found = found
         self._names = {ModelName(name): model for name, model in cluster.model_ids.items()}
         self._blocks = {
             model: manifest.n_blocks
@@ -117,11 +132,11 @@ class Watch:
             cluster.broker.listen(MemorySubscription(cluster.broker, subject, self._hear))
 
     def say(self, what: str) -> None:
-        self._log.append(f"{now():11.6f} {what}")
+        self._found.log.append(f"{now():11.6f} {what}")
 
     def violated(self, what: str) -> None:
         self.say(f"VIOLATED: {what}")
-        self._violations.append(f"{now():.3f} s: {what}")
+        self._found.violations.append(f"{now():.3f} s: {what}")
 
     def find(self, role: Role) -> list[str]:
         """Nodes that are up and have the role now."""
@@ -183,6 +198,8 @@ class Watch:
                     f"{record.revision}, targets {targets or 'none'} {record.error}".rstrip()
                 )
                 wrong = self._events.changed(record)
+                if record.state in TERMINAL:
+                    self._found.ended.append((now(), record))
             case InstanceSet():
                 wrong = self._on_set(message)
             case NodeJoined(info=info):

@@ -6,10 +6,12 @@ Everything here only looks: at messages that reach the bus, and at what living n
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from services.node.memory.arena import PAGE, ModelSpace
 from services.node.service import NodeService
 from services.planner.core.events import TERMINAL
+from services.planner.core.ledger import tiles
 from shared.clock import now
 from shared.ids import EventId, ModelId, ModelName, NodeId
 from shared.layout import Manifest
@@ -42,7 +44,7 @@ class Events:
             self._gone[record.id] = set()
         if record.state in TERMINAL:
             del self._gone[record.id]
-            return []
+            return unaccounted(record)
         targets = self._targets(record)
         wrong = [
             f"{node} is a target of {other.id} and of {record.id}"
@@ -63,6 +65,23 @@ class Events:
 
     def _targets(self, record: EventRecord) -> set[NodeId]:
         return set(record.targets) - self._gone[record.id]
+
+
+def unaccounted(record: EventRecord) -> list[str]:
+    """Whether the ledger of an event that is over leaves out or invents time, or its phases do not
+    follow each other."""
+    begin, (_, end) = record.waiting_ns, record.history[-1]
+    whole = (end - begin) / 1e9
+    found = sum(spent.seconds for spent in record.ledger)
+    wrong = []
+    if abs(whole - found) > 0.001 * whole:
+        wrong.append(f"{record.id} took {whole:.6f} s, its ledger has {found:.6f} s")
+    if any(spent.seconds < 0 for spent in record.ledger):
+        wrong.append(f"{record.id} has a phase of less than no time: {record.ledger}")
+    row = tiles(record, end)
+    if any(before[2] != after[1] for before, after in pairwise(row)):
+        wrong.append(f"{record.id} has phases that do not follow each other: {row}")
+    return wrong
 
 
 @dataclass(slots=True)

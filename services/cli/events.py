@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.cli import story
+from services.cli import ledger_text, story
 from services.cli.client import (
     add_cluster_options,
     add_json_option,
@@ -22,6 +22,7 @@ from services.cli.client import (
     state_of,
 )
 from services.local.asking import ask
+from services.planner.core.events import LEDGER
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound
@@ -63,10 +64,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events.set_defaults(run=_events)
     trace = commands.add_parser(
         "trace",
-        help="print a scaling event's spans as a tree",
-        description="Prints the spans of one scaling event, over all processes, as a tree: "
-        "milliseconds after the event was detected, duration, process, attributes. Spans are read "
-        "from DIR/traces, so the cluster need not run.",
+        help="print where a scaling event's time went, and its spans as a tree",
+        description="Prints where the time of a scaling event went, from its first waiting request "
+        "to its last complete node: what each phase took, beside its prediction, and its share of "
+        "the whole (docs/planning.md says what the phases are). Above it come the event's spans, "
+        "over all processes, as a tree: milliseconds after the event was detected, duration, "
+        "process, attributes. Spans are read from DIR/traces, so the cluster need not run. An "
+        "event that still runs has spans only.",
     )
     trace.add_argument(
         "event", metavar="EVENT", help="the event's id, from `lambdascale events`, or `last`"
@@ -154,8 +158,15 @@ def _trace(args: argparse.Namespace) -> int:
         print_json(spans)
     else:
         width = shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
-        sys.stdout.write("\n".join(tree_lines(spans, width)) + "\n")
+        sys.stdout.writelines(f"{line}\n" for line in (*tree_lines(spans, width), *_ledger(spans)))
     return 0
+
+
+def _ledger(spans: Iterable[Span]) -> Iterator[str]:
+    for span in spans:
+        if span["name"] == ROOT_SPAN and (ledger := ledger_text.of_attributes(span["attributes"])):
+            yield ""
+            yield from ledger_text.lines(ledger)
 
 
 def _trace_directory(args: argparse.Namespace) -> Path:
@@ -240,7 +251,7 @@ def _parts(span: Mapping[str, Any], start: int) -> Iterator[str]:
     took = (span["end_ns"] - span["start_ns"]) / 1e6
     yield f"{span['name']} +{at:.1f} ms, {took:.1f} ms [{span['service']}]"
     for key, value in span["attributes"].items():
-        if value not in ("", None):
+        if value not in ("", None) and not key.startswith(LEDGER):
             yield f"{key}={_value(value)}"
     if span["error"]:
         yield f"ERROR {span['error']}"

@@ -97,11 +97,14 @@ class GatewayService(Service):
         self._api: Api | None = None
         self._said: tuple[ModelLoad, ...] | None = None
         self._said_at = 0.0
+        self._zero_ns = 0
+        """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
         """When the bus was last seen connected."""
 
     async def open(self) -> None:
         self._check_keys()
+        self._zero_ns = wall_ns() - round(now() * 1e9)
         self._catalog = Catalog(await self._bus.objects())
         bus = self._bus
         models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
@@ -260,7 +263,7 @@ class GatewayService(Service):
         with suppress(TimeoutError):
             await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
         pressing.clear()
-        loads = self._dispatch.loads()
+        loads = self._dispatch.loads(self._zero_ns)
         if loads != self._said or now() - self._said_at >= SAME_LOAD_S:
             self._said, self._said_at = loads, now()
             self._metrics.set_loads(loads)

@@ -19,6 +19,9 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Prompt tokens of requests, queued or running, that have no token yet from where they are
     now."""
+    waiting_since_ns: int = 0
+    """When the oldest request in the queue began to wait, by the wall clock; if the queue is empty,
+    the oldest that has no token yet from where it is. 0: there is none."""
     instance_requests: dict[InstanceId, int]
     """Requests of this gateway in flight on each instance."""
 

@@ -7,6 +7,7 @@ import msgspec
 from shared.ids import EventId, Generation, ModelId, ModelName, NodeId
 from shared.messages.base import Message
 from shared.messages.instances import InstanceSet
+from shared.messages.ledger import Spent
 from shared.messages.pool import ModelRecord, NodeInfo, Tier
 
 
@@ -65,8 +66,12 @@ class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
     transport: str
     nbytes: int
     started_ns: int
+    """When it was asked for."""
     first_byte_ns: int
     finished_ns: int
+    """When it had come and was verified."""
+    ready_ns: int
+    """When the engine could run it."""
 
 
 class PullFailed(Message, frozen=True, kw_only=True, tag="pull_failed"):
@@ -151,12 +156,23 @@ class EventState(enum.Enum):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after the decision. None: it has not happened, or was not predicted."""
 
+    reserved_s: float | None = None
+    """When the registry had set targets aside and named sources."""
+    planned_s: float | None = None
+    sent_s: float | None = None
+    """When targets were first sent their parts."""
+    asked_s: float | None = None
+    """When a target first asked for a block."""
     first_byte_s: float | None = None
     first_path_s: float | None = None
     """When a path could first serve, with a node in it that was still loading."""
     first_partial_token_s: float | None = None
     """When such a path first served a token, as a gateway reported."""
     first_complete_s: float | None = None
+    last_block_s: float | None = None
+    """When the last block so far had come and was verified."""
+    ready_s: float | None = None
+    """When an engine could run the last block so far."""
     all_complete_s: float | None = None
 
 
@@ -168,6 +184,20 @@ class Growth(msgspec.Struct, frozen=True):
     cause: str
     """Why more were asked for, in words and numbers."""
     nodes: tuple[NodeId, ...]
+    since_ns: int = 0
+    """When they were asked for. 0: not known."""
+
+
+class Repair(msgspec.Struct, frozen=True):
+    """A trouble that was answered with another plan."""
+
+    since_ns: int
+    """When it was taken up."""
+    at_ns: int
+    """When the plan was made."""
+    why: str
+    nodes: tuple[NodeId, ...]
+    """The targets that were given new parts."""
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +235,21 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     """W3C traceparent of the event's root span."""
     error: str = ""
     growths: tuple[Growth, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+    waiting_ns: int = 0
+    """When the ledger begins: since when the oldest request had waited at the decision; if none
+    waited, since when replicas were missing. Not before the end of the model's previous event. 0:
+    not known."""
+    wanted_ns: int = 0
+    """When its replicas were first wanted. The decision came later if room had to be made. 0: not
+    known."""
+    last: NodeId | None = None
+    """The target that was complete last, so far."""
+    expected: dict[str, float] = {}
+    """Seconds that each phase of the ledger was predicted to take, by `Phase.value`."""
+    ledger: tuple[Spent, ...] = ()
+    """From the first waiting request to the end, once the event is over: phases without a gap or an
+    overlap. See `planner.core.ledger`."""
 
 
 class EventChanged(Message, frozen=True, kw_only=True, tag="event_changed"):

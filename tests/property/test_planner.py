@@ -152,6 +152,7 @@ class PlannerMachine(RuleBasedStateMachine):
             started_ns=at,
             first_byte_ns=at,
             finished_ns=at,
+            ready_ns=at,
         )
         self.driver.feed(message)
 

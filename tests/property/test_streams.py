@@ -308,7 +308,7 @@ class Streams(RuleBasedStateMachine):
             r for r in open_ones if r.state in (State.SUBMITTED, State.STREAMING, State.MOVING)
         ]
         assert len(queued) + len(running) == len(open_ones)
-        (load,) = self.dispatch.loads()
+        (load,) = self.dispatch.loads(0)
         assert load.queued_requests == len(queued)
         assert load.running_requests == len(running) == len(self.live) - len(moving)
         assert load.running_tokens == sum(r.charge for r in running)
@@ -333,7 +333,7 @@ class Streams(RuleBasedStateMachine):
             self.run_commands(self.dispatch.on_tick(self.now))
         for client in self.clients.values():
             assert client.ends == 1 or client.left
-        (load,) = self.dispatch.loads()
+        (load,) = self.dispatch.loads(0)
         assert load.queued_requests == load.running_requests == load.running_tokens == 0
 
 

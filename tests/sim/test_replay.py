@@ -39,7 +39,7 @@ def test_what_it_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(played: Scenario) -> Verdict:
-        return Verdict(("1.0 something", "2.0 more"), ("2.0 s: this is wrong",))
+        return Verdict(("1.0 something", "2.0 more"), ("2.0 s: this is wrong",), 0.0, ())
 
     monkeypatch.setattr(chaos, "play", wrong)
     assert chaos.main(["12"]) == 1

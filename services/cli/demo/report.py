@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.cli import ledger_text
 from services.cli.demo.burst import Ask, Outcome
 from services.local.watch import Watch
 from shared.messages.scaling import EventRecord
 
 BUCKET_S = 0.5
+MOST = 4
+"""How many phases of the event's ledger the text names."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -80,6 +83,7 @@ def event_part(record: EventRecord | None, burst_to_decision_s: float | None) ->
         "first_path_s": record.actual.first_path_s,
         "predicted_first_path_s": record.predicted.first_path_s,
         "first_complete_s": record.actual.first_complete_s,
+        "ledger": ledger_text.as_json(record.ledger),
     }
 
 
@@ -142,6 +146,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     if requests["refused"]:
         lines.append(f"           {requests['refused']} more refused")
     lines += _event_lines(report["event"])
+    lines += _ledger_lines(report["event"])
     for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
         p = report[key]
         if p["p50"] is not None:
@@ -188,3 +193,18 @@ def _event_lines(event: Mapping[str, Any]) -> list[str]:
             f"           first token over a partly loaded node after {partial:.2f} s{share}"
         )
     return lines
+
+
+def _ledger_lines(event: Mapping[str, Any]) -> list[str]:
+    """The phases that took most of the event."""
+    spent = event.get("ledger") or []
+    whole = sum(each["seconds"] for each in spent)
+    most = sorted(spent, key=lambda each: -each["seconds"])[:MOST]
+    parts = [
+        f"{each['phase']} {each['seconds'] * 1e3:.0f} ms ({each['seconds'] / whole:.0%})"
+        for each in most
+        if each["seconds"]
+    ]
+    if not parts:
+        return []
+    return [f"           {whole:.2f} s since the first request waited: {', '.join(parts)}"]

@@ -214,8 +214,9 @@ class Dispatch:
                 self._sets.pop(model.id, None)
         return self._flush()
 
-    def loads(self) -> tuple[ModelLoad, ...]:
-        return tuple(model.load() for model in self._models.values() if model.listed)
+    def loads(self, zero_ns: int) -> tuple[ModelLoad, ...]:
+        """`zero_ns`: what the wall clock showed at time 0."""
+        return tuple(model.load(zero_ns) for model in self._models.values() if model.listed)
 
     def _model(self, name: ModelName, model_id: ModelId) -> Model:
         model = self._models.get(model_id)

@@ -216,11 +216,14 @@ class Model:
         grown = len(self.queue) - self._reported
         return grown > 0 and (self._reported == 0 or grown >= self.table.instance_slots)
 
-    def load(self) -> ModelLoad:
+    def load(self, zero_ns: int) -> ModelLoad:
+        """`zero_ns`: what the wall clock showed at time 0."""
         self._reported = len(self.queue)
         routes = self.table.routes
         running = [request for route in routes.values() for request in route.runs()]
-        submitted = (request for request in running if not request.has_token)
+        submitted = [request for request in running if not request.has_token]
+        waiting = (request.waiting_since for request in self.queue or submitted)
+        oldest = min(waiting, default=None)
         return ModelLoad(
             model=self.name,
             queued_requests=len(self.queue),
@@ -231,6 +234,7 @@ class Model:
                 len(request.prompt) + len(request.tokens)
                 for request in chain(self.queue, submitted)
             ),
+            waiting_since_ns=0 if oldest is None else zero_ns + round(oldest * 1e9),
             instance_requests={key: len(route.requests) for key, route in routes.items()},
         )
 

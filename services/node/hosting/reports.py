@@ -11,6 +11,7 @@ from services.node.core.profile import Profiler
 from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
+from shared.clock import wall_ns
 from shared.errors import BusError
 from shared.messages import Message
 from shared.messages.pool import NodeInfo
@@ -47,6 +48,7 @@ class Reports:
                 started_ns=arrival.started_ns,
                 first_byte_ns=arrival.first_byte_ns,
                 finished_ns=arrival.finished_ns,
+                ready_ns=wall_ns(),
                 trace=trace,
                 cause=arrival.plan.event,
             )

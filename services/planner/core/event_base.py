@@ -157,10 +157,12 @@ class EventBase:
     # --- the record ---
 
     def _note(self, at_ns: int, timing: str) -> None:
-        before = self.record
-        self.record = events.note(before, at_ns, timing)
-        if self.over and self.record.actual != before.actual:
-            self._desk.keep(self.record)
+        self._noted(events.note(self.record, at_ns, timing))
+
+    def _noted(self, record: EventRecord) -> None:
+        before, self.record = self.record, record
+        if self.over and record.actual != before.actual:
+            self._desk.keep(record)
 
     def _set(self, record: EventRecord) -> None:
         """Makes a change that observers and the store are told of."""

@@ -14,6 +14,7 @@ from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase
 from services.planner.core.forecast import later
 from services.planner.core.growing import Growing
+from services.planner.core.ledger import planned
 from services.planner.core.placement import Plan, Roles, assign_roles
 from services.planner.core.stimuli import Answer, Failed, Planned, Repaired, Replied
 from shared.errors import CapacityExceeded, PlanError
@@ -122,6 +123,7 @@ class EventMachine(Growing):
             self._sources = answer.reply
         if self._reserved is None or self._sources is None:
             return
+        self._note(self._desk.now.wall_ns, "reserved_s")
         meets, at = self._desk.cluster.meets, self._desk.at
         self._infos = tuple(info for info in self._reserved.targets if meets(info))
         sources = [source for source in self._sources.sources if meets(source.info)]
@@ -169,8 +171,10 @@ class EventMachine(Growing):
             strategy=plan.strategy,
             transfers=plan.transfers,
             predicted=later(plan.forecast.predicted, since_decision_s),
+            expected=planned(self.record.expected, plan.forecast.predicted, setup_s=plan.setup_s),
             physical_limit_s=plan.forecast.physical_limit_s,
         )
+        record = events.note(record, now.wall_ns, "planned_s")
         self._set(events.advance(record, EventState.PLANNED, now.wall_ns))
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
         self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
@@ -184,6 +188,7 @@ class EventMachine(Growing):
 
     def _send(self, targets: Iterable[NodeId]) -> None:
         self._step(Phase.SENDING)
+        self._note(self._desk.now.wall_ns, "sent_s")
         self._trust.begin(self._desk.at)
         self._orders.send(self.record, targets, self._promoting)
         self._sent()
@@ -239,7 +244,7 @@ class EventMachine(Growing):
         if message.node in self.record.targets:
             nbytes = message.nbytes if message.source != message.node else 0
             self._count(message.node, message.block, nbytes)
-            self._note(message.first_byte_ns, "first_byte_s")
+            self._noted(events.arrived(self.record, message))
 
     def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int) -> None:
         """What a node holds has changed: the blocks `gained` are new."""
@@ -253,6 +258,7 @@ class EventMachine(Growing):
             pulled = node not in self._promoting
             self._count(node, block, self._model.block_bytes[block] if pulled else 0)
         if len(self._incomplete) < before:
+            self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
         if self.phase is Phase.LOADING:
             self._go_on()

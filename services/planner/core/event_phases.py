@@ -86,5 +86,7 @@ class Case:
     """Nodes that did not answer a ping."""
     receiving: tuple[NodeId, ...] = ()
     """The targets of the next revision."""
+    begun_ns: int = 0
+    """When it was taken up."""
     since_ns: int = 0
     """When its plan was asked for."""

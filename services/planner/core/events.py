@@ -8,10 +8,19 @@ A new revision of the plan is no new state.
 
 import msgspec
 
+from services.planner.core.ledger import ledger, longer
 from shared.errors import IllegalTransition
 from shared.ids import EventId, NodeId
 from shared.messages.pool import ModelRecord
-from shared.messages.scaling import EventRecord, EventState, Growth, Timings, Transfer
+from shared.messages.scaling import (
+    BlockArrived,
+    EventRecord,
+    EventState,
+    Growth,
+    Repair,
+    Timings,
+    Transfer,
+)
 
 _S = EventState
 TRANSITIONS: dict[EventState, frozenset[EventState]] = {
@@ -24,6 +33,8 @@ TRANSITIONS: dict[EventState, frozenset[EventState]] = {
     _S.CANCELLED: frozenset(),
 }
 MOVING = frozenset({_S.TRANSFERRING, _S.SERVING})
+LEDGER, PREDICTED = "ledger.", ".predicted"
+"""How a summary names the seconds of each phase, actual and predicted."""
 TERMINAL = frozenset({_S.COMPLETE, _S.FAILED, _S.CANCELLED})
 
 
@@ -33,8 +44,11 @@ def begin(
     *,
     strategy: str,
     cause: str,
+    waiting_ns: int,
     detected_ns: int,
+    wanted_ns: int,
     decided_ns: int,
+    expected: dict[str, float],
     trace: str,
 ) -> EventRecord:
     """The record of an event that was just decided."""
@@ -51,8 +65,11 @@ def begin(
         transfers=(),
         n_blocks=model.n_blocks,
         nbytes=model.nbytes,
+        waiting_ns=waiting_ns,
         detected_ns=detected_ns,
+        wanted_ns=wanted_ns,
         decided_ns=decided_ns,
+        expected=expected,
         history=((EventState.DECIDED, decided_ns),),
         predicted=Timings(),
         actual=Timings(),
@@ -71,17 +88,52 @@ def advance(record: EventRecord, state: EventState, at_ns: int, *, error: str = 
             f"so far {story}"
         )
     history = (*record.history, (state, at_ns))
-    return msgspec.structs.replace(record, state=state, history=history, error=error)
+    return _settled(msgspec.structs.replace(record, state=state, history=history, error=error))
+
+
+def _settled(record: EventRecord) -> EventRecord:
+    """The record with its ledger, if it is over."""
+    if record.state not in TERMINAL:
+        return record
+    return msgspec.structs.replace(record, ledger=ledger(record))
 
 
 def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
     """Sets a field of `actual`, in seconds after the decision. Of several reports the earliest
     counts, since they come in any order."""
-    seconds = (at_ns - record.decided_ns) / 1e9
-    known = getattr(record.actual, timing)
-    earliest = seconds if known is None else min(known, seconds)
-    actual = msgspec.structs.replace(record.actual, **{timing: earliest})
-    return msgspec.structs.replace(record, actual=actual)
+    return _noted(record, **{timing: (at_ns - record.decided_ns) / 1e9})
+
+
+def arrived(record: EventRecord, message: BlockArrived) -> EventRecord:
+    """Takes down when a block came to a target."""
+    since = record.decided_ns
+    ends = (message.finished_ns - since) / 1e9, (message.ready_ns - since) / 1e9
+    known = record.actual.last_block_s, record.actual.ready_s
+    last, ready = (
+        end if old is None else max(old, end) for end, old in zip(ends, known, strict=True)
+    )
+    actual = msgspec.structs.replace(record.actual, last_block_s=last, ready_s=ready)
+    return _noted(
+        msgspec.structs.replace(record, actual=actual),
+        asked_s=(message.started_ns - since) / 1e9,
+        first_byte_s=(message.first_byte_ns - since) / 1e9,
+    )
+
+
+def _noted(record: EventRecord, **seconds: float) -> EventRecord:
+    earlier = {
+        name: at
+        for name, at in seconds.items()
+        if (known := getattr(record.actual, name)) is None or at < known
+    }
+    actual = msgspec.structs.replace(record.actual, **earlier)
+    return _settled(msgspec.structs.replace(record, actual=actual))
+
+
+def mend(record: EventRecord, repair: Repair, transfers: tuple[Transfer, ...]) -> EventRecord:
+    """The record's next revision after a trouble, with the new schedule."""
+    revised = replan(record, record.targets, transfers)
+    return msgspec.structs.replace(revised, repairs=(*record.repairs, repair))
 
 
 def replan(
@@ -124,6 +176,7 @@ def grow(
         revised,
         growths=(*record.growths, growth),
         predicted=msgspec.structs.replace(record.predicted, all_complete_s=over),
+        expected=longer(record.expected, (over or 0.0) - (known or 0.0)),
         physical_limit_s=None if limit is None or limit_s is None else max(limit, limit_s),
     )
 
@@ -143,4 +196,8 @@ def summary(record: EventRecord) -> dict[str, str | int | float]:
         for name, value in msgspec.structs.asdict(timings).items():
             if value is not None:
                 found[f"{kind}.{name}"] = round(value, 6)
+    for spent in record.ledger:
+        found[f"{LEDGER}{spent.phase.value}"] = spent.seconds
+        if spent.predicted_s is not None:
+            found[f"{LEDGER}{spent.phase.value}{PREDICTED}"] = spent.predicted_s
     return found

@@ -174,7 +174,7 @@ class Growing(Mending):
         self._wanted, now = None, self._desk.now
         nodes = tuple(info.node for info in wanted.infos)
         self._promoting |= self._with_copies(nodes)
-        growth = Growth(now.wall_ns, wanted.cause, nodes)
+        growth = Growth(now.wall_ns, wanted.cause, nodes, wanted.since_ns)
         since_decision_s = (now.wall_ns - self.record.decided_ns) / 1e9
         over, limit = plan.forecast.predicted.all_complete_s, plan.forecast.physical_limit_s
         self._set(

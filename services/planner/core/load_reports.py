@@ -64,6 +64,11 @@ class LoadReports:
             prompt_tokens=sum(load.prompt_tokens for load in loads),
         )
 
+    def waiting_since_ns(self, model: ModelName) -> int:
+        """When the oldest request that waits began to wait. 0: none waits."""
+        since = (load.waiting_since_ns for load in self._of(model))
+        return min(filter(None, since), default=0)
+
     def running(self, model: ModelName) -> Mapping[InstanceId, int]:
         """Requests in flight on the model's instances, as the gateways last said."""
         loads = self._of(model)

@@ -16,7 +16,7 @@ from services.planner.core.stimuli import Answer, Pinged
 from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import NodeGone
-from shared.messages.scaling import PullFailed, Transfer
+from shared.messages.scaling import PullFailed, Repair, Transfer
 
 MAX_STALLS = 3
 """The event fails after more stalls than this without a block between them."""
@@ -90,7 +90,7 @@ class Mending(EventBase):
 
     def _judge(self, case: Case, nodes: Collection[NodeId]) -> None:
         self._step(Phase.JUDGING)
-        self._case = case
+        self._case, case.begun_ns = case, self._desk.now.wall_ns
         for node in sorted(nodes):
             ticket = self._ask(ASK_S, node)
             self._do(commands.Ping(ticket=ticket, node=node, cause=self.record.id))
@@ -132,6 +132,7 @@ class Mending(EventBase):
         self._step(Phase.REPAIRING)
         self._tell(f"planned again: {case.why}", *sorted(self._out))
         case.since_ns = self._desk.now.wall_ns
+        case.begun_ns = case.begun_ns or case.since_ns
         repair = commands.Repair(
             ticket=self._ask(THINK_S),
             held=self._to_send(),
@@ -166,7 +167,8 @@ class Mending(EventBase):
         self._desk.span(
             "replan", self.record.trace, since_ns=case.since_ns, attributes={"why": case.why}
         )
-        revised = events.replan(self.record, self.record.targets, transfers)
+        repair = Repair(case.begun_ns, self._desk.now.wall_ns, case.why, case.receiving)
+        revised = events.mend(self.record, repair, transfers)
         self._log("info", "re-planned", why=case.why, revision=revised.revision)
         self._set(revised)
         self._send(case.receiving)

@@ -14,6 +14,7 @@ from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
 from services.planner.core.instances import Member
+from services.planner.core.ledger import expected
 from services.planner.core.releases import Releases
 from services.planner.core.rooms import Rooms
 from services.planner.core.scaling import Decision
@@ -50,6 +51,8 @@ class ModelMachine:
         self._rooms = rooms
         self._sizing = Sizing(desk)
         self._usage = Usage()
+        self._wanted_ns = 0
+        """Since when replicas have been wanted for which no event could begin. 0: none are."""
         self._waits_because = ""
         """Why it waits for room, as it was last told."""
         self._failed = 0
@@ -289,8 +292,11 @@ class ModelMachine:
             self._decide_by(at + config.tick_s)
         missing = decision.replicas - have - coming
         if missing > 0:
+            self._wanted_ns = self._wanted_ns or self._desk.now.wall_ns
             self._grow(decision, missing)
-        elif decision.replicas < have and not self.scaling:
+            return
+        self._wanted_ns = 0
+        if decision.replicas < have and not self.scaling:
             self._shrink(decision)
 
     def _grow(self, decision: Decision, missing: int) -> None:
@@ -342,13 +348,20 @@ class ModelMachine:
     def _begin(self, decision: Decision, missing: int) -> None:
         now, settings = self._desk.now, self._desk.settings
         detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
+        before = self.event.record.history[-1][1] if self.event is not None else 0
+        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self.record.name)
         record = events.begin(
             EventId(settings.new_id("ev")),
             self.record,
             strategy=settings.strategy,
             cause=decision.cause,
+            waiting_ns=max(before, min(waiting_ns or detected_ns, detected_ns)),
             detected_ns=detected_ns,
+            wanted_ns=self._wanted_ns,
             decided_ns=now.wall_ns,
+            expected=expected(
+                self._desk.archive.events.values(), self.record.model_id, settings.scale_up_hold_s
+            ),
             trace=settings.new_trace(),
         )
         self._tell(f"begins {record.id} for {missing} more replicas", record.id)
@@ -363,7 +376,7 @@ class ModelMachine:
         )
 
     def _follow(self, event: EventMachine) -> EventMachine:
-        self.event, self._ended = event, False
+        self.event, self._ended, self._wanted_ns = event, False, 0
         self.fleet.cause = Cause(event.record.id, event.record.trace)
         return event
 

@@ -66,6 +66,7 @@ def arrived(block: int, *, begin_s: float, end_s: float) -> BlockArrived:
         started_ns=DECIDED_NS,
         first_byte_ns=DECIDED_NS + int(begin_s * 1e9),
         finished_ns=DECIDED_NS + int(end_s * 1e9),
+        ready_ns=DECIDED_NS + int(end_s * 1e9),
     )
 
 

@@ -11,10 +11,12 @@ import structlog
 
 from services.cli import events
 from services.cli.events import event_line, read_spans, tree_lines
+from services.planner.core import events as planner_events
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
-from shared.ids import NodeId
+from shared.ids import EventId, NodeId
+from shared.messages.ledger import Phase, Spent
 from shared.messages.scaling import EventState, Growth
 from tests.unit.cli.records import record
 
@@ -130,6 +132,29 @@ def test_spans_that_just_ended_are_shown(
 def test_an_unknown_event_of_no_cluster_is_not_found(data: Path) -> None:
     with pytest.raises(NotFound):
         run("trace", "ev-9", "--data", str(data))
+
+
+def test_a_trace_shows_where_the_time_went_beside_what_was_predicted(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = (
+        Spent(Phase.EVIDENCE, 0.25, 0.005),
+        Spent(Phase.FORM, 0.0, 0.0),
+        Spent(Phase.LAST_BLOCK, 0.75, None),
+    )
+    over = msgspec.structs.replace(record(), id=EventId("ev-3"), ledger=ledger)
+    root = span("scale_event", "9" * 16, None, at_ms=0, trace_id="t3")
+    root["attributes"] = planner_events.summary(over)
+    (data / "traces" / "later.jsonl").write_text(json.dumps(root) + "\n")
+    assert run("trace", over.id, "--data", str(data)) == 0
+    tree, table = capsys.readouterr().out.split("\n\n")
+    assert "ledger." not in tree
+    assert table.splitlines() == [
+        "phase          predicted      actual   share",
+        "evidence          5.0 ms    250.0 ms   25.0%",
+        "last block             -    750.0 ms   75.0%",
+        "in all            5.0 ms   1000.0 ms  100.0%",
+    ]
 
 
 async def trace_of_an_event(args: object) -> str:

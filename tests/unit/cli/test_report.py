@@ -159,3 +159,14 @@ async def test_the_way_from_the_burst_to_the_first_byte_is_told_in_two_parts() -
         0.04 + record.actual.first_byte_s, abs=1e-6
     )
     assert "decided 40 ms after the burst began" in as_text(found)
+
+
+async def test_the_text_names_the_phases_that_took_most() -> None:
+    document = await report(outcome([1, 2, 3]))
+    spent = {"evidence": 0.1, "hold": 0.0, "plan": 0.01, "first path": 0.9, "last block": 2.99}
+    ledger = [{"phase": name, "seconds": took, "predicted_s": None} for name, took in spent.items()]
+    document["event"]["ledger"] = ledger
+    assert (
+        "           4.00 s since the first request waited: last block 2990 ms (75%), first path "
+        "900 ms (22%), evidence 100 ms (2%), plan 10 ms (0%)"
+    ) in as_text(document).splitlines()

@@ -173,15 +173,21 @@ class Driver:
         self.status(node, Holding(MODEL, tier, tuple(blocks)))
 
     def load(
-        self, queued: int = 0, name: str = NAME, gateway: str = "gateway-0", **on: int
+        self,
+        queued: int = 0,
+        name: str = NAME,
+        gateway: str = "gateway-0",
+        since_ns: int = 0,
+        **on: int,
     ) -> list[Command]:
-        """`on`: requests by replica's node."""
+        """`on`: requests by replica's node. `since_ns`: see ModelLoad.waiting_since_ns."""
         of_model = ModelLoad(
             model=ModelName(name),
             queued_requests=queued,
             queued_tokens=10 * queued,
             running_requests=sum(on.values()),
             running_tokens=10 * sum(on.values()),
+            waiting_since_ns=since_ns,
             instance_requests={InstanceId(f"replica-{n}"): count for n, count in on.items()},
         )
         return self.feed(GatewayLoad(gateway=GatewayId(gateway), models=(of_model,)))
@@ -201,6 +207,7 @@ class Driver:
             started_ns=at,
             first_byte_ns=at,
             finished_ns=at,
+            ready_ns=at,
         )
         return self.feed(message)
 

@@ -295,6 +295,7 @@ class ScriptedNode:
             started_ns=at,
             first_byte_ns=at,
             finished_ns=at,
+            ready_ns=at,
         )
         await self._bus.publish(subjects.ARRIVALS, arrival)
 

@@ -21,7 +21,17 @@ from shared.messages import Ok
 from shared.messages.instances import InstanceSet
 from shared.messages.pool import Holding, ModelRemoved, NodeGone, Reserved, Tier
 from shared.messages.scaling import EventState, PeerSuspect, SetInstances
-from tests.unit.planner.driver import EPOCH, EVERY, Driver, id_of, info, model, settings, thought
+from tests.unit.planner.driver import (
+    EPOCH,
+    EVERY,
+    WALL_NS,
+    Driver,
+    id_of,
+    info,
+    model,
+    settings,
+    thought,
+)
 from tests.unit.planner.scripted import BLOCKS, MODEL, NAME
 
 A, B = NodeId("a"), NodeId("b")
@@ -80,6 +90,29 @@ def test_a_hold_runs_out_at_its_time_whatever_comes_meanwhile() -> None:
     assert driver.all_asked(commands.Reserve)
     decided_s = (driver.event.decided_ns - driver.event.detected_ns) / 1e9
     assert decided_s == pytest.approx(0.25, abs=0.002)
+
+
+def test_an_event_begins_with_the_oldest_request_that_waits() -> None:
+    driver = serving(None, "b")
+    began = WALL_NS + round((driver.at - 1.5) * 1e9)
+    driver.load(queued=20, since_ns=began, a=4)
+    assert driver.event.waiting_ns == began
+    assert driver.event.detected_ns == driver.event.decided_ns == began + 1_500_000_000
+
+
+def test_a_wait_before_the_end_of_the_last_event_belongs_to_that_event() -> None:
+    driver = serving(None, "b", "c")
+    began = WALL_NS + round((driver.at - 1.5) * 1e9)
+    driver.load(queued=4, since_ns=began, a=4)
+    driver.begin("b")
+    driver.wait(0.1)
+    driver.holds("b")
+    first = driver.event
+    assert first.state is EventState.COMPLETE
+    driver.wait(0.5)
+    driver.load(queued=20, since_ns=began, a=4, b=4)
+    assert driver.event.id != first.id
+    assert driver.event.waiting_ns == first.history[-1][1] > began
 
 
 def test_a_burst_is_answered_once() -> None:

@@ -198,7 +198,7 @@ def test_moves_are_no_failures() -> None:
         commands = driver.publish(path(n, n + 1, state=InstanceState.MOVING), path(n + 1, n + 2))
         assert len(sent(commands)) == 1
     driver.give("a", 21, 0)
-    assert driver.dispatch.loads()[0].running_tokens == 499
+    assert driver.dispatch.loads(0)[0].running_tokens == 499
 
 
 def test_a_poisonous_request_does_not_take_every_node_along() -> None:
@@ -206,7 +206,7 @@ def test_a_poisonous_request_does_not_take_every_node_along() -> None:
     driver.admit("a")
     ended: list[Command] = []
     for _ in range(4):
-        (busy,) = [key for key, n in driver.dispatch.loads()[0].instance_requests.items() if n]
+        (busy,) = [key for key, n in driver.dispatch.loads(0)[0].instance_requests.items() if n]
         node = replica(int(busy.removeprefix("replica-"))).leader
         ended = driver.dispatch.on_node_gone(node, driver.now)
     assert any(isinstance(c, End) for c in ended)
@@ -216,7 +216,7 @@ def test_a_node_that_stops_as_it_was_told_fails_no_request() -> None:
     driver = Driver(*(replica(n) for n in range(9)))
     driver.admit("a")
     for _ in range(8):
-        (busy,) = [key for key, n in driver.dispatch.loads()[0].instance_requests.items() if n]
+        (busy,) = [key for key, n in driver.dispatch.loads(0)[0].instance_requests.items() if n]
         node = replica(int(busy.removeprefix("replica-"))).leader
         commands = driver.dispatch.on_node_gone(node, driver.now, graceful=True)
         assert len(sent(commands)) == 1

@@ -11,14 +11,14 @@ from tests.unit.gateway.support import path, replica
 def test_work_is_counted_as_it_shrinks() -> None:
     driver = Driver(replica(1, slots=1))
     driver.admit("a", "b", prompt=10, max_tokens=5)
-    (load,) = driver.dispatch.loads()
+    (load,) = driver.dispatch.loads(0)
     assert (load.running_tokens, load.queued_tokens) == (15, 15)
     driver.give("a", 1, 0)
-    assert driver.dispatch.loads()[0].running_tokens == 4
+    assert driver.dispatch.loads(0)[0].running_tokens == 4
     driver.give("a", 1, 1)
-    assert driver.dispatch.loads()[0].running_tokens == 3
+    assert driver.dispatch.loads(0)[0].running_tokens == 3
     driver.dispatch.cancel(RequestId("a"), driver.now)
-    (load,) = driver.dispatch.loads()
+    (load,) = driver.dispatch.loads(0)
     assert (load.running_tokens, load.queued_requests) == (15, 0)
 
 
@@ -65,7 +65,7 @@ def test_paths_over_a_node_share_its_slots() -> None:
     names = [str(i) for i in range(most + 3)]
     for name in names:
         driver.admit(name)
-    assert driver.dispatch.loads()[0].running_requests == most
+    assert driver.dispatch.loads(0)[0].running_requests == most
     drains = path(1, 2, state=InstanceState.DRAINING, slots=100)
     assert sent(driver.publish(drains, path(1, 3, slots=100), node_slots=2)) == []
     (moved,) = sent(driver.give("a", 1, 0, "stop"))
@@ -79,13 +79,32 @@ def test_load_presses_when_requests_begin_to_wait_and_when_an_instance_is_full_o
     assert not pressing(MODEL)
     driver.admit("c")
     assert pressing(MODEL)
-    driver.dispatch.loads()
+    driver.dispatch.loads(0)
     driver.admit("d")
     assert not pressing(MODEL), "told, and less than an instance takes came since"
     driver.admit("e")
     assert pressing(MODEL)
-    driver.dispatch.loads()
+    driver.dispatch.loads(0)
     for name in "ab":
         driver.give(name, 1, 0, "stop")
     assert not pressing(MODEL), "fewer wait"
     assert not pressing(ModelId("unknown"))
+
+
+def test_the_load_says_since_when_the_oldest_request_waits() -> None:
+    driver = Driver(replica(1, slots=1))
+    assert driver.dispatch.loads(1000)[0].waiting_since_ns == 0
+    driver.admit("runs")
+    began = driver.now
+    driver.now += 1.0
+    driver.admit("waits")
+    driver.now += 1.0
+    driver.admit("waits too")
+    (load,) = driver.dispatch.loads(1000)
+    assert load.waiting_since_ns == 1000 + round((began + 1.0) * 1e9)
+    for request in ("waits", "waits too"):
+        driver.dispatch.cancel(RequestId(request), driver.now)
+    (load,) = driver.dispatch.loads(1000)
+    assert load.waiting_since_ns == 1000 + round(began * 1e9), "it has no token yet"
+    driver.give("runs", 1, 0)
+    assert driver.dispatch.loads(1000)[0].waiting_since_ns == 0

@@ -13,7 +13,7 @@ from tests.unit.gateway.support import replica
 
 
 def on_instances(driver: Driver) -> dict[str, int]:
-    (load,) = driver.dispatch.loads()
+    (load,) = driver.dispatch.loads(0)
     assert load.running_requests + load.queued_requests == 1
     return {key: count for key, count in load.instance_requests.items() if count}
 
@@ -119,4 +119,4 @@ def test_what_ends_while_it_moves_is_withdrawn_from_both() -> None:
     assert withdrawn(driver.dispatch.cancel(RequestId("a"), driver.now)) == both
     driver = moving(0)
     assert withdrawn(driver.give("a", 1, 1, "stop")) == [("node-3", 2)]
-    assert driver.dispatch.loads()[0].running_requests == 0
+    assert driver.dispatch.loads(0)[0].running_requests == 0

@@ -96,7 +96,7 @@ def test_unlisted_models_take_nothing() -> None:
     driver.dispatch.remove_model(MODEL, driver.now)
     with pytest.raises(NotFound):
         driver.admit("a")
-    assert driver.dispatch.loads() == ()
+    assert driver.dispatch.loads(0) == ()
 
 
 def test_nothing_stays_of_a_model_that_is_over() -> None:
