@@ -46,6 +46,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     up.add_argument(
         "--nodes", type=int, default=3, metavar="N", help="how many (default: %(default)s)"
     )
+    up.add_argument(
+        "--standbys", type=int, default=0, metavar="N",
+        help="how many planners and registries stand by, each, to take over within two seconds "
+        "when the active one dies (default: %(default)s)",
+    )  # fmt: skip
     up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
@@ -74,6 +79,8 @@ def run_up(args: argparse.Namespace) -> int:
     """What can be wrong is told before anything starts."""
     if not 1 <= args.nodes <= 64:
         raise BadInput(f"--nodes {args.nodes}: one machine carries 1 to 64")
+    if not 0 <= args.standbys <= 4:
+        raise BadInput(f"--standbys {args.standbys}: use 0 to 4")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise BadInput(f"--port {args.port}: use 0 to 65535")
     if args.name is not None and args.model is None:
@@ -123,6 +130,7 @@ async def _up(
     spec = ClusterSpec(
         directory=args.data,
         nodes=args.nodes,
+        standbys=args.standbys,
         config=args.config,
         gateway_port=args.port,
         ends_by_signal=True,

@@ -30,6 +30,8 @@ READY_PER_NODE_S = 3.0
 """Seconds for each node to start: it imports torch, and all share the machine's cores."""
 POLL_S = 0.05
 SERVICES = ("registry", "planner", "gateway")
+ELECTED = ("registry", "planner")
+"""Roles that one process has at a time, while others stand by."""
 PREFIX = "lambdascale: "
 """How the last line of a service that fails begins."""
 
@@ -45,6 +47,8 @@ class ClusterSpec:
     """Environment variables for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
     apart: bool = False
     """Whether each node names a machine of its own, so that nothing goes through shared memory."""
+    standbys: int = 0
+    """How many processes stand by for each of the roles `ELECTED`."""
     ends_by_signal: bool = False
     """Whether this process ends the cluster when it gets a SIGTERM, so that `down` may send one."""
 
@@ -103,8 +107,8 @@ class Cluster:
         before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
-        for role in SERVICES:
-            self.start_service(role)
+        for name in self.services:
+            self.start_service(name)
         for number in range(self.spec.nodes):
             self.start_node(number)
         url = await self._wait_until_ready(before)
@@ -130,13 +134,21 @@ class Cluster:
             counters = await bus.kv(subjects.KV_COUNTERS)
             return {n: await last_number(counters, subjects.node_counter(n)) for n in names}
 
-    def start_service(self, role: str) -> None:
-        """Starts the registry, the planner or the gateway, possibly again."""
+    @property
+    def services(self) -> dict[str, str]:
+        """The processes that are no nodes, with the role of each. `planner-2` is the second
+        planner; who is active does not follow from the name."""
+        more = {f"{role}-{n + 2}": role for n in range(self.spec.standbys) for role in ELECTED}
+        return {role: role for role in SERVICES} | more
+
+    def start_service(self, name: str) -> None:
+        """Starts a process that is no node, possibly again."""
+        role = self.services[name]
         settings: dict[str, str] = {}
         port = _port(self.state.gateway_url) or self.spec.gateway_port
         if role == "gateway" and port is not None:
             settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
-        self._spawn(role, role, settings)
+        self._spawn(name, role, settings)
 
     def start_node(self, number: int) -> None:
         """Starts a node, possibly again. What its disk holds is still there."""
@@ -267,7 +279,7 @@ class Cluster:
         up."""
         if name == NATS:
             await self._start_nats()
-        elif name in SERVICES:
+        elif name in self.services:
             self.start_service(name)
         else:
             numbers = {node_id(number): number for number in range(self.spec.nodes)}

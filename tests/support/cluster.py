@@ -75,8 +75,8 @@ class Running:
     def pid(self, name: str) -> int:
         return next(p.pid for p in self.cluster.state.processes if p.name == name)
 
-    def kill(self, name: str) -> None:
-        os.kill(self.pid(name), signal.SIGKILL)
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid(name), number)
 
     async def ask(
         self, prompt: Sequence[int], max_tokens: int, model: str = MODEL, **fields: float
@@ -184,6 +184,7 @@ async def running(
     blocks: int = 0,
     min_instances: int = 1,
     apart: bool = True,
+    standbys: int = 0,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
         directory=directory,
@@ -197,6 +198,7 @@ async def running(
             **(settings or {}),
         },
         apart=apart,
+        standbys=standbys,
     )
     cluster = Cluster(spec)
     await cluster.start()
