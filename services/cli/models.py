@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import sys
-from math import inf
 from typing import Any
 
+import msgspec
+
+from services.cli import model_set
 from services.cli.client import (
     absolute,
     add_cluster_options,
@@ -14,6 +16,7 @@ from services.cli.client import (
     print_json,
     say,
 )
+from services.cli.model_set import rules, wanted
 from services.local.asking import ask
 from services.local.publishing import publish
 from shared import subjects
@@ -21,7 +24,7 @@ from shared.bus.base import Bus
 from shared.errors import BadInput, BusError
 from shared.ids import ModelName
 from shared.messages import Ok
-from shared.messages.pool import ModelRemove, Models, ModelSet, ModelsQuery
+from shared.messages.pool import ModelRemove, Models, ModelsQuery
 from shared.messages.scaling import (
     ImportModel,
     PlannerQuery,
@@ -58,45 +61,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument("--min-instances", type=int, default=0, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
     add.set_defaults(run=lambda args: asyncio.run(_add(args)))
-    change = actions.add_parser(
-        "set",
-        help="change a model's limits, priority or keep-alive",
-        description="Changes what a published model is to have, at once and until it is changed "
-        "again. What is not named stays as it is.",
-    )
-    change.add_argument("name", metavar="MODEL", help="the model's name")
-    change.add_argument(
-        "--min-instances",
-        type=int,
-        metavar="N",
-        help="instances that it keeps even when idle; 0 lets it sleep",
-    )
-    change.add_argument(
-        "--max-instances",
-        type=int,
-        metavar="N",
-        help="instances that it has at most; 0: as many as there are nodes",
-    )
-    change.add_argument(
-        "--priority",
-        type=int,
-        metavar="P",
-        help="who gets memory that is short: higher priorities first (models begin at 0)",
-    )
-    change.add_argument(
-        "--keep-alive",
-        type=_seconds,
-        metavar="SECONDS|default",
-        dest="keep_alive_s",
-        help="how long an instance stays that the load no longer fills; default: planner.idle_s",
-    )
-    change.set_defaults(run=lambda args: asyncio.run(_set(args)))
+    change = model_set.add_parser(actions)
     listing = actions.add_parser(
         "ls",
         aliases=["list"],
         help="list the models",
         description="Lists the published models: name, size, number of blocks, how many instances "
-        "the autoscaler may choose from (or what `lambdascale scale` set), id.",
+        "the autoscaler may choose from (or what `lambdascale scale` set), id, and what "
+        "`model set` has set besides.",
     )
     listing.set_defaults(run=lambda args: asyncio.run(_list(args)))
     remove = actions.add_parser(
@@ -143,18 +115,6 @@ def _instances(text: str) -> int | None:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    if text == "default":
-        return -1.0
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither seconds nor 'default'")
-    return seconds
-
-
 async def _add(args: argparse.Namespace) -> int:
     if min(args.blocks, args.min_instances, args.max_instances) < 0:
         raise BadInput("--blocks, --min-instances and --max-instances must not be negative")
@@ -175,26 +135,6 @@ async def _add(args: argparse.Namespace) -> int:
         )
     if args.json:
         print_json(record)
-    return 0
-
-
-async def _set(args: argparse.Namespace) -> int:
-    fields = ("min_instances", "max_instances", "priority", "keep_alive_s")
-    wish = ModelSet(name=ModelName(args.name), **{field: getattr(args, field) for field in fields})
-    if all(getattr(wish, field) is None for field in fields):
-        raise BadInput(
-            "nothing to change: name --min-instances, --max-instances, --priority or --keep-alive"
-        )
-    async with connect(args) as bus:
-        (record,) = (await ask(bus, subjects.REGISTRY_MODEL_SET, wish, Models)).records
-    if args.json:
-        print_json(record)
-        return 0
-    alive = "planner.idle_s" if record.keep_alive_s is None else f"{record.keep_alive_s:g} s"
-    say(
-        f"{record.name}: {wanted(record.min_instances, record.max_instances, None)} instances, "
-        f"priority {record.priority}, keep-alive {alive}"
-    )
     return 0
 
 
@@ -221,7 +161,8 @@ async def _list(args: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{record.name:<32} {record.nbytes / 1e6:>10.1f} MB {record.n_blocks:>4} blocks  "
             f"{wanted(record.min_instances, record.max_instances, fixed.get(record.name)):<16}  "
-            f"{record.model_id}\n"
+            f"{record.model_id}  {rules(msgspec.to_builtins(record))}".rstrip()
+            + "\n"
         )
     return 0
 
@@ -234,11 +175,6 @@ async def _fixed(bus: Bus) -> dict[ModelName, int | None]:
         say(f"lambdascale: {error}")
         return {}
     return {found.name: found.fixed for found in planner.sets}
-
-
-def wanted(least: int, most: int, fixed: int | None) -> str:
-    """How many instances a model is to have, in words."""
-    return f"{least} to {most or 'all nodes'}" if fixed is None else f"{fixed}, by hand"
 
 
 async def _remove(args: argparse.Namespace) -> int:

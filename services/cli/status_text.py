@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.models import wanted
+from services.cli.model_set import rules, wanted
 
 Document = Mapping[str, Any]
 PIPED_WIDTH = 160
@@ -17,7 +17,8 @@ columns:
              before, and how the last of them ended
   models     replicas: complete copies that serve; paths: sets of nodes that serve with a part of
              the model each, while it is loaded; wanted: what the autoscaler may choose from, or
-             what `lambdascale scale` set by hand
+             what `lambdascale scale` set by hand; rules: what `lambdascale model set` has set
+             besides: objectives, schedule (UTC), ...
   nodes      free MB: memory for weights; KV used: share of the memory for sequences that is taken;
              prompts cached: share of all prompt tokens that were found in it; preempted: sequences
              that gave up their place in it to others; peers: connections, by transport; blocks:
@@ -79,6 +80,7 @@ def _models(document: Document) -> list[Document]:
             "replicas": sum(stages == 1 for stages in serving(model["name"])),
             "paths": sum(stages > 1 for stages in serving(model["name"])),
             "wanted": wanted(model["min_instances"], model["max_instances"], model["fixed"]),
+            **({"rules": rules(model)} if any(map(rules, document["models"])) else {}),
         }
         for model in document["models"]
     ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar
 
+from services.registry.core.catalog import WISHES
 from services.registry.core.copies_view import copies_view
 from services.registry.core.durable import CopyOrdered, Durability
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
@@ -155,14 +156,8 @@ class RegistryService(Service):
                 await self._store.model(record.model_id, record, before)
                 self.pool.catalog.put(record)
         if record != before:
-            self.log.info(
-                "model changed",
-                model=record.name,
-                min_instances=record.min_instances,
-                max_instances=record.max_instances,
-                priority=record.priority,
-                keep_alive_s=record.keep_alive_s,
-            )
+            changed = {field: getattr(record, field) for field in WISHES}
+            self.log.info("model changed", model=record.name, **changed)
             self._publish(record, request)
         return Models(records=(record,))
 

@@ -187,6 +187,15 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     of what serves models of lower priority."""
     keep_alive_s: float | None = None
     """Seconds for which a replica stays that the load no longer fills. None: `planner.idle_s`."""
+    ttft_s: float = 0.0
+    """The objective for the time to the first token, which nine of ten requests should keep. 0:
+    none."""
+    tpot_s: float = 0.0
+    """The objective for the time between tokens. 0: none."""
+    warm: int = 0
+    """Copies in memory that are kept ready beside those that serve."""
+    schedule: str = ""
+    """Windows of the week with other numbers, see `shared/schedule.py`."""
     chunk_bytes: int = 0
     """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
     then assume that relays forward whole blocks, which is later than they do."""
@@ -214,6 +223,12 @@ class ModelSet(Message, frozen=True, kw_only=True, tag="model_set"):
     priority: int | None = None
     keep_alive_s: float | None = None
     """Negative: `planner.idle_s` again."""
+    ttft_s: float | None = None
+    """0: no objective."""
+    tpot_s: float | None = None
+    warm: int | None = None
+    schedule: str | None = None
+    """Empty: none."""
 
 
 class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):

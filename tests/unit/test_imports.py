@@ -17,8 +17,8 @@ PURE_STDLIB = {
     "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
 PURE_SHARED = (
-    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.slots",
-    "shared.story",
+    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.schedule",
+    "shared.slots", "shared.story",
 )  # fmt: skip
 
 

@@ -12,8 +12,17 @@ import msgspec
 from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId, ModelName, check_model_name
 from shared.messages.pool import ModelRecord, ModelSet
+from shared.schedule import MOST_COPIES, parse
 
 MOST_PRIORITY = 1000
+WISHES = tuple(
+    field.name
+    for field in msgspec.structs.fields(ModelSet)
+    if field.name in ModelRecord.__struct_fields__ and field.name != "name"
+)
+"""What `model set` can change."""
+OPERATORS = tuple(field for field in WISHES if field not in ("min_instances", "max_instances"))
+"""Those that an import does not name."""
 
 
 class Catalog:
@@ -42,19 +51,14 @@ class Catalog:
                 f"model {record.model_id} is published as {known.name!r} already: use that name, "
                 f"or remove it before publishing as {record.name!r}"
             )
-        updated = msgspec.structs.replace(
-            record,
-            created_ns=known.created_ns,
-            priority=known.priority,
-            keep_alive_s=known.keep_alive_s,
-        )
+        kept = {field: getattr(known, field) for field in ("created_ns", *OPERATORS)}
+        updated: ModelRecord = msgspec.structs.replace(record, **kept)
         return None if updated == known else updated
 
     def changed(self, wish: ModelSet) -> ModelRecord:
         """The record with the operator's changes. Changes nothing. NotFound, BadInput."""
         known = self.named(wish.name)
-        fields = ("min_instances", "max_instances", "priority", "keep_alive_s")
-        wishes = {field: getattr(wish, field) for field in fields}
+        wishes = {field: getattr(wish, field) for field in WISHES}
         changes = {field: value for field, value in wishes.items() if value is not None}
         if changes.get("keep_alive_s", 0.0) < 0:
             changes["keep_alive_s"] = None
@@ -150,3 +154,15 @@ def _check(record: ModelRecord) -> None:
         raise BadInput(
             f"model {record.name!r}: keep_alive_s {record.keep_alive_s} must be 0 or more seconds"
         )
+    for objective in ("ttft_s", "tpot_s"):
+        if not 0 <= getattr(record, objective) < inf:
+            raise BadInput(
+                f"model {record.name!r}: {objective} {getattr(record, objective)} must be 0 (no "
+                "objective) or more seconds"
+            )
+    if not 0 <= record.warm <= MOST_COPIES:
+        raise BadInput(f"model {record.name!r}: warm {record.warm} must be 0 to {MOST_COPIES}")
+    try:
+        parse(record.schedule)
+    except BadInput as error:
+        raise BadInput(f"model {record.name!r}: {error}") from None

@@ -23,6 +23,7 @@ COMMANDS = [
     ["down"],
     ["status"],
     ["model", "add"],
+    ["model", "set"],
     ["model", "ls"],
     ["model", "rm"],
     ["model", "demo"],
@@ -243,3 +244,23 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     os.close(writing)
     assert process.returncode == 1
     assert process.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("wish", "error"),
+    [
+        ((), "nothing to change: name one of --min-instances, --max-instances"),
+        (("--ttft-ms", "fast"), "'fast' is neither milliseconds above 0 nor 'none'"),
+        (("--ttft-ms", "0"), "'0' is neither milliseconds above 0 nor 'none'"),
+        (("--schedule", "mon-fri 8-18 min=2"), "'8-18' are no times: HH:MM-HH:MM, as in 'mon-fri"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused_before_anybody_is_asked(
+    wish: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["model", "set", "llama", *wish])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    assert code != 0
+    assert error in " ".join(capsys.readouterr().err.split())

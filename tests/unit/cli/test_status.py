@@ -57,7 +57,9 @@ RECORD = ModelRecord(
 )  # fmt: skip
 
 
-def shown(capsys: pytest.CaptureFixture[str], device: str, fixed: int | None) -> dict[str, str]:
+def shown(
+    capsys: pytest.CaptureFixture[str], device: str, fixed: int | None, **rules: Any
+) -> dict[str, str]:
     """The lines of a cluster of one node with one model, by what they begin with."""
     info = NodeInfo(
         node=SOURCE, generation=Generation(1), address="tcp://h:1", host="h", device=device,
@@ -66,7 +68,7 @@ def shown(capsys: pytest.CaptureFixture[str], device: str, fixed: int | None) ->
     held = Holding(model_id=MODEL_ID, tier=Tier.GPU, blocks=(0, 1))
     view = NodeView(info=info, holdings=(held,), arena_free=0, reserved_by=None)
     sets = (msgspec.structs.replace(instances(replica(SOURCE), path()), fixed=fixed),)
-    pool = PoolState(nodes=(view,), models=(RECORD,))
+    pool = PoolState(nodes=(view,), models=(msgspec.structs.replace(RECORD, **rules),))
     planner = PlannerState(sets=sets, events=())
     print_status(status.describe(ClusterState(), pool, planner, {}))
     lines = capsys.readouterr().out.splitlines()
@@ -85,3 +87,8 @@ def test_models_have_a_table(
     line = shown(capsys, "cpu", fixed)[MODEL]
     assert line.split()[1:5] == ["3.0", str(BLOCKS), "1", "1"]
     assert line.endswith(words)
+
+
+def test_a_models_objectives_and_schedule_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    line = shown(capsys, "cpu", None, ttft_s=0.5, warm=1, schedule="daily 08:00-09:00 min=2")[MODEL]
+    assert line.endswith("TTFT 500 ms, 1 warm, daily 08:00-09:00 min=2")

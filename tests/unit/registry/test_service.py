@@ -19,6 +19,7 @@ from shared.messages import Message, Ok
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
+    ModelRecord,
     ModelRemove,
     ModelRemoved,
     Models,
@@ -179,6 +180,23 @@ async def test_what_a_model_is_to_have_is_changed_and_outlasts_a_second_import(
     assert answer.records[0].keep_alive_s is None
 
 
+async def test_objectives_and_schedules_outlast_an_import_and_a_restart(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    await publish_model(bus)
+    window = "mon-fri 08:00-18:00 min=2"
+    wish = ModelSet(name=ModelName("llama"), ttft_s=0.5, tpot_s=0.05, warm=1, schedule=window)
+    changed = msgspec.structs.replace(record(), ttft_s=0.5, tpot_s=0.05, warm=1, schedule=window)
+    answer = await bus.request(subjects.REGISTRY_MODEL_SET, wish, Models, timeout=WAIT_S)
+    assert answer.records == (changed,)
+    await publish_model(bus)
+    stored = await (await bus.kv(subjects.KV_MODELS)).entries()
+    assert [msgspec.msgpack.decode(e.value, type=ModelRecord) for e in stored] == [changed]
+    back = ModelSet(name=ModelName("llama"), ttft_s=0.0, tpot_s=0.0, warm=0, schedule="")
+    answer = await bus.request(subjects.REGISTRY_MODEL_SET, back, Models, timeout=WAIT_S)
+    assert answer.records == (record(),)
+
+
 @pytest.mark.parametrize(
     "wish",
     [
@@ -187,6 +205,10 @@ async def test_what_a_model_is_to_have_is_changed_and_outlasts_a_second_import(
         {"priority": 10**9},
         {"keep_alive_s": float("nan")},
         {"keep_alive_s": float("inf")},
+        {"ttft_s": -0.5},
+        {"tpot_s": float("nan")},
+        {"warm": -1},
+        {"schedule": "weekdays 8-18 min=2"},
     ],
 )
 async def test_what_a_model_cannot_have_is_refused(
