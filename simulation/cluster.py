@@ -10,6 +10,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from services.gateway.service import GatewayService
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
@@ -78,6 +80,8 @@ class ClusterSpec:
     slots: int = 16
     step_tokens: int = 2048
     min_instances: int = 1
+    objectives: tuple[tuple[str, float, float], ...] = ()
+    """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
     idle_s: float = 2.0
     target: float = 0.5
     """The share of a replica that is meant to be used, for scalers of other systems."""
@@ -340,6 +344,7 @@ class Cluster:
 
     async def _publish_models(self) -> None:
         objects = await self.bus.objects()
+        objectives = {name: (ttft_s, tpot_s) for name, ttft_s, tpot_s in self.spec.objectives}
         for manifest in self.manifests:
             record = model_record(
                 manifest,
@@ -347,6 +352,8 @@ class Cluster:
                 created_ns=wall_ns(),
                 min_instances=self.spec.min_instances,
             )
+            ttft_s, tpot_s = objectives.get(record.name, (0.0, 0.0))
+            record = msgspec.structs.replace(record, ttft_s=ttft_s, tpot_s=tpot_s)
             await self.bus.request(
                 subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=5.0
             )

@@ -51,6 +51,7 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
         target=setting.target,
         disk_copies=0 if named.every_disk else setting.disk_copies,
         seed=setting.seed,
+        objectives=setting.objectives,
     )
 
 

@@ -31,3 +31,5 @@ class Setting:
     disk_copies: int = 0
     """On how many nodes' disks each model is; 0: on all. Systems that load from local disks have it
     on all in any case."""
+    objectives: tuple[tuple[str, float, float], ...] = ()
+    """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""

@@ -158,12 +158,12 @@ def wanted(least: int, most: int, fixed: int | None) -> str:
 def rules(record: Mapping[str, Any]) -> str:
     """What the model is to have besides numbers of instances, where it is not the default."""
     keep_alive_s = record["keep_alive_s"]
-    parts = (
-        record["priority"] and f"priority {record['priority']}",
-        record["ttft_s"] and f"TTFT {1000 * record['ttft_s']:g} ms",
-        record["tpot_s"] and f"TPOT {1000 * record['tpot_s']:g} ms",
-        record["warm"] and f"{record['warm']} warm",
+    parts: tuple[str | bool, ...] = (
+        bool(record["priority"]) and f"priority {record['priority']}",
+        bool(record["ttft_s"]) and f"TTFT {1000 * record['ttft_s']:g} ms",
+        bool(record["tpot_s"]) and f"TPOT {1000 * record['tpot_s']:g} ms",
+        bool(record["warm"]) and f"{record['warm']} warm",
         keep_alive_s is not None and f"keep-alive {keep_alive_s:g} s",
-        record["schedule"],
+        str(record["schedule"]),
     )
-    return ", ".join(filter(None, parts))
+    return ", ".join(str(part) for part in parts if part)

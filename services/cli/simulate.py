@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.measures import Objective
     from simulation.results import RequestResult, SystemRun
     from simulation.setting import Setting
-    from simulation.traces import Workload
+    from simulation.traces import Row, Workload
 
 FIT = "fit"
 EACH = "*"
@@ -196,8 +196,8 @@ def run(args: argparse.Namespace) -> int:
     each = args.streams and "=" not in args.model
     serves = _serves(f"{EACH}={args.model}" if each else args.model, workload.models)
     capacities = _capacities(args, serves)
-    setting = _setting(args, workload, serves, capacities)
     objective = _objective(args.slo_ttft_ms, args.slo_tpot_ms, capacities)
+    setting = _setting(args, workload, serves, capacities)
     if not args.json:
         _print([*words(setting), f"SLO: {objective.words}", ""])
     systems = args.systems or (COMPARED if args.sweep is None else COMPARED[:1])
@@ -345,6 +345,35 @@ def _setting(
         workload=served.name,
         synthetic=served.synthetic,
         notes=served.notes,
+        objectives=_objectives(args, served.rows, capacities),
+    )
+
+
+def _objectives(
+    args: argparse.Namespace, rows: "Iterable[Row]", capacities: "Mapping[str, Capacity]"
+) -> tuple[tuple[str, float, float], ...]:
+    """The SLO as the objectives that the planner is told: for each model that of its mean
+    request."""
+    lengths: dict[str, list[tuple[int, int]]] = {}
+    for row in rows:
+        lengths.setdefault(row.model, []).append((row.prompt_tokens, row.output_tokens))
+    found = []
+    for name, each in sorted(lengths.items()):
+        prompt, output = (sum(column) // len(each) for column in zip(*each, strict=True))
+        ttft_s, tpot_s = _slo(args.slo_ttft_ms, args.slo_tpot_ms, capacities[name], prompt, output)
+        found.append((name, ttft_s, tpot_s))
+    return tuple(found)
+
+
+def _slo(
+    ttft_ms: float | None, tpot_ms: float | None, capacity: "Capacity", prompt: int, output: int
+) -> tuple[float, float]:
+    """What a request of this length may take, in seconds: for TTFT and for TPOT."""
+    return (
+        SLO_FACTOR * capacity.prefill_s(prompt) if ttft_ms is None else ttft_ms / 1000,
+        SLO_FACTOR * capacity.step_s(1, prompt + output // 2)
+        if tpot_ms is None
+        else tpot_ms / 1000,
     )
 
 
@@ -355,20 +384,13 @@ def _objective(
 
     idle = f"{SLO_FACTOR:g} x that of an idle node"
 
-    def ttft_s(request: "RequestResult") -> float:
-        if ttft_ms is not None:
-            return ttft_ms / 1000
-        return SLO_FACTOR * capacities[request.model].prefill_s(request.prompt_tokens)
-
-    def tpot_s(request: "RequestResult") -> float:
-        if tpot_ms is not None:
-            return tpot_ms / 1000
-        context = request.prompt_tokens + request.output_tokens // 2
-        return SLO_FACTOR * capacities[request.model].step_s(1, context)
+    def slo(request: "RequestResult") -> tuple[float, float]:
+        lengths = request.prompt_tokens, request.output_tokens
+        return _slo(ttft_ms, tpot_ms, capacities[request.model], *lengths)
 
     return Objective(
-        ttft_s,
-        tpot_s,
+        lambda request: slo(request)[0],
+        lambda request: slo(request)[1],
         f"TTFT {idle if ttft_ms is None else f'{ttft_ms:g} ms'}, "
         f"TPOT {idle if tpot_ms is None else f'{tpot_ms:g} ms'}",
     )

@@ -22,6 +22,10 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting_since_ns: int = 0
     """When the oldest request in the queue began to wait, by the wall clock; if the queue is empty,
     the oldest that has no token yet from where it is. 0: there is none."""
+    asked_requests: int = 0
+    """Requests that the gateway was asked for since it began."""
+    asked_tokens: int = 0
+    """Tokens of their prompts."""
     instance_requests: dict[InstanceId, int]
     """Requests of this gateway in flight on each instance."""
 

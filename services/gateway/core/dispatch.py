@@ -96,7 +96,7 @@ class Dispatch:
         self._begin(requests[0].call or requests[0].id, now)
         for request in requests:
             self._ledger.requests[request.id] = request
-            model.queue.append(request)
+            model.ask(request)
         self._guard(model, now, model.dispatch, now)
         return self._flush()
 

@@ -48,6 +48,8 @@ class Model:
         """Whether the registry lists the model. If not, no request of it is begun."""
         self.table = Table(rules.routing.prompts_ahead)
         self.queue: deque[Request] = deque()
+        self.asked_requests = self.asked_tokens = 0
+        """Requests that were submitted so far, and tokens of their prompts."""
         self._reported = 0
         """How many requests waited when the load was last reported."""
         self._rules = rules
@@ -62,6 +64,12 @@ class Model:
         return not (self.listed or self.queue or self.table.routes)
 
     # --- events --------------------------------------------------------------
+
+    def ask(self, request: Request) -> None:
+        """Takes in a new request."""
+        self.asked_requests += 1
+        self.asked_tokens += len(request.prompt)
+        self.queue.append(request)
 
     def apply(self, new: InstanceSet, now: float) -> None:
         self._give_back(self.table.apply(new), "left the set", now)
@@ -235,6 +243,8 @@ class Model:
                 for request in chain(self.queue, submitted)
             ),
             waiting_since_ns=0 if oldest is None else zero_ns + round(oldest * 1e9),
+            asked_requests=self.asked_requests,
+            asked_tokens=self.asked_tokens,
             instance_requests={key: len(route.requests) for key, route in routes.items()},
         )
 

@@ -264,6 +264,12 @@ class Cluster:
         known = [rate for rate in rates if 0 < rate < inf]
         return model.nbytes / max(known, default=LOAD_BYTES_PER_S)
 
+    def out_bytes_per_s(self, node: NodeId) -> float:
+        """The rate at which a live node sends, as it states or has measured it; 0: not known."""
+        info = self.nodes.get(node)
+        stated = float(info.link_bytes_per_s) if info is not None else 0.0
+        return stated or self.profile(node).out_bytes_per_s
+
     def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:

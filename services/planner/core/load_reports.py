@@ -27,10 +27,18 @@ class _Report:
     models: dict[ModelName, ModelLoad]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    requests: int = 0
+    tokens: int = 0
+    """Of their prompts."""
+
+
 class LoadReports:
     def __init__(self) -> None:
         self._loads: dict[GatewayId, _Report] = {}
         self._heard_at = float("-inf")
+        self._asked: dict[ModelName, Asked] = {}
 
     def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
         """Returns the models whose load differs from what the gateway said before."""
@@ -40,7 +48,26 @@ class LoadReports:
         models = {each.model: each for each in load.models}
         self._loads[load.gateway] = _Report(now, now, models)
         names = models.keys() | known.keys()
-        return frozenset(name for name in names if models.get(name) != known.get(name))
+        changed = frozenset(name for name in names if models.get(name) != known.get(name))
+        for name in changed:
+            self._count(name, known.get(name), models.get(name), heard=before is not None)
+        return changed
+
+    def _count(
+        self, name: ModelName, before: ModelLoad | None, load: ModelLoad | None, *, heard: bool
+    ) -> None:
+        """Takes note of the requests that a gateway was asked for since its last report. `heard`:
+        whether there was one."""
+        if load is None:
+            if not self._of(name):
+                self._asked.pop(name, None)
+            return
+        requests, tokens = load.asked_requests, load.asked_tokens
+        if before is not None and before.asked_requests <= requests:  # it did not begin anew
+            requests, tokens = requests - before.asked_requests, tokens - before.asked_tokens
+        if heard:
+            known = self._asked.get(name, Asked())
+            self._asked[name] = Asked(known.requests + requests, known.tokens + max(0, tokens))
 
     def on_sign_of_life(self, now: float) -> None:
         """Takes note that something came over the bus."""
@@ -68,6 +95,10 @@ class LoadReports:
         """When the oldest request that waits began to wait. 0: none waits."""
         since = (load.waiting_since_ns for load in self._of(model))
         return min(filter(None, since), default=0)
+
+    def asked(self, model: ModelName) -> Asked:
+        """What gateways were asked for since this planner heard of them."""
+        return self._asked.get(model, Asked())
 
     def running(self, model: ModelName) -> Mapping[InstanceId, int]:
         """Requests in flight on the model's instances, as the gateways last said."""

@@ -277,7 +277,8 @@ class ModelMachine:
             have=have,
             coming=coming,
             leaving=self.standing.count,
-            speed=self.fleet.speed,
+            fleet=self.fleet,
+            event=self.event.record if self.event is not None and coming else None,
         )
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
         self._usage.note(at, len(members), asked=asked)
@@ -418,7 +419,7 @@ class ModelMachine:
             name=record.name,
             nbytes=record.nbytes,
             priority=record.priority,
-            floor=record.min_instances,
+            floor=self._sizing.floor,
             wants=self._sizing.wants,
             asked=not cluster.loads.demand(record.name).idle,
             replicas={

@@ -6,13 +6,27 @@ sequences, by KV tokens, or by the prefill that requests wait for, whichever is 
 are asked for only when work waits, and replicas on their way count, so a burst is answered once. A
 little work must wait for a while, so that a blip moves no weights; a queue worth several instances
 is answered at once. While the load grows, the expected load at the time when more replicas are
-there is answered at once, too. After an idle time fewer are asked for, one replica at a time:
+there is answered at once, too. A model with objectives gets the least number of replicas that keeps
+them (`objectives`). After an idle time fewer are asked for, one replica at a time:
 scaling back up is cheap here (BlitzScale, section 5.4).
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+from services.planner.core.objectives import (
+    NO_OBJECTIVES,
+    Objectives,
+    Supply,
+    Work,
+    due_s,
+    inside,
+    needed,
+    slack_s,
+    wait_s,
+)
+from services.planner.core.traffic import NO_ARRIVALS, Arrivals
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
@@ -34,6 +48,8 @@ class Demand:
     running_tokens: int
     prompt_tokens: int = 0
     """Tokens to prefill of requests that wait for their first token, wherever they are."""
+    arrivals: Arrivals = NO_ARRIVALS
+    """What is expected of the next requests."""
 
     @property
     def idle(self) -> bool:
@@ -60,6 +76,13 @@ class Policy:
     """As nodes measured it. 0: not known, and prefill does not count."""
     fixed: int | None = None
     """The operator's number of replicas, which overrules the load."""
+    floor_why: str = ""
+    """Why `min_instances` is more than the model's own, in words."""
+    objectives: Objectives = NO_OBJECTIVES
+    decode_s: float = 0.0
+    """Seconds of a pass of one token, as nodes measured it. 0: not known."""
+    supply: Supply | None = None
+    """What serves and what is coming, for objectives. None: what is coming comes at the horizon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +105,9 @@ class Decision:
     """When the condition began."""
     wake_at: float | None = None
     """When the same demand would be answered differently, because a time has run out."""
+    enough: int | None = None
+    """How many replicas the load fills, or the objectives need, or the policy keeps. None: what the
+    load fills."""
 
 
 def fulls(demand: Demand, policy: Policy) -> float:
@@ -113,31 +139,35 @@ def decide(
 ) -> tuple[Scaler, Decision]:
     """`have` replicas serve, `coming` are being loaded, and `leaving` drain or are being released
     (and do not count). Times are in seconds, all of the same clock."""
-    load = fulls(demand, policy)
-    want = wanted(load, policy)
     total = have + coming
-    if want > total and _is_short(demand, policy, have, total):
-        since, origin = now, load
+    aim = _aim(demand, policy, have=have, coming=coming)
+    if aim.want > total and aim.short:
+        since, origin = now, aim.load
         if scaler.short_since is not None:
             since, origin = scaler.short_since, scaler.short_from
         scaler = Scaler(short_since=since, short_from=origin)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
-        answer_at = since if urgent else since + _hold_s(demand, policy, grown=load > origin)
+        answer_at = (
+            since if urgent else since + _hold_s(aim, demand, policy, grown=aim.load > origin)
+        )
         if now >= answer_at:
-            want = wanted(load + _growth(scaler, load, policy, now), policy)
-            return scaler, Decision(want, _cause_up(demand, policy, have, coming, want), since)
-        return scaler, Decision(total, "", now, answer_at)
-    if want < have and coming == 0:
+            want = aim.want
+            if not aim.looks_ahead:
+                want = wanted(aim.load + _growth(scaler, aim.load, policy, now), policy)
+            why = aim.why or _cause_up(demand, policy, have, coming, want)
+            return scaler, Decision(want, why, since, enough=want)
+        return scaler, Decision(total, "", now, answer_at, aim.keep)
+    if aim.keep < have and coming == 0:
         since = scaler.surplus_since if scaler.surplus_since is not None else now
         long_enough = policy.fixed is not None or now - since >= policy.idle_s
         if long_enough and leaving == 0:
-            cause = f"{have} replicas, {want} wanted for {now - since:.1f} s"
-            return Scaler(surplus_since=since), Decision(have - 1, cause, since)
+            cause = _cause_down(demand, policy, have, aim.keep, now - since)
+            return Scaler(surplus_since=since), Decision(have - 1, cause, since, enough=aim.keep)
         wake_at = None if long_enough else since + policy.idle_s
-        return Scaler(surplus_since=since), Decision(total, "", now, wake_at)
+        return Scaler(surplus_since=since), Decision(total, "", now, wake_at, aim.keep)
     if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
-        return replace(scaler, surplus_since=None), Decision(total, "", now)
-    return Scaler(), Decision(total, "", now)
+        return replace(scaler, surplus_since=None), Decision(total, "", now, enough=aim.keep)
+    return Scaler(), Decision(total, "", now, enough=aim.keep)
 
 
 class Decide(Protocol):
@@ -157,9 +187,70 @@ class Decide(Protocol):
     ) -> tuple[Scaler, Decision]: ...
 
 
-def _hold_s(demand: Demand, policy: Policy, *, grown: bool) -> float:
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """What the work asks for."""
+
+    load: float
+    """In instance-fulls."""
+    want: int
+    keep: int
+    """Fewer than this are too few, if they are there already."""
+    short: bool
+    """Whether more replicas would be of use now."""
+    looks_ahead: bool = False
+    """Whether `want` is for the time when the replicas are there."""
+    late: float = 0.0
+    """How much longer requests wait than they should, as a share of that."""
+    why: str = ""
+
+
+def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
+    total = have + coming
+    load = fulls(demand, policy)
+    objectives = policy.objectives
+    if policy.fixed is not None or not (objectives.any and policy.prefill_s_per_token):
+        want = wanted(load, policy)
+        return _Aim(load, want, want, _is_short(demand, policy, have, total))
+    work = work_of(demand, policy)
+    supply = policy.supply or Supply(have, coming, policy.horizon_s, policy.horizon_s)
+    bound = policy.max_instances
+    least = min(policy.min_instances, bound)
+    want = max(least, needed(work, supply, objectives, bound))
+    keep = max(want, needed(work, supply, objectives.eased(), bound))
+    slack = slack_s(work, objectives)
+    waits_s = wait_s(work, due_s(work, supply), total) if objectives.ttft_s else 0.0
+    return _Aim(
+        load,
+        want,
+        keep,
+        short=want > total,
+        looks_ahead=True,
+        late=waits_s / slack - 1 if slack else 0.0,
+        why="" if want <= least else _why_objective(work, policy, want, supply),
+    )
+
+
+def work_of(demand: Demand, policy: Policy) -> Work:
+    """The model's work in seconds of one replica."""
+    arrivals = demand.arrivals
+    return Work(
+        waiting_s=_prefill_s(demand, policy),
+        inside=demand.queued_requests + demand.running_requests,
+        rate=arrivals.rate,
+        prefill_s=arrivals.prompt_tokens * policy.prefill_s_per_token,
+        token_s=policy.prefill_s_per_token,
+        step_s=policy.decode_s,
+        stay_s=arrivals.stay_s,
+        slots=policy.slots,
+    )
+
+
+def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:
     """How long more must be wanted before it is asked for: the more work waits, the shorter. Weak
     evidence is looked at twice, so that the growth is known."""
+    if aim.looks_ahead:
+        return policy.scale_up_hold_s * max(0.0, 1.0 - max(0.0, aim.late))
     evidence = demand.queued_requests / policy.slots / STRONG
     hold_s = policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
     if hold_s == 0.0 or grown:
@@ -195,11 +286,43 @@ def _prefill_s(demand: Demand, policy: Policy) -> float:
 def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:
     if policy.fixed is not None:
         return f"operator asked for {policy.fixed} replicas, {have + coming} there"
-    if demand.idle:
-        return f"fewer than min_instances={policy.min_instances}"
+    if have + coming < policy.min_instances and want <= policy.min_instances:
+        return policy.floor_why or f"fewer than min_instances={policy.min_instances}"
+    return (
+        f"{_in_words(demand, policy)} fill {want} replicas of {policy.slots} slots; "
+        f"{have} serve, {coming} on their way"
+    )
+
+
+def _cause_down(demand: Demand, policy: Policy, have: int, keep: int, since_s: float) -> str:
+    if policy.fixed is not None:
+        return f"operator asked for {policy.fixed} replicas, {have} serve"
+    arriving = demand.arrivals.rate
+    rate = f", {arriving:.1f} requests a second" if arriving >= 0.05 else ""
+    return (
+        f"{have} replicas serve, {keep} are enough for {since_s:.1f} s "
+        f"(keep-alive {policy.idle_s:g} s): {_in_words(demand, policy).rstrip(',')}{rate}"
+    )
+
+
+def _in_words(demand: Demand, policy: Policy) -> str:
     prefill = _prefill_s(demand, policy)
     due = f", {prefill:.1f} s of prefill due," if prefill >= 0.1 else ""
+    return f"{demand.queued_requests} requests queued and {demand.running_requests} running{due}"
+
+
+def _why_objective(work: Work, policy: Policy, want: int, supply: Supply) -> str:
+    """What makes an objective ask for so many replicas."""
+    objectives = policy.objectives
+    aims = [
+        f"{name} {1000 * seconds:g} ms"
+        for name, seconds in (("TTFT", objectives.ttft_s), ("TPOT", objectives.tpot_s))
+        if seconds
+    ]
+    there = inside(work, supply.horizon_s, want)
     return (
-        f"{demand.queued_requests} requests queued and {demand.running_requests} running{due} fill "
-        f"{want} replicas of {policy.slots} slots; {have} serve, {coming} on their way"
+        f"{work.rate:.1f} requests a second of {work.prefill_s:.3f} s prefill each; in "
+        f"{supply.horizon_s:.1f} s {there:.0f} requests and {due_s(work, supply):.2f} s of prefill "
+        f"are expected, which takes {want} replicas of {policy.slots} slots to keep "
+        f"{' and '.join(aims)}; {supply.now:.1f} serve, {supply.coming} are on their way"
     )

@@ -1,12 +1,34 @@
 """Decides how many replicas one model needs, from what the cluster knows of its load (`scaling` has
 the rule)."""
 
+from dataclasses import replace
+
+from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import Desk
-from services.planner.core.scaling import Decision, Policy, Scaler, fulls, wanted
+from services.planner.core.fleet import Fleet
+from services.planner.core.load_reports import Asked
+from services.planner.core.objectives import FULL, Objectives, Supply, busy
+from services.planner.core.scaling import (
+    Decision,
+    Demand,
+    Policy,
+    Scaler,
+    fulls,
+    wanted,
+    work_of,
+)
+from services.planner.core.traffic import Arrivals, Traffic
+from shared.messages.instances import InstanceState
 from shared.messages.pool import ModelRecord
+from shared.messages.scaling import EventRecord
+from shared.schedule import least
 
 SPARE_S = 1.0
 """Seconds after which replicas that the load does not fill may give way to other models."""
+START_S = 0.1
+"""Seconds of an event before its first bytes move, and after its last."""
+LEAD, LEAD_S = 2.0, 1.0
+"""What a schedule asks for is begun earlier by this many times the time to load, and a second."""
 
 
 class Sizing:
@@ -14,10 +36,14 @@ class Sizing:
         self.wants = 0
         """How many replicas the model should have at least, as of the last decision, whatever room
         there is."""
+        self.floor = 0
+        """How many replicas it keeps even when idle, as of the last decision."""
         self.spare_at: float | None = None
         """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
         self._scaler = Scaler()
+        self._traffic = Traffic()
+        self._asked = Asked()
 
     @property
     def surplus(self) -> bool:
@@ -25,11 +51,21 @@ class Sizing:
         return self._scaler.surplus_since is not None
 
     def decide(
-        self, record: ModelRecord, *, have: int, coming: int, leaving: int, speed: float
+        self,
+        record: ModelRecord,
+        *,
+        have: int,
+        coming: int,
+        leaving: int,
+        fleet: Fleet,
+        event: EventRecord | None,
     ) -> Decision:
-        """See `scaling.decide`. `speed`: the mean speed of the replicas."""
+        """See `scaling.decide`. `event`: what is coming, if anything is."""
         demand = self._desk.cluster.loads.demand(record.name)
-        policy = self._policy(record, speed)
+        supply = self._supply(record, coming, fleet, event)
+        policy = self._policy(record, fleet.speed, supply)
+        demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
+        self.floor = policy.min_instances
         self._scaler, decision = self._desk.settings.decide(
             self._scaler,
             demand,
@@ -39,7 +75,8 @@ class Sizing:
             leaving=leaving,
             now=self._desk.at,
         )
-        self.wants = wanted(fulls(demand, policy), policy)
+        filled = wanted(fulls(demand, policy), policy)
+        self.wants = filled if decision.enough is None else decision.enough
         surplus_since = self._scaler.surplus_since
         self.spare_at = None if surplus_since is None else surplus_since + SPARE_S
         if self.spare_at is not None and self._desk.at < self.spare_at:
@@ -48,11 +85,52 @@ class Sizing:
             self.wants = decision.replicas
         return decision
 
-    def _policy(self, record: ModelRecord, speed: float) -> Policy:
+    def _supply(
+        self, record: ModelRecord, coming: int, fleet: Fleet, event: EventRecord | None
+    ) -> Supply:
+        """What serves, and when more would."""
+        carried = sum(i.capacity for i in fleet.instances if i.state is InstanceState.SERVING)
+        horizon_s, coming_s = self._load_s(record), 0.0
+        if event is not None:
+            over_s = event.predicted.all_complete_s
+            since_s = (self._desk.now.wall_ns - event.decided_ns) / 1e9
+            coming_s = max(0.0, (horizon_s if over_s is None else over_s) - since_s)
+        return Supply(carried, coming, coming_s, max(horizon_s, coming_s))
+
+    def _load_s(self, record: ModelRecord) -> float:
+        """About how many seconds a replica takes from the decision on: a copy over a link if one
+        is in memory, or else from a disk."""
+        cluster, settings = self._desk.cluster, self._desk.settings
+        holders = cluster.holders(record.model_id, IN_MEMORY)
+        if not holders:
+            return START_S + cluster.load_s(record)
+        rate = max(map(cluster.out_bytes_per_s, holders)) or settings.link_bytes_per_s
+        return START_S + record.nbytes / rate if rate else settings.horizon_s
+
+    def _arrivals(
+        self, record: ModelRecord, demand: Demand, policy: Policy, supply: Supply
+    ) -> Arrivals:
+        """Takes in what has arrived since the last decision."""
+        at, asked = self._desk.at, self._desk.cluster.loads.asked(record.name)
+        work = work_of(replace(demand, arrivals=self._traffic.arrivals(at)), policy)
+        self._traffic.note(
+            at,
+            max(0, asked.requests - self._asked.requests),
+            max(0, asked.tokens - self._asked.tokens),
+            inside=demand.queued_requests + demand.running_requests,
+            running=demand.running_requests,
+            busy=min(busy(work, supply.now), FULL),
+        )
+        self._asked = asked
+        return self._traffic.arrivals(at)
+
+    def _policy(self, record: ModelRecord, speed: float, supply: Supply) -> Policy:
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
+        floor = self._floor(record, supply.horizon_s)
+        scheduled = f"the schedule keeps {floor} replicas" if record.schedule else ""
         return Policy(
-            min_instances=record.min_instances,
+            min_instances=floor,
             max_instances=min(record.max_instances or nodes, nodes),
             slots=cluster.slots,
             kv_tokens=cluster.measured.kv_tokens(record.model_id),
@@ -63,4 +141,14 @@ class Sizing:
             horizon_s=settings.horizon_s,
             idle_s=settings.idle_s if record.keep_alive_s is None else record.keep_alive_s,
             fixed=self._desk.archive.fixed.get(record.model_id),
+            floor_why=scheduled if floor != record.min_instances else "",
+            objectives=Objectives(record.ttft_s, record.tpot_s),
+            decode_s=cluster.measured.decode_s(record.model_id) / speed,
+            supply=supply,
         )
+
+    def _floor(self, record: ModelRecord, horizon_s: float) -> int:
+        """What the model keeps even when idle, now and when what is asked for now is there."""
+        now_ns = self._desk.now.wall_ns
+        soon_ns = now_ns + int((LEAD * horizon_s + LEAD_S) * 1e9)
+        return least(record.schedule, record.min_instances, record.warm, (now_ns, soon_ns))[0]

@@ -1,8 +1,9 @@
 """Loads add up over the gateways that speak; silence of the whole bus is no news."""
 
+import msgspec
 import pytest
 
-from services.planner.core.load_reports import BLIND_S, FRESH_S, LoadReports
+from services.planner.core.load_reports import BLIND_S, FRESH_S, Asked, LoadReports
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
@@ -21,6 +22,30 @@ def load(gateway: str, queued: int = 0, on: int = 0, model: str = LLAMA) -> Gate
         instance_requests={ON: on},
     )
     return GatewayLoad(gateway=GatewayId(gateway), models=(of_model,))
+
+
+def asked(gateway: str, requests: int) -> GatewayLoad:
+    (of_model,) = load(gateway).models
+    counted = msgspec.structs.replace(of_model, asked_requests=requests, asked_tokens=7 * requests)
+    return GatewayLoad(gateway=GatewayId(gateway), models=(counted,))
+
+
+def test_what_gateways_were_asked_for_is_counted_once_and_never_backwards() -> None:
+    found = LoadReports()
+    found.on_load(asked("one", 100), now=0.0)
+    assert found.asked(LLAMA) == Asked(), "before this planner heard of it"
+    found.on_load(asked("one", 103), now=0.1)
+    found.on_load(asked("one", 103), now=0.2)
+    found.on_load(asked("two", 9), now=0.2)
+    found.on_load(asked("two", 10), now=0.3)
+    assert found.asked(LLAMA) == Asked(4, 28)
+    found.on_load(asked("one", 2), now=0.4)
+    assert found.asked(LLAMA) == Asked(6, 42), "the gateway began anew"
+    gone = GatewayLoad(gateway=GatewayId("one"), models=())
+    found.on_load(gone, now=0.5)
+    assert found.asked(LLAMA) == Asked(6, 42)
+    found.on_load(msgspec.structs.replace(gone, gateway=GatewayId("two")), now=0.5)
+    assert found.asked(LLAMA) == Asked(), "a model that no gateway lists is forgotten"
 
 
 def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:

@@ -3,11 +3,13 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.core.objectives import Objectives, Supply
 from services.planner.core.scaling import (
     GROWTH,
     LOOK_S,
@@ -20,6 +22,7 @@ from services.planner.core.scaling import (
     fulls,
     wanted,
 )
+from services.planner.core.traffic import Arrivals
 
 SLOTS = 4
 
@@ -271,3 +274,101 @@ def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning
     more = replace(first, queued_requests=10)
     _, grown = decide(scaler, more, policy(), have=1, coming=2, leaving=0, now=0.5)
     assert grown.replicas == math.ceil(3.5 + 0.5 / 0.5 * 1.0)
+
+
+# --- objectives ---
+
+
+def with_objective(ttft_s: float = 0.5, **changes: Any) -> Policy:
+    """A prompt of 1000 tokens takes 50 ms."""
+    known = replace(policy(most=20), prefill_s_per_token=5e-5, decode_s=0.02, slots=32)
+    return replace(known, objectives=Objectives(ttft_s), **changes)
+
+
+BURST = Arrivals(rate=60.0, prompt_tokens=1000.0, stay_s=4.0)
+WAITING = Demand(10, 0, 15, 0, prompt_tokens=20_000)
+
+
+def aim(
+    load: Demand, rules: Policy, arrivals: Arrivals, supply: Supply, **state: Any
+) -> tuple[Scaler, Decision]:
+    state = {"have": 1, "coming": supply.coming, "leaving": 0, "now": 5.0} | state
+    scaler = state.pop("scaler", Scaler())
+    return decide(scaler, replace(load, arrivals=arrivals), replace(rules, supply=supply), **state)
+
+
+def test_an_objective_asks_at_once_for_what_a_burst_will_need_when_it_is_there() -> None:
+    alone = Supply(1.0, horizon_s=0.7)
+    _, decision = aim(WAITING, with_objective(), BURST, alone)
+    assert decision.replicas >= 5, "60 requests a second are 3 s of prefill"
+    assert decision.detected_at == 5.0
+    assert decision.cause.startswith("60.0 requests a second of 0.050 s prefill each; in 0.7 s ")
+    assert decision.cause.endswith("to keep TTFT 500 ms; 1.0 serve, 0 are on their way")
+    _, loose = aim(WAITING, with_objective(ttft_s=5.0), BURST, alone)
+    assert loose.replicas < decision.replicas
+    _, far = aim(WAITING, with_objective(), BURST, Supply(1.0, horizon_s=2.0))
+    assert far.replicas > decision.replicas
+
+
+def test_what_is_coming_counts_for_when_it_comes() -> None:
+    _, answered = aim(WAITING, with_objective(), BURST, Supply(1.0, horizon_s=0.7))
+    coming = answered.replicas - 1
+    _, again = aim(WAITING, with_objective(), BURST, Supply(1.0, coming, 0.7, 0.7))
+    assert again.replicas == answered.replicas
+    _, early = aim(WAITING, with_objective(), BURST, Supply(4.0, coming, 0.1, 0.7))
+    assert early.cause == ""
+
+
+def test_while_nodes_have_measured_nothing_the_queue_decides() -> None:
+    rules = with_objective(prefill_s_per_token=0.0)
+    _, decision = aim(demand(queued=80, running=32), rules, BURST, Supply(1.0, horizon_s=0.7))
+    assert decision.cause.startswith("80 requests queued and 32 running fill 4 replicas")
+
+
+def test_replicas_stay_while_fewer_would_just_keep_the_objective() -> None:
+    rules = with_objective()
+    busy, quiet = Demand(0, 0, 60, 0), replace(BURST, rate=15.0)
+    needs = [aim(busy, rules, quiet, Supply(float(n)), have=n)[1] for n in range(1, 9)]
+    enough = next(n for n, decision in enumerate(needs, 1) if decision.replicas <= n)
+    scaler = Scaler(surplus_since=0.0)
+    _, decision = aim(busy, rules, quiet, Supply(8.0), have=8, scaler=scaler)
+    assert decision.replicas == 7
+    assert decision.cause.startswith("8 replicas serve, ")
+    assert "15.0 requests a second" in decision.cause
+    assert "(keep-alive 2 s)" in decision.cause
+    _, decision = aim(busy, rules, quiet, Supply(float(enough)), have=enough, scaler=scaler)
+    assert decision.cause == ""
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.floats(0, 100),
+    st.floats(0, 10),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    policies,
+    st.floats(0.01, 5),
+)
+def test_objectives_stay_within_the_limits_too(
+    queued: int,
+    running: int,
+    rate: float,
+    stay_s: float,
+    have: int,
+    coming: int,
+    rules: Policy,
+    ttft_s: float,
+) -> None:
+    rules = replace(rules, objectives=Objectives(ttft_s), prefill_s_per_token=1e-4, decode_s=0.02)
+    load = Demand(queued, 0, running, 0, prompt_tokens=1000 * queued)
+    arrivals = Arrivals(rate, 1000.0, stay_s)
+    supply = Supply(float(have), coming, 0.5, 1.0)
+    long_ago = Scaler(short_since=-100.0, surplus_since=-100.0)
+    _, decision = aim(load, rules, arrivals, supply, have=have, scaler=long_ago)
+    if decision.replicas > have + coming:
+        assert decision.replicas <= rules.max_instances
+        assert decision.cause
+    elif decision.replicas < have + coming:
+        assert decision.replicas == have - 1
+        assert coming == 0

@@ -1,0 +1,161 @@
+"""How many replicas keep a model's objectives with the least device time; pure.
+
+What is decided now helps only when it has been loaded, a *horizon* later. So the question is how
+long a request waits that arrives then. Work is counted in seconds of one replica. At the horizon
+
+    due    = waiting + rate x horizon x prefill - what serves until then     (not below 0)
+    inside = rate x stay + (inside now - rate x stay) exp(-horizon / stay)
+
+where `prefill` is what an ordinary prompt takes. What serves until then is what instances carry now
+(a half-loaded node counts for what its paths carry), and the replicas on their way, from when they
+are there. With n replicas, nine of ten requests wait at most
+
+    wait(n) = due / n + prefill ln(10 r) / (2 (1 - r)),    r = rate x prefill / n
+
+(the second part: the tail of a queue whose services take equally long, M/D/1, in heavy traffic), if
+they find a slot: inside + Z sqrt(inside) <= n x slots. A replica is busy with prefills for r of its
+time. So its tokens come every step / (1 - r) seconds, and a request stays 1 / (1 - r) times as long
+as without. The least n is taken for which all three hold.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+
+TAIL = 10.0
+"""One of this many requests may wait for longer."""
+Z = 1.28
+"""The same in standard deviations of the number of requests that are there."""
+LEAST_WAIT = 0.5
+"""An objective that leaves less than this many prefills for waiting cannot be kept. Then requests
+wait for no longer than that."""
+LEAST_STEP = 1.25
+"""The same for tokens: prefills may always take so much of a replica's time that a step takes this
+many times as long."""
+FULL = 0.95
+"""The share of its time that a replica can be busy with prefills."""
+EASE = 0.8
+"""Replicas leave only if the others keep this share of the objective, so that they do not come back
+at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    ttft_s: float = 0.0
+    """For the first token. 0: none."""
+    tpot_s: float = 0.0
+    """Between tokens. 0: none."""
+
+    @property
+    def any(self) -> bool:
+        return self.ttft_s > 0 or self.tpot_s > 0
+
+    def eased(self) -> "Objectives":
+        return Objectives(EASE * self.ttft_s, EASE * self.tpot_s)
+
+
+NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A model's work, in seconds of one replica. 0: not known, and does not count."""
+
+    waiting_s: float
+    """Prefill of all requests without a first token."""
+    inside: int
+    """Requests that wait or run."""
+    rate: float
+    """Arrivals a second."""
+    prefill_s: float
+    """Prefill of an ordinary prompt."""
+    token_s: float
+    """Of each further token of a pass."""
+    step_s: float
+    """A pass of one token."""
+    stay_s: float
+    """How long a request is on an instance that does no prefills."""
+    slots: int
+    """Sequences that a replica runs at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What serves, in replicas."""
+
+    now: float
+    """What instances carry now, paths over nodes that still load included."""
+    coming: int = 0
+    """Replicas that are on their way."""
+    coming_s: float = 0.0
+    """When they are there."""
+    horizon_s: float = 0.0
+    """How long a replica takes that is asked for now."""
+
+
+def due_s(work: Work, supply: Supply) -> float:
+    """Prefill that is due at the horizon."""
+    horizon = supply.horizon_s
+    served = supply.now * horizon + supply.coming * max(0.0, horizon - supply.coming_s)
+    return max(0.0, work.waiting_s + work.rate * horizon * work.prefill_s - served)
+
+
+def inside(work: Work, horizon_s: float, replicas: int) -> float:
+    """How many requests are there at the horizon, if this many replicas serve."""
+    if work.stay_s <= 0:
+        return work.inside + work.rate * horizon_s
+    stay_s = work.stay_s / (1 - min(busy(work, replicas), FULL))
+    steady = work.rate * stay_s
+    return max(0.0, steady + (work.inside - steady) * exp(-horizon_s / stay_s))
+
+
+def busy(work: Work, replicas: float) -> float:
+    """The share of a replica's time that prefills take; more than 1 if they do not fit."""
+    due = work.rate * work.prefill_s
+    return due / replicas if replicas > 0 else inf if due else 0.0
+
+
+def wait_s(work: Work, due: float, replicas: int) -> float:
+    """How long nine of ten requests wait for their turn, at most, if `due` is due."""
+    if replicas < 1:
+        return inf if work.rate or work.inside or due else 0.0
+    share = busy(work, replicas)
+    if share >= FULL:
+        return inf
+    tail = work.prefill_s * log(TAIL * share) / (2 * (1 - share)) if TAIL * share > 1 else 0.0
+    return due / replicas + tail
+
+
+def batch(work: Work, objectives: Objectives) -> int:
+    """How many sequences a replica may run at once, so that a step of decoding takes no longer than
+    the objective. At least 1."""
+    if not (objectives.tpot_s and work.step_s and work.token_s):
+        return work.slots
+    more = (objectives.tpot_s - work.step_s) / work.token_s
+    return 1 + int(max(0.0, min(work.slots - 1.0, more)))
+
+
+def met(work: Work, supply: Supply, objectives: Objectives, replicas: int) -> bool:
+    """Whether this many replicas keep the objectives. If they do, more of them do."""
+    there = inside(work, supply.horizon_s, replicas)
+    if there > 0 and there + Z * sqrt(there) > batch(work, objectives) * replicas:
+        return False
+    if objectives.tpot_s and replicas:
+        step_s = work.step_s + max(0.0, there / replicas - 1) * work.token_s
+        limit_s = max(objectives.tpot_s, LEAST_STEP * work.step_s)
+        if step_s > limit_s * (1 - busy(work, replicas)):
+            return False
+    if not objectives.ttft_s:
+        return True
+    return wait_s(work, due_s(work, supply), replicas) <= slack_s(work, objectives)
+
+
+def slack_s(work: Work, objectives: Objectives) -> float:
+    """How long a request may wait before its own prefill begins."""
+    own = work.prefill_s + work.step_s
+    return max(objectives.ttft_s - own, LEAST_WAIT * work.prefill_s)
+
+
+def needed(work: Work, supply: Supply, objectives: Objectives, most: int) -> int:
+    """The least number of replicas that keeps the objectives; `most` if none does."""
+    return bisect_left(range(most), True, key=lambda n: met(work, supply, objectives, n))

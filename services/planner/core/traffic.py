@@ -1,0 +1,98 @@
+"""How fast requests of one model arrive, how long their prompts are, and how long they stay; pure.
+
+Gateways count all requests that they were asked for (`ModelLoad.asked_requests`). A rate is what
+was counted in the last seconds. If requests arrive at random, n of them are known to within sqrt n:
+so a short window says little about a few requests, and a lot about a burst. Prompts and stays are
+means over some minutes, in which what is long past counts less and less. A stay is the time of all
+requests on instances, divided by the number of requests that have ended: the estimate for stays
+that still go on.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import exp, sqrt
+
+WINDOWS_S = (0.5, 2.0, 8.0)
+"""How far back arrivals are counted. In the longest window all count; in the others as many as are
+hardly chance."""
+DOUBT = 1.0
+"""How many times sqrt n that is less than n."""
+MERGE_S = 0.05
+"""Counts that are closer than this are one."""
+ENOUGH = 1.0
+"""A mean of less than this many requests, as they count, says nothing."""
+MEMORY_S = 300.0
+"""How far back prompts and stays count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What is expected of the next requests."""
+
+    rate: float = 0.0
+    """Requests a second."""
+    prompt_tokens: float = 0.0
+    """The mean length of a prompt. 0: not known."""
+    stay_s: float = 0.0
+    """How long a request is on an instance that does no prefills. 0: not known."""
+
+
+NO_ARRIVALS = Arrivals()
+
+
+@dataclass(slots=True)
+class _Count:
+    at: float
+    requests: int
+
+
+class Traffic:
+    def __init__(self) -> None:
+        self._counts: deque[_Count] = deque()
+        """Arrivals of the longest window. At most WINDOWS_S[-1] / MERGE_S + 1 of them."""
+        self._at: float | None = None
+        self._inside = 0
+        self._decoding = 0.0
+        self._asked = self._tokens = self._ended = self._stays_s = 0.0
+        """Sums in which what is long past counts less."""
+
+    def note(
+        self, now: float, asked: int, tokens: int, *, inside: int, running: int, busy: float
+    ) -> None:
+        """`asked` requests have arrived since the last note, with prompts of `tokens` in all. From
+        now on `inside` requests are there, `running` of them on instances, which do prefills for
+        `busy` of their time."""
+        passed = max(0.0, now - self._at) if self._at is not None else 0.0
+        kept = exp(-passed / MEMORY_S)
+        ended = max(0, self._inside + asked - inside)
+        self._asked = self._asked * kept + asked
+        self._tokens = self._tokens * kept + tokens
+        self._ended = self._ended * kept + ended
+        self._stays_s = self._stays_s * kept + self._decoding * MEMORY_S * (1.0 - kept)
+        self._at, self._inside, self._decoding = now, inside, running * (1.0 - busy)
+        self._count(now, asked)
+
+    def _count(self, now: float, asked: int) -> None:
+        while self._counts and now - self._counts[0].at >= WINDOWS_S[-1]:
+            self._counts.popleft()
+        if self._counts and now - self._counts[-1].at < MERGE_S:
+            self._counts[-1].requests += asked
+        elif asked:
+            self._counts.append(_Count(now, asked))
+
+    def arrivals(self, now: float) -> Arrivals:
+        """What is known now."""
+        prompt = self._tokens / self._asked if self._asked >= ENOUGH else 0.0
+        stay_s = self._stays_s / self._ended if self._ended >= ENOUGH else 0.0
+        return Arrivals(self._rate(now), prompt, stay_s)
+
+    def _rate(self, now: float) -> float:
+        *short, longest = WINDOWS_S
+        rates = [self._counted(now, longest) / longest]
+        for window in short:
+            count = self._counted(now, window)
+            rates.append((count - DOUBT * sqrt(count)) / window)
+        return max(0.0, *rates)
+
+    def _counted(self, now: float, window: float) -> int:
+        return sum(count.requests for count in self._counts if now - count.at < window)

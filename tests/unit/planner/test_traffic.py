@@ -1,0 +1,81 @@
+"""Rates, prompts and stays from counts: right for a steady load, quick in a burst, forgetful."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.core.traffic import MERGE_S, WINDOWS_S, Arrivals, Traffic
+
+
+def steady(rate: int, stay_s: float, seconds: float, tick_s: float = 0.1) -> Traffic:
+    """Requests of 100 tokens at equal distances, each of which stays for `stay_s`."""
+    traffic, asked = Traffic(), 0
+    for tick in range(round(seconds / tick_s) + 1):
+        now = tick * tick_s
+        due, ended = int(now * rate + 1e-9), max(0, int((now - stay_s) * rate + 1e-9))
+        there = due - ended
+        new = due - asked
+        traffic.note(now, new, 100 * new, inside=there, running=there, busy=0.0)
+        asked = due
+    return traffic
+
+
+def test_nothing_is_known_of_a_model_that_nobody_asked_for() -> None:
+    assert Traffic().arrivals(5.0) == Arrivals()
+
+
+@pytest.mark.parametrize(("rate", "stay_s"), [(20, 1.5), (4, 6.0), (1, 0.5)])
+def test_a_steady_load_is_measured(rate: int, stay_s: float) -> None:
+    found = steady(rate, stay_s, seconds=60).arrivals(60.0)
+    assert found.rate == pytest.approx(rate, rel=0.25)
+    assert found.prompt_tokens == pytest.approx(100)
+    assert found.stay_s == pytest.approx(stay_s, rel=0.1)
+
+
+def test_a_burst_is_seen_within_half_a_second_and_soon_forgotten() -> None:
+    traffic = steady(60, 4.0, seconds=0.5)
+    assert 40 <= traffic.arrivals(0.5).rate <= 60
+    assert traffic.arrivals(0.5 + WINDOWS_S[-1]).rate == 0.0
+
+
+def test_stays_that_still_go_on_are_not_taken_to_be_over() -> None:
+    """Before the first request has ended nothing is known; then rather too long than too short."""
+    assert steady(20, 4.0, seconds=3.9).arrivals(3.9).stay_s == 0.0
+    assert steady(20, 4.0, seconds=5.0).arrivals(5.0).stay_s >= 4.0
+
+
+def test_a_stay_beside_prefills_counts_as_it_would_be_without() -> None:
+    traffic = Traffic()
+    for second in range(100):
+        traffic.note(float(second), 1, 100, inside=4, running=4, busy=0.5)
+    assert traffic.arrivals(99.0).stay_s == pytest.approx(2.0, rel=0.1)
+
+
+def test_chance_alone_is_no_burst() -> None:
+    """A thousand looks at Poisson arrivals, 5 a second: the rate is never far above."""
+    draw, traffic, worst = random.Random(3), Traffic(), 0.0
+    for tick in range(1000):
+        asked = sum(draw.random() < 0.05 for _ in range(10))
+        traffic.note(tick * 0.1, asked, asked, inside=0, running=0, busy=0.0)
+        worst = max(worst, traffic.arrivals(tick * 0.1).rate)
+    assert worst < 2.5 * 5
+
+
+notes = st.tuples(st.floats(0, 5), st.integers(0, 50), st.integers(0, 500), st.floats(0, 1))
+
+
+@given(st.lists(notes, max_size=60))
+def test_never_negative_never_more_than_came_and_bounded(
+    said: list[tuple[float, int, int, float]],
+) -> None:
+    traffic, now, total = Traffic(), 0.0, 0
+    for passed, asked, inside, busy in said:
+        now, total = now + passed, total + asked
+        traffic.note(now, asked, 10 * asked, inside=inside, running=inside, busy=busy)
+        found = traffic.arrivals(now)
+        assert 0 <= found.rate <= total / WINDOWS_S[0]
+        assert 0 <= found.prompt_tokens <= 10.0 + 1e-6
+        assert found.stay_s >= 0
+    assert len(traffic._counts) <= WINDOWS_S[-1] / MERGE_S + 2
