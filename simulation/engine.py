@@ -18,6 +18,7 @@ import xxhash
 from services.node.checkpoints.packing import digest
 from services.node.core.kv import whole_pages
 from services.node.engine.base import (
+    Bell,
     Context,
     PartResult,
     Row,
@@ -310,7 +311,7 @@ class ModelledSweep:
         self._waiting[self._joined] = _Rider(part, sequences, positions, context, pairs, draws)
         return self._joined
 
-    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0, bell: Bell | None = None) -> dict[int, PartResult]:
         left: dict[int, PartResult] = {}
         if self._changes != self._engine.changes:
             left = self._drop_freed()

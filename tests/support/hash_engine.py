@@ -14,6 +14,7 @@ import torch
 
 from services.node.core.kv import whole_pages
 from services.node.engine.base import (
+    Bell,
     Context,
     PartResult,
     Row,
@@ -83,6 +84,8 @@ class HashSweep:
         self.parts: list[StagePart] = []
         self.ran: list[int] = []
         """Blocks, in the order in which they were run."""
+        self.called: list[int] = []
+        """Those of them during which the bell was rung."""
 
     def join(self, part: StagePart) -> int:
         engine = self._engine
@@ -116,7 +119,7 @@ class HashSweep:
         if sequence.position > sequence.limit:
             raise Conflict(f"sequence {row.sequence} goes past its limit")
 
-    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0, bell: Bell | None = None) -> dict[int, PartResult]:
         self._take_out_freed()
         needed = [rider for rider in self._riders.values() if rider.values]
         if needed:
@@ -128,6 +131,8 @@ class HashSweep:
             for rider in aboard:
                 self._run(rider)
             self.ran.append(self.at)
+            if bell is not None and bell.rung:
+                self.called.append(self.at)
             self.due_s += self._engine.floor_s / self._engine.n_blocks[self._model_id]
             self.at += 1
         return self._left()

@@ -8,12 +8,14 @@ import torch
 
 from services.node.core.kv import Kv
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
+from services.node.engine.bell import Bell
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.serving import Logprobs
 
 __all__ = [
+    "Bell",
     "Context",
     "Draw",
     "Engine",
@@ -99,10 +101,11 @@ class Sweep(Protocol):
         or hidden states do not fit. RowsRefused: the rules of some rows cannot be followed here. An
         error changes nothing, for this part or for others."""
 
-    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0, bell: Bell | None = None) -> dict[int, PartResult]:
         """Runs the next block that is needed, and may run those after it, until a part joins or
-        leaves or `for_s` seconds have passed. Returns the parts that left, by number. After an
-        error the sweep is over, and sequences with rows in it can only be freed."""
+        leaves, or until `for_s` seconds have passed and the bell has rung. Without a bell the time
+        alone counts. Returns the parts that left, by number. After an error the sweep is over, and
+        sequences with rows in it can only be freed."""
 
 
 class Engine(Kv, Protocol):

@@ -10,14 +10,14 @@ import torch
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine.attention import Attention, Span
-from services.node.engine.base import Row, Weights
+from services.node.engine.base import Bell, Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps, gpu_ops
-from services.node.engine.rope import inverse_frequencies
+from services.node.engine.rope import Rotations, inverse_frequencies
 from services.node.engine.weights import (
     DecoderTensors,
     EmbeddingUnit,
@@ -67,6 +67,7 @@ class Decoder:
         cached = kv_dtype(dtype, fused or compiled is not None)
         self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self.rotations = Rotations(self.frequencies)
 
     def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
         tensors = DecoderTensors(spec, weights, form, self.ops.silu_times)
@@ -74,12 +75,12 @@ class Decoder:
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
     def embed(self, unit: EmbeddingUnit, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns [positions of the rows, hidden_size]. BadInput unless each position has a token.
-        The sweep has checked that the vocabulary has them."""
+        """Returns [positions of the rows, hidden_size] in new memory. BadInput unless each position
+        has a token. The sweep has checked that the vocabulary has them."""
         n, tokens = sum(row.count for row in rows), [token for row in rows for token in row.tokens]
         if len(tokens) != n:
             raise BadInput(f"{len(tokens)} tokens for {n} positions")
-        return unit.table[to_device(torch.tensor(tokens), self.device)]
+        return self.ops.look_up(unit.table, tokens)
 
     def step(self, spans: Sequence[Span]) -> "LayerStep | KernelStep":
         """A step over these rows. Only one step may be in use at a time."""
@@ -94,6 +95,9 @@ class Decoder:
             hidden = hidden[to_device(torch.tensor(rows), self.device)]
         normed = self.ops.rms_norm(hidden, unit.norm, self.config.norm_eps)
         return unit.head(normed, torch.float32)
+
+    def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.ops.largest_ids(logits)
 
 
 class LayerStep:
@@ -111,6 +115,7 @@ class LayerStep:
         hidden: torch.Tensor,
         kv: torch.Tensor,
         for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
         """Runs the first block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers,
         slots, 2, kv heads, head_dim]."""

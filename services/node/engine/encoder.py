@@ -26,9 +26,10 @@ from services.node.checkpoints.vit_config import (
     VitConfig,
 )
 from services.node.engine.attention import Span
-from services.node.engine.base import Row, RowsRefused, Weights
+from services.node.engine.base import Bell, Row, RowsRefused, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.linear import Form, Linear
+from services.node.engine.sampling import largest_ids
 from services.node.engine.weights import BlockTensors
 from shared.errors import BadInput
 from shared.layout import BlockSpec
@@ -139,6 +140,9 @@ class Encoder:
         picked = hidden[to_device(torch.tensor(rows), self.device)]
         return unit.classifier(self.normed(picked, unit.norm), torch.float32)
 
+    def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        return largest_ids(logits)
+
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         shape = (self.config.hidden_size,)
         return functional.layer_norm(x, shape, norm.weight, norm.bias, self.config.norm_eps)
@@ -170,6 +174,7 @@ class EncoderStep:
         hidden: torch.Tensor,
         kv: torch.Tensor,
         for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
         """Runs the first block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
         whole = self._encoder.whole

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from services.node.engine.attention import Span
+from services.node.engine.base import Bell
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.paged_attention import PagedStep, StepShape, plan_size
 from services.node.engine.weights import LayerUnit
@@ -109,6 +110,7 @@ class GraphedStep:
         hidden: torch.Tensor,
         kv: torch.Tensor,
         for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
         """Runs the first block's layers over the rows that the step was filled with, and updates
         their `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""

@@ -6,12 +6,12 @@ threads.
 """
 
 import ctypes
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, takewhile
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +19,11 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine import kernels
 from services.node.engine.attention import Attention, Span
+from services.node.engine.base import Bell
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import Packed
 from services.node.engine.ops import TorchOps
-from services.node.engine.rope import rotations
+from services.node.engine.rope import Rotations
 from services.node.engine.weights import ExpertMlp, LayerUnit
 
 BLOCK = 16
@@ -62,6 +63,22 @@ class KernelOps(TorchOps):
         self._compiled.run(norm, kernels.threads_for(rows, 4 * width))
         return out
 
+    def look_up(self, table: Tensor, ids: Sequence[int]) -> Tensor:
+        rows, width = len(ids), table.shape[1]
+        numbers, out = array("q", ids), torch.empty(rows, width, dtype=table.dtype)
+        lookup = kernels.Lookup(
+            rows=rows, nbytes=width * table.itemsize,
+            table=table.data_ptr(), ids=_address(numbers), out=out.data_ptr(),
+        )  # fmt: skip
+        self._compiled.run(lookup, kernels.threads_for(rows, width))
+        return out
+
+    def largest_ids(self, logits: Tensor) -> Tensor:
+        (rows, width), ids = logits.shape, torch.empty(len(logits), dtype=torch.int64)
+        largest = kernels.Largest(rows=rows, width=width, x=logits.data_ptr(), ids=ids.data_ptr())
+        self._compiled.run(largest, kernels.threads_for(rows, width))
+        return ids
+
 
 class Steppable(Protocol):
     """What a step has to know of its decoder."""
@@ -69,7 +86,7 @@ class Steppable(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     attention: Attention
-    frequencies: Tensor
+    rotations: Rotations
     given: WeakKeyDictionary[LayerUnit, kernels.Layer]
     """Layers as the kernels take them. They are made by the first step that runs them."""
 
@@ -88,17 +105,15 @@ class KernelStep:
         config, a = decoder.config, decoder.attention
         self._compiled, self._experts, self._given = compiled, config.experts, decoder.given
         blocks: list[tuple[int, int, int, int]] = []
-        pages: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
+        pages, slots, positions = array("i"), array("i"), array("i")
         for sequence, first, count in spans:
             size = min(BLOCK, max(1, SCORES // (a.group * pages_of(first + count) * PAGE)))
             for done in range(0, count, size):
                 n = min(size, count - done)
                 blocks.append((len(slots) + done, n, first + done, len(pages)))
-            pages += sequence.pages[: pages_of(first + count)]
-            slots += sequence.slots(first, count)
-            positions += range(first, first + count)
+            pages.extend(sequence.pages[: pages_of(first + count)])
+            slots.extend(sequence.slots(first, count))
+            positions.extend(range(first, first + count))
         # The longest spans go first, so that threads that end with short ones end together.
         blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
         scratch = a.group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks)
@@ -115,16 +130,16 @@ class KernelStep:
         )
         # What the experts take lies first in the workspace's memory; this keeps it alive, too.
         self._normed = (workspace.memory, inner)
-        cos, sin = rotations(torch.tensor(positions), decoder.frequencies)
-        integers = [np.array(numbers, dtype=np.int32) for numbers in (slots, blocks, pages)]
+        cos, sin = decoder.rotations.until(max(positions) + 1)
+        placed = array("i", chain.from_iterable(blocks))
         # The kernels know these only by address: this keeps the memory alive.
-        self._kept = (cos, sin, *integers)
+        self._kept = (cos, sin, positions, slots, placed, pages)
         attention = kernels.Attention(
             rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
             narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
             eps=a.norm_eps, scale=a.scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-            slots=integers[0].ctypes.data, queries=queries,
-            spans=integers[1].ctypes.data, pages=integers[2].ctypes.data, n_spans=len(blocks),
+            positions=_address(positions), slots=_address(slots), queries=queries,
+            spans=_address(placed), pages=_address(pages), n_spans=len(blocks),
             scratch=scores, scratch_size=scratch,
         )  # fmt: skip
         self._attention = attention
@@ -142,6 +157,7 @@ class KernelStep:
         hidden: Tensor,
         kv: Tensor,
         for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
         first, *others = blocks
         if not _is_plain(first):
@@ -149,7 +165,7 @@ class KernelStep:
             return 1
         plain = [first, *takewhile(_is_plain, others)]
         stops = [*accumulate(map(len, plain))]
-        return self._call([*chain(*plain)], stops, hidden, kv, for_s)
+        return self._call([*chain(*plain)], stops, hidden, kv, for_s, bell)
 
     def _run_with_experts(self, layers: Sequence[LayerUnit], hidden: Tensor, kv: Tensor) -> None:
         """Layers are collected for one call. A layer with experts ends it, because torch runs the
@@ -159,7 +175,7 @@ class KernelStep:
         first = 0
         for last, layer in enumerate(layers, start=1):
             if isinstance(layer.mlp, ExpertMlp) or last == len(layers):
-                self._call(layers[first:last], [last - first], hidden, kv[first:], 0.0)
+                self._call(layers[first:last], [last - first], hidden, kv[first:])
                 first = last
             if isinstance(layer.mlp, ExpertMlp):
                 assert self._experts is not None
@@ -171,13 +187,15 @@ class KernelStep:
         stops: Sequence[int],
         hidden: Tensor,
         kv: Tensor,
-        for_s: float,
+        for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
         """`stops`: for each block the number of layers up to its end."""
         given = (ctypes.c_void_p * len(layers))(*map(self._address, layers))
         ends = (ctypes.c_int64 * len(stops))(*stops)
         call = self._layers
         call.hidden, call.seconds = hidden.data_ptr(), for_s
+        call.rung = bell.address if bell else None
         call.layers, call.stops = ctypes.addressof(given), ctypes.addressof(ends)
         call.n_blocks = len(stops)
         call.kv, call.kv_step = kv.data_ptr(), kv.stride(0) * kv.itemsize
@@ -190,6 +208,10 @@ class KernelStep:
         if given is None:
             given = self._given[layer] = _layer(layer)
         return ctypes.addressof(given)
+
+
+def _address(numbers: "array[int]") -> int:
+    return numbers.buffer_info()[0]
 
 
 def _is_plain(layers: Sequence[LayerUnit]) -> bool:

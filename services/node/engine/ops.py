@@ -1,7 +1,7 @@
 """The operations of a decoder other than products with weights, by torch's operators or by kernels
 for GPUs. (On most CPUs, kernel_step.py runs a whole layer at once.)"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.node.engine.attention import Attention, AttentionStep, Span
+from services.node.engine.copies import to_device
+from services.node.engine.sampling import largest_ids
 
 
 class Attends(Protocol):
@@ -21,6 +23,12 @@ class Attends(Protocol):
 class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm along each row of x [rows, width]."""
+
+    def look_up(self, table: Tensor, ids: Sequence[int]) -> Tensor:
+        """Returns these rows of the table [n, width], in new memory."""
+
+    def largest_ids(self, logits: Tensor) -> Tensor:
+        """See sampling.py. logits: [rows, vocab] in float32."""
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
         """Returns silu(gate) x up, [rows, width], of [rows, 2 x width]. (Packed weights do this by
@@ -41,6 +49,12 @@ def gpu_ops() -> Ops:
 class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def look_up(self, table: Tensor, ids: Sequence[int]) -> Tensor:
+        return table[to_device(torch.tensor(ids), table.device)]
+
+    def largest_ids(self, logits: Tensor) -> Tensor:
+        return largest_ids(logits)
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
         """Does not use the fused silu, whose result depends on the place in memory."""

@@ -6,6 +6,9 @@ import torch
 
 from services.node.checkpoints.rope_config import RopeConfig
 
+LEAST = 1024
+"""The fewest positions whose rotations are kept."""
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """The radians by which each pair of dimensions turns at each position: [head_dim / 2],
@@ -48,6 +51,25 @@ def _pair_that_turns(turns: float, rope: RopeConfig, pairs: int) -> float:
     """The pair (as a real number) that turns `turns` times in the original context."""
     frequency = turns * 2 * math.pi / rope.original_context_length
     return -pairs * math.log(frequency) / math.log(rope.theta)
+
+
+class Rotations:
+    """cos and sin of every position that was asked for so far, for kernels that look them up."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        """`frequencies`: see `inverse_frequencies`."""
+        self._frequencies = frequencies
+        self._made = (torch.empty(0), torch.empty(0))
+
+    def until(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of positions 0 up to `stop` or more, each [positions, head_dim / 2] in
+        float32. They stay as they are when more are made."""
+        made = len(self._made[0])
+        if made < stop:
+            positions = torch.arange(max(stop, 2 * made, LEAST))
+            cos, sin = rotations(positions, self._frequencies)
+            self._made = cos.squeeze(1), sin.squeeze(1)
+        return self._made
 
 
 def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, ...]:

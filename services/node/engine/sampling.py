@@ -10,7 +10,7 @@ elsewhere goes on as if it had stayed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,22 @@ from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.messages.serving import Logprobs, Sampling
 
 Weights = npt.NDArray[np.float64]
+Largest = Callable[[torch.Tensor], torch.Tensor]
+
+
+def largest_ids(logits: torch.Tensor) -> torch.Tensor:
+    """The id of each row's largest logit; -1 if that is not finite, as is the case with any NaN."""
+    if not _on_device(logits):  # torch's argmax takes ten times as long as numpy's
+        values = logits.numpy()
+        found = values.argmax(-1)
+        finite = np.isfinite(values[np.arange(len(values)), found])
+        return torch.from_numpy(np.where(finite, found, -1))
+    ids = logits.argmax(-1, keepdim=True)
+    return ids.where(logits.gather(-1, ids).isfinite(), -1).squeeze(-1)
+
+
+def _on_device(logits: torch.Tensor) -> bool:
+    return logits.device.type != "cpu"
 
 
 class Drawn(NamedTuple):
@@ -44,16 +60,17 @@ def sample(
     draws: Sequence[Draw],
     processors: Sequence[Processor | None] | None = None,
     proposed: Sequence[int | None] | None = None,
+    largest: Largest = largest_ids,
 ) -> list[Drawn]:
     """Draws one token for each row of `logits` [n, vocab], and tells each row's processor. If a row
-    fails, its `Drawn` has the error, and the other rows are drawn.
+    fails, its `Drawn` has the error, and the other rows are drawn. `largest`: as `largest_ids`.
 
     A row with a `proposed` token comes after the row that should draw this token. If that row draws
     another, nothing is drawn for this one.
     """
     of = processors or [None] * len(draws)
     # Greedy rows need no more than this. Among equal logits the lowest id wins, as below.
-    ids = _largest_ids(logits)
+    ids = largest(logits)
     done = {row for row, draw in enumerate(draws) if not of[row] and _is_plain(draw.sampling)}
     if there := _on_device(logits):
         done = {row for row in range(len(draws)) if not of[row]}
@@ -87,21 +104,6 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Drawn]:
         else Drawn(None, Logprobs(logprob, tuple(zip(ids, values, strict=True))))
         for logprob, ids, values in found
     ]
-
-
-def _largest_ids(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's largest logit; -1 if that is not finite, as is the case with any NaN."""
-    if not _on_device(logits):  # torch's argmax takes ten times as long as numpy's
-        values = logits.numpy()
-        found = values.argmax(-1)
-        finite = np.isfinite(values[np.arange(len(values)), found])
-        return torch.from_numpy(np.where(finite, found, -1))
-    ids = logits.argmax(-1, keepdim=True)
-    return ids.where(logits.gather(-1, ids).isfinite(), -1).squeeze(-1)
-
-
-def _on_device(logits: torch.Tensor) -> bool:
-    return logits.device.type != "cpu"
 
 
 def _draw_there(

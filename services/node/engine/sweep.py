@@ -16,6 +16,7 @@ from services.node.checkpoints.architecture import AnyConfig
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import (
+    Bell,
     PartResult,
     Row,
     RowsRefused,
@@ -45,10 +46,11 @@ class Step(Protocol):
         hidden: torch.Tensor,
         kv: torch.Tensor,
         for_s: float = 0.0,
+        bell: Bell | None = None,
     ) -> int:
-        """Runs the layers of `block`, the first of these blocks, and may run those after it until
-        `for_s` seconds have passed. Returns how many blocks it ran. Updates hidden [rows,
-        hidden_size]. kv: the cache of the layers of all these blocks, see KvCache.of_layers."""
+        """Runs the layers of `block`, the first of these blocks, and may run those after it: see
+        `Sweep.advance`. Returns how many blocks it ran. Updates hidden [rows, hidden_size]. kv: the
+        cache of the layers of all these blocks, see KvCache.of_layers."""
 
 
 class Network(Protocol):
@@ -72,8 +74,8 @@ class Network(Protocol):
         """The units of a block; see BlockTensors."""
 
     def embed(self, unit: Any, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns [positions of the rows, hidden_size]. BadInput or RowsRefused if they do not fit
-        the model."""
+        """Returns [positions of the rows, hidden_size] in new memory. BadInput or RowsRefused if
+        they do not fit the model."""
 
     def step(self, spans: Sequence[Span]) -> Step:
         """A step that runs layers over these rows, packed one after the other."""
@@ -81,6 +83,9 @@ class Network(Protocol):
     def head(self, unit: Any, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
         hidden."""
+
+    def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """As in sampling.py, of logits from `head`."""
 
 
 if TYPE_CHECKING:
@@ -135,8 +140,8 @@ class _Rider:
     ends: bool
     """Whether the part ends with the head."""
     hidden: torch.Tensor
-    """[sum(count), hidden_size]. While the part is aboard, a view of the tensor that all parts
-    share."""
+    """[sum(count), hidden_size], which nobody else writes. While the part is aboard, a view of the
+    tensor that all parts share."""
     drawn: tuple[tuple[Drawn, ...], ...] = ()
     """For each row, once the head was run: first the scored tokens, then the drawn ones."""
 
@@ -223,7 +228,8 @@ class TorchSweep:
         )
         return self._joined
 
-    def advance(self, for_s: float = 0.0) -> dict[int, PartResult]:
+    def advance(self, for_s: float = 0.0, bell: Bell | None = None) -> dict[int, PartResult]:
+        bell = None if self._floor_s else bell
         until = time.monotonic() + (0 if self._floor_s else for_s)
         with torch.inference_mode():
             # Sequences may have been freed since the last block: their rows must not run.
@@ -243,10 +249,11 @@ class TorchSweep:
                 model = self._find(self._model_id)
                 stop = self._next_stop()
                 while True:
-                    ran = self._run(model, stop, until - time.monotonic())
+                    ran = self._run(model, stop, until - time.monotonic(), bell)
                     self._at += ran
                     self._due_s += ran * self._floor_s / model.manifest.n_blocks
-                    if self._at == stop or time.monotonic() >= until:
+                    called = bell is None or bell.rung
+                    if self._at == stop or (called and time.monotonic() >= until):
                         break
                 left |= self._let_off(lambda rider: rider.stop == self._at)
             return left
@@ -258,8 +265,8 @@ class TorchSweep:
 
     # --- blocks -------------------------------------------------------------
 
-    def _run(self, model: Model, stop: int, for_s: float) -> int:
-        """Runs the next block, and perhaps those after it: before `stop`, for `for_s` seconds.
+    def _run(self, model: Model, stop: int, for_s: float, bell: Bell | None) -> int:
+        """Runs the next block, and perhaps those after it, before `stop`: see `Sweep.advance`.
         Returns how many."""
         if not self._packed:
             self._pack()
@@ -269,17 +276,19 @@ class TorchSweep:
                 self._step = model.step(self._spans(), self._hidden)
             blocks = takewhile(bool, map(model.layer_units, range(self._at, stop)))
             kv = self._kv.of_layers(self._model_id, model.layers(self._at, stop))
-            ran = self._step.run(self._at, blocks, self._hidden, kv, for_s)
+            ran = self._step.run(self._at, blocks, self._hidden, kv, for_s, bell)
         if (head := model.head_unit(self._at + ran - 1)) is not None:
             self._sample(model, head)
         return ran
 
     def _pack(self) -> None:
-        """Packs the rows into new memory, because parts that left keep theirs."""
-        counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
-        hidden = torch.cat([rider.hidden for rider in self._aboard])
-        for rider, own in zip(self._aboard, torch.split(hidden, counts), strict=True):
-            rider.hidden = own
+        """Packs the rows one after the other. Parts that left keep the memory of theirs."""
+        hidden = self._aboard[0].hidden
+        if len(self._aboard) > 1:
+            counts = [sum(row.count for row in rider.rows) for rider in self._aboard]
+            hidden = torch.cat([rider.hidden for rider in self._aboard])
+            for rider, own in zip(self._aboard, torch.split(hidden, counts), strict=True):
+                rider.hidden = own
         self._hidden, self._packed, self._step = hidden, True, None
 
     def _spans(self) -> list[Span]:
@@ -420,7 +429,7 @@ def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
     if part.hidden is None or tuple(part.hidden.shape) != expected:
         got = None if part.hidden is None else tuple(part.hidden.shape)
         raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return to_device(part.hidden.to(model.network.dtype), model.network.device)
+    return to_device(part.hidden.to(model.network.dtype, copy=True), model.network.device)
 
 
 def _scored(
@@ -462,7 +471,7 @@ def _drawn(
     if not draws:
         return ((),) * len(rows)
     logits = model.network.head(unit, hidden, positions)
-    drawn = iter(sample(logits, draws, processors, proposed))
+    drawn = iter(sample(logits, draws, processors, proposed, model.network.largest_ids))
     return tuple(_accepted(islice(drawn, 1 + row.proposed)) if row.draw else () for row in rows)
 
 

@@ -8,20 +8,18 @@ writes and launches of all the rest would be a good part of its time.
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.nn import functional
 
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention, Span
+from services.node.engine.ops import TorchOps
 from services.node.engine.paged_attention import PagedStep, paged_step
 
 ACTIVATED = 1024
 """Numbers that one program of the activation has."""
 
 
-class TritonOps:
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Uses torch's own, which is one kernel."""
-        return functional.rms_norm(x, weight.shape, weight, eps)
+class TritonOps(TorchOps):
+    """What torch does in one kernel is left to it."""
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
         rows, width = len(gate_up), gate_up.shape[1] // 2

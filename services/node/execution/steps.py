@@ -30,6 +30,7 @@ from services.node.core.microbatches import (
 from services.node.core.rows import SequenceKey, request_of
 from services.node.core.sequences import sequence_key
 from services.node.engine.base import (
+    Bell,
     Engine,
     Weights,
 )
@@ -73,9 +74,11 @@ class Steps:
         emit: EmitTo,
         ran: Ran,
         aside: Aside = lambda work: work()(),
+        bell: Bell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`aside`: at once, if there is no other thread."""
+        """`aside`: at once, if there is no other thread. `bell`: is rung while calls wait; None:
+        none ever do, if there is no other thread."""
         self._node = node
         self._engine = engine
         self._batcher = Batcher(
@@ -98,6 +101,7 @@ class Steps:
             blamed=self._blamed,
             do=lambda commands: self._do(commands, STEP),
             ran=ran,
+            bell=bell or Bell(),
         )
 
     # --- calls, which raise typed errors only -------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Failure, Hidden, Part
-from services.node.engine.base import Engine, PartResult, RowsRefused, StagePart, Sweep
+from services.node.engine.base import Bell, Engine, PartResult, RowsRefused, StagePart, Sweep
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -17,7 +17,8 @@ Ran = Callable[[ModelId, float, float, float], None]
 """A sweep is over: (model, share of its blocks that were run, mean of the tokens in them, s)."""
 AT_ONCE_S = 0.004
 """For so long blocks are run one after the other before what came meanwhile is taken in. Blocks of
-small models take a fraction of a millisecond, to which taking in adds a tenth."""
+small models take a fraction of a millisecond, to which taking in adds a tenth. If nothing came,
+blocks are run until something comes."""
 
 
 @dataclass(slots=True)
@@ -49,15 +50,17 @@ class Sweeps:
         blamed: Callable[[], AbstractContextManager[None]],
         do: Callable[[Iterable[Command]], None],
         ran: Ran,
+        bell: Bell,
     ) -> None:
         """`models`: the open ones. `blamed`: the engine is called in it; it raises typed errors
-        only. `do`: carries out what follows."""
+        only. `do`: carries out what follows. `bell`: is rung when something comes."""
         self._engine = engine
         self._batcher = batcher
         self._models = models
         self._blamed = blamed
         self._do = do
         self._ran = ran
+        self._bell = bell
         self._run: _Run | None = None
 
     def begin(self, now: float) -> float | None:
@@ -119,7 +122,7 @@ class Sweeps:
         before = run.sweep.at
         try:
             with self._blamed():
-                run.left = run.sweep.advance(AT_ONCE_S)
+                run.left = run.sweep.advance(AT_ONCE_S, self._bell)
             dropped = {number for number, result in run.left.items() if not result.rows}
             starts = [part.start for number, part in run.parts.items() if number not in dropped]
             run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0

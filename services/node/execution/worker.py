@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from services.node.core.load import WorkerLoad
-from services.node.engine.base import Engine, Weights
+from services.node.engine.base import Bell, Engine, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
@@ -64,6 +64,8 @@ class Worker:
         self._calls: list[Call] = []
         self._changed = threading.Condition()
         """Guards `_calls`, `_over` and `_error`."""
+        self._bell = Bell()
+        """Rung while there are calls."""
         self._over = False
         self._stopping = False
         """Used on the engine thread only."""
@@ -188,6 +190,7 @@ class Worker:
         with self._changed:
             if not self._over:
                 self._calls.append(call)
+                self._bell.ring()
                 self._changed.notify()
             return not self._over
 
@@ -252,6 +255,7 @@ class Worker:
             emit=self._emit,
             ran=self._ran,
             aside=self._work.put,
+            bell=self._bell,
         )
         self._load = steps.load
         idle = False
@@ -271,6 +275,7 @@ class Worker:
             if not self._calls and timeout != 0:
                 self._changed.wait(timeout)
             calls, self._calls = self._calls, []
+            self._bell.quiet()
         for call in calls:
             if not self._stopping:
                 call(steps)

@@ -51,7 +51,7 @@ class Attention(ctypes.Structure):
     _fields_ = _fields(
         "integers rows heads kv_heads head_dim narrow narrow_kv",
         "numbers eps scale",
-        "pointers cos sin slots queries spans pages",
+        "pointers cos sin positions slots queries spans pages",
         "integers n_spans",
         "pointers scratch",
         "integers scratch_size",
@@ -70,6 +70,14 @@ class Packing(ctypes.Structure):
     _fields_ = _fields("integers next narrow", "pointers matrix weight bias")
 
 
+class Lookup(ctypes.Structure):
+    _fields_ = _fields("integers next rows nbytes", "pointers table ids out")
+
+
+class Largest(ctypes.Structure):
+    _fields_ = _fields("integers next rows width", "pointers x ids")
+
+
 class Layer(ctypes.Structure):
     _fields_ = _fields(
         "pointers input_norm qk_norm post_norm qkv o gate_up down", "integers window"
@@ -86,6 +94,7 @@ class Layers(ctypes.Structure):
             "pointers stops",
             "integers n_blocks",
             "numbers seconds",
+            "pointers rung",
             "integers ran over",
             "pointers wait",
         ),
@@ -103,6 +112,8 @@ class Kernels:
                 (Norm, "rms_norm"),
                 (Product, "product"),
                 (Packing, "pack"),
+                (Lookup, "look_up"),
+                (Largest, "largest"),
                 (Layers, "run_layers"),
             )
         }

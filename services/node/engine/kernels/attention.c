@@ -68,7 +68,7 @@ INLINE void turned(const Attention *a, const void *qkv, const void *qk_norm, int
                    int64_t head, float *out, int narrow, int narrow_kv) {
     int64_t dim = a->head_dim, half = dim / 2;
     int64_t at = (row * (a->heads + 2 * a->kv_heads) + head) * dim;
-    const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+    const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
     float x[dim];
     for (int64_t i = 0; i < dim; i++) x[i] = get(qkv, at + i, narrow);
     if (qk_norm) {

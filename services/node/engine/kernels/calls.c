@@ -45,6 +45,61 @@ void pack(void *argument) {
     pack_panels(p->matrix, p->weight, p->bias, p->narrow != 0, &p->next);
 }
 
+typedef struct {
+    int64_t next;
+    int64_t rows, nbytes;
+    const char *table;      /* rows of `nbytes` */
+    const int64_t *ids;     /* [rows] */
+    char *out;
+} Lookup;
+
+void look_up(void *argument) {
+    Lookup *l = argument;
+    int64_t row;
+    while ((row = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->rows)
+        memcpy(l->out + row * l->nbytes, l->table + l->ids[row] * l->nbytes, (size_t)l->nbytes);
+}
+
+typedef struct {
+    int64_t next;
+    int64_t rows, width;
+    const float *x;
+    int64_t *ids;
+} Largest;
+
+/* Where the largest of x [width] is, the first of equals. -1: it is not finite, or some are NaN. */
+INLINE int64_t largest_of(const float *x, int64_t width) {
+    lanes most = all(-INFINITY);
+    ints at = {0}, wrong = {0};
+    int64_t i = 0, found = 0;
+    for (; i + 16 <= width; i += 16) {
+        lanes v = load(x + i);
+        ints above = v > most;
+        most = pick(above, v, most);
+        at = (above & (int32_t)i) | (~above & at);
+        wrong |= v != v;
+    }
+    float top = -INFINITY;
+    int is_wrong = 0;
+    for (int lane = 0; lane < 16; lane++) {
+        int64_t place = at[lane] + lane;
+        if (most[lane] > top || (most[lane] == top && place < found)) top = most[lane], found = place;
+        is_wrong |= wrong[lane] != 0;
+    }
+    for (; i < width; i++) {
+        if (x[i] > top) top = x[i], found = i;
+        is_wrong |= x[i] != x[i];
+    }
+    return is_wrong || !isfinite(top) ? -1 : found;
+}
+
+void largest(void *argument) {
+    Largest *l = argument;
+    int64_t row;
+    while ((row = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->rows)
+        l->ids[row] = largest_of(l->x + row * l->width, l->width);
+}
+
 /* --- layers --- */
 
 typedef struct {
@@ -65,9 +120,10 @@ typedef struct {
     int64_t kv_step;
     const int64_t *stops;           /* [n_blocks]: the number of layers up to the end of a block */
     int64_t n_blocks;
-    double seconds;                 /* no block is begun later than that after the first */
+    double seconds;                 /* so long after the first block, none is begun if `rung` */
+    const int64_t *rung;            /* not 0: somebody waits; NULL: so as if */
     int64_t ran;                    /* how many blocks were run */
-    int64_t over;                   /* 1: no time is left */
+    int64_t over;                   /* 1: no further block */
     void (*wait)(void);             /* until all threads came here; NULL: there is one */
     int64_t counters[8];            /* at 0 */
 } Layers;
@@ -83,6 +139,10 @@ INLINE double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+INLINE int is_called(const Layers *s) {
+    return !s->rung || __atomic_load_n(s->rung, __ATOMIC_RELAXED);
 }
 
 /* Runs a layer, up to the wait after its last part. */
@@ -116,7 +176,7 @@ void run_layers(void *argument) {
         for (; layer < s->stops[block]; layer++) {
             const Layer *l = s->layers[layer];
             run_layer(s, l, s->kv + layer * s->kv_step, thread);
-            if (!thread && layer + 1 == s->stops[block]) s->over = now() >= until;
+            if (!thread && layer + 1 == s->stops[block]) s->over = is_called(s) && now() >= until;
             ended(s, thread, l->gate_up ? 7 : 5);
         }
         block++;

@@ -6,7 +6,7 @@ import torch
 from services.node.engine import sweep
 from services.node.engine.base import Draw
 from services.node.engine.processors import Processor
-from services.node.engine.sampling import Drawn, sample
+from services.node.engine.sampling import Drawn, Largest, sample
 from tests.unit.node.engine.models import Model, make_model
 
 
@@ -32,9 +32,10 @@ class Logits:
         draws: Sequence[Draw],
         processors: Sequence[Processor | None],
         proposed: Sequence[int | None],
+        largest: Largest,
     ) -> list[Drawn]:
         self._rows.extend(values.clone())
-        return sample(values, draws, processors, proposed)
+        return sample(values, draws, processors, proposed, largest)
 
 
 @pytest.fixture

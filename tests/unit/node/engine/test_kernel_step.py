@@ -16,6 +16,7 @@ from services.node.core.kv import PAGE, pages_of
 from services.node.core.rows import SequenceKey
 from services.node.engine import kernels
 from services.node.engine.attention import Span
+from services.node.engine.bell import Bell
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.kv import KvSequence
@@ -155,7 +156,7 @@ def test_a_nan_stays_in_its_sequence() -> None:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_a_call_runs_blocks_while_there_is_time(experts: bool) -> None:
+def test_a_call_runs_blocks_while_there_is_time_or_nobody_waits(experts: bool) -> None:
     """With the same bits, however many blocks are one call. Blocks with experts are calls of their
     own."""
     changes: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4} if experts else {}
@@ -164,12 +165,18 @@ def test_a_call_runs_blocks_while_there_is_time(experts: bool) -> None:
     blocks = [side.layers[:1], side.layers[1:3], side.layers[3:]]
     spans = [(sequence([2, 0, 3]), 0, 40)]
     expected = side.run(spans, hidden)
-    for seconds, counts in ((0.0, [1, 1, 1]), (1e9, [1, 1, 1] if experts else [3])):
+    quiet, rung = Bell(), Bell()
+    rung.ring()
+    one, all_of = [1, 1, 1], [1, 1, 1] if experts else [3]
+    for seconds, bell, counts in (
+        (0.0, None, one), (1e9, None, all_of), (0.0, rung, one), (1e9, rung, all_of),
+        (0.0, quiet, all_of),
+    ):  # fmt: skip
         side.kv.zero_()
         step, got, at, ran = side.decoder.step(spans), hidden.clone(), 0, []
         while at < len(blocks):
             kv = side.kv[sum(map(len, blocks[:at])) :]
-            ran.append(step.run(at, blocks[at:], got, kv, seconds))
+            ran.append(step.run(at, blocks[at:], got, kv, seconds, bell))
             at += ran[-1]
         assert ran == counts
         assert torch.equal(got, expected)

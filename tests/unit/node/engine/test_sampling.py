@@ -1,3 +1,4 @@
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from services.node.engine import device_sampling, sampling
+from services.node.engine import device_sampling, kernels, sampling
 from services.node.engine.base import Context, Draw
+from services.node.engine.kernel_step import KernelOps
 from services.node.engine.processors import Logits, Processor
 from services.node.engine.sampling import Drawn, allowed, sample, score, uniform
 from shared.errors import BadInput, LambdaScaleError, ModelError
@@ -46,6 +48,21 @@ def drawn(sampling: Sampling, count: int = 2000) -> Counter[int | None]:
 def test_greedy_takes_the_first_of_the_largest() -> None:
     rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     assert tokens(rows, [Draw(0, Sampling())] * 2) == [1, 0]
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="the kernels cannot be compiled here")
+@given(
+    width=st.one_of(st.integers(1, 70), st.sampled_from([320, 1000])),
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, -2.0, -np.inf, np.inf, np.nan]), min_size=1),
+    rng=st.randoms(use_true_random=False),
+)
+def test_kernels_find_the_same_largest(width: int, values: list[float], rng: random.Random) -> None:
+    """A few different values, so that many are equal."""
+    compiled = kernels.load()
+    assert compiled is not None
+    logits = torch.tensor([[rng.choice(values) for _ in range(width)] for _ in range(3)])
+    found = KernelOps(compiled).largest_ids(logits)
+    assert torch.equal(found, sampling.largest_ids(logits))
 
 
 def test_temperature_one_draws_from_the_distribution() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from services.node.engine import kernels
 from services.node.engine.base import (
+    Bell,
     Context,
     Draw,
     PartResult,
@@ -22,6 +23,7 @@ from services.node.engine.base import (
 from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kernel_step import KernelStep
+from services.node.engine.linear import Form
 from services.node.engine.processors import Logits, Processor
 from services.node.engine.sweep import Step
 from services.node.engine.weights import LayerUnit
@@ -90,9 +92,10 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
         hidden: torch.Tensor,
         kv: torch.Tensor,
         for_s: float,
+        bell: Bell | None,
     ) -> int:
         given = [*blocks]
-        count: int = run_layers(self, block, given, hidden, kv, for_s)
+        count: int = run_layers(self, block, given, hidden, kv, for_s, bell)
         ran.extend(chain(*given[:count]))
         return count
 
@@ -158,6 +161,21 @@ def test_blocks_run_one_after_the_other_until_a_part_joins_or_leaves(model: Mode
     assert [set(left), sweep.at] == [{whole, late}, LAST]
     for number in (whole, late):
         assert list(*left[number].sampled) == model.expected_tokens(PROMPT, 1)
+
+
+@pytest.mark.parametrize("form", ["packed", "stored"])
+def test_blocks_run_one_after_the_other_while_nobody_waits(
+    model: Model, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "cpu_weights", form)
+    engine, bell = model.engine(), Bell()
+    sweep = engine.begin(MODEL)
+    sweep.join(part([row("whole", 0, PROMPT, draw=0)], 0, LAST))
+    bell.ring()
+    assert [set(sweep.advance(0.0, bell)), sweep.at] == [set(), 1]
+    bell.quiet()
+    (left,) = sweep.advance(0.0, bell).values()
+    assert list(*left.sampled) == model.expected_tokens(PROMPT, 1)
 
 
 def test_joining_on_the_way(model: Model) -> None:

@@ -62,6 +62,18 @@ async def test_a_cancel_in_the_middle_of_a_sweep(block: int) -> None:
         await nodes.all_free()
 
 
+async def test_the_engine_is_told_that_calls_wait_until_they_are_taken_in() -> None:
+    async with cluster("a") as nodes:
+        gate = nodes.gate("a", "r", 2, 3)
+        attempt = await nodes.submit(submit("r", WHOLE))
+        await gate.wait()
+        nodes.workers["a"].cancel(Cancel(request=RequestId("unknown"), attempt=1))
+        gate.open()
+        await attempt.end()
+        called = [block for sweep in nodes.engines["a"].sweeps for block in sweep.called]
+        assert called == [3]
+
+
 async def test_a_peer_lost_in_the_middle_of_a_sweep() -> None:
     async with cluster("a", "b", "c", slots=32, step_tokens=64) as nodes:
         gate = nodes.gate("a", "through", 2, 4)
