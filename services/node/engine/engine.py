@@ -85,8 +85,9 @@ class TorchEngine:
         else:
             self._make_room(manifest, config, dtype)
             longest, fused = self._kv.capacity, self._capture is not None
+            compiled = self._kernels(dtype)
             network = decoder = Decoder(
-                config, dtype, self._device, longest, fused=fused, compiled=self._kernels(dtype)
+                config, dtype, self._device, longest, fused=fused, compiled=compiled
             )
             self._kv.open_model(
                 model_id,
@@ -94,6 +95,7 @@ class TorchEngine:
                 config.n_kv_heads,
                 config.head_dim,
                 decoder.attention.dtype,
+                erased=not fused and compiled is None,
             )
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs

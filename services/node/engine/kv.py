@@ -140,6 +140,7 @@ class KvCache:
         self._device = device
         self._tensors: dict[ModelId, torch.Tensor] = {}
         self._views: dict[ModelId, dict[range, torch.Tensor]] = {}
+        self._erased: set[ModelId] = set()
         self._sequences: dict[SequenceKey, KvSequence] = {}
         self.resize(capacity)
         self._prefix_of: dict[int, Prefix] = {}
@@ -170,14 +171,28 @@ class KvCache:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def open_model(
-        self, model_id: ModelId, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        model_id: ModelId,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        erased: bool = False,
     ) -> None:
         """Makes room for the model's keys and values. On a CPU only pages that are used become
-        resident."""
+        resident.
+
+        `erased`: what an earlier sequence left in the page in which a sequence ends is erased,
+        because attention reads that page whole, and a mask gives a foreign value no weight only if
+        the value is finite.
+        """
         shape = (n_layers, self.capacity, 2, n_kv_heads, head_dim)
         try:
             self._tensors[model_id] = torch.empty(shape, dtype=dtype, device=self._device)
             self._views[model_id] = {}
+            if erased:
+                self._erased.add(model_id)
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the KV cache of model {model_id} ({math.prod(shape) * dtype.itemsize} bytes for "
@@ -190,6 +205,7 @@ class KvCache:
             self._evict(page)
         self._tensors.pop(model_id, None)
         self._views.pop(model_id, None)
+        self._erased.discard(model_id)
 
     def tensor(self, model_id: ModelId) -> torch.Tensor:
         """The cache, [layers, slots, 2, kv heads, head_dim], where index 0 of the third dimension
@@ -247,16 +263,12 @@ class KvCache:
 
     def extend(self, sequence: KvSequence, count: int, proposed: int = 0) -> None:
         """Makes room for `count` more positions, to be written before the next attention. The last
-        `proposed` of them may be taken back. CapacityExceeded changes nothing.
-
-        On a CPU the page in which they end is read whole. What an earlier sequence left in it is
-        erased, because a mask gives a foreign value no weight only if the value is finite.
-        """
+        `proposed` of them may be taken back. CapacityExceeded changes nothing."""
         end = sequence.length + count
         new = pages_of(end) - len(sequence.pages)
         if sequence.layers and new > 0:
             sequence.pages += self._take(new, sequence.pages[-1] if sequence.pages else None)
-            if self._device.type == "cpu":
+            if sequence.model_id in self._erased:
                 last = sequence.pages[-1] * PAGE
                 layers = self.of_layers(sequence.model_id, sequence.layers)
                 layers[:, last : last + PAGE].zero_()

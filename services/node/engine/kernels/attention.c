@@ -133,10 +133,11 @@ INLINE void score_all(const float *queries, const void *keys, int64_t dim, float
         score(queries + r * dim, keys, dim, scale, scores + r * stride, stride, 1, narrow_kv);
 }
 
-/* Adds weights x values of a page for n rows and `vectors` x 16 dimensions. */
-INLINE void weigh(const float *weights, int64_t stride, const void *values, int64_t from,
-                  int64_t dim, lanes *sums, int n, int vectors, int narrow_kv) {
-    for (int64_t key = 0; key < PAGE; key++) {
+/* Adds weights x values of a page's first `keys` positions, for n rows and `vectors` x 16
+   dimensions. */
+INLINE void weigh(const float *weights, int64_t stride, const void *values, int64_t keys,
+                  int64_t from, int64_t dim, lanes *sums, int n, int vectors, int narrow_kv) {
+    for (int64_t key = 0; key < keys; key++) {
         lanes value[4];
         for (int v = 0; v < vectors; v++) value[v] = take(values, from + key * dim + 16 * v, narrow_kv);
         for (int r = 0; r < n; r++) {
@@ -146,31 +147,34 @@ INLINE void weigh(const float *weights, int64_t stride, const void *values, int6
     }
 }
 
-/* The weighted sum over all pages, for n rows and a part of a head's dimensions. */
+/* The weighted sum over all pages, for n rows and a part of a head's dimensions. Of the last page
+   only the first `keys` positions are read: after them lies what another sequence left, and that
+   may be NaN. */
 INLINE void sum_values(const Attention *a, const void *kv, const int32_t *pages, int64_t first,
-                       int64_t last, int64_t head, int64_t from, const float *weights,
-                       int64_t stride, float *out, int64_t step, int n, int vectors,
-                       int narrow_kv) {
+                       int64_t last, int64_t keys, int64_t head, int64_t from,
+                       const float *weights, int64_t stride, float *out, int64_t step, int n,
+                       int vectors, int narrow_kv) {
     lanes sums[24];
+    int64_t dim = a->head_dim, at = PAGE * dim + from;
     for (int i = 0; i < n * vectors; i++) sums[i] = (lanes){0};
-    for (int64_t page = first; page <= last; page++) {
-        const void *values = head_of(a, kv, pages[page], head);
-        weigh(weights + (page - first) * PAGE, stride, values, PAGE * a->head_dim + from,
-              a->head_dim, sums, n, vectors, narrow_kv);
-    }
+    for (int64_t page = first; page < last; page++, weights += PAGE)
+        weigh(weights, stride, head_of(a, kv, pages[page], head), PAGE, at, dim, sums, n, vectors,
+              narrow_kv);
+    weigh(weights, stride, head_of(a, kv, pages[last], head), keys, at, dim, sums, n, vectors,
+          narrow_kv);
     for (int r = 0; r < n; r++)
         for (int v = 0; v < vectors; v++) store(out + r * step + from + 16 * v, sums[r * vectors + v]);
 }
 
 /* The same for the last dimensions, which do not fill a vector. */
 INLINE void sum_tail(const Attention *a, const void *kv, const int32_t *pages, int64_t first,
-                     int64_t last, int64_t head, int64_t from, const float *weights, float *out,
-                     int narrow_kv) {
+                     int64_t last, int64_t keys, int64_t head, int64_t from, const float *weights,
+                     float *out, int narrow_kv) {
     for (int64_t i = from; i < a->head_dim; i++) {
         float sum = 0;
         for (int64_t page = first; page <= last; page++) {
             const void *values = head_of(a, kv, pages[page], head);
-            for (int64_t key = 0; key < PAGE; key++)
+            for (int64_t key = 0; key < (page < last ? PAGE : keys); key++)
                 sum += weights[(page - first) * PAGE + key] *
                        get(values, (PAGE + key) * a->head_dim + i, narrow_kv);
         }
@@ -211,7 +215,7 @@ INLINE void attend_span(const Attention *a, const void *kv, void *attended, int6
     int64_t group = a->heads / a->kv_heads, n = count * group;
     int64_t seen = window && position + 1 > window ? position + 1 - window : 0;
     int64_t first = seen / PAGE, last = (position + count - 1) / PAGE;
-    int64_t length = (last - first + 1) * PAGE;
+    int64_t length = (last - first + 1) * PAGE, keys = (position + count - 1) % PAGE + 1;
     float *queries = queries_of(a, head, row), sums[n];
 
     for (int64_t page = first; page <= last; page++) {
@@ -232,20 +236,20 @@ INLINE void attend_span(const Attention *a, const void *kv, void *attended, int6
         float *o = out + r * dim;
         for (; from + 64 <= dim; from += 64)
             if (rows == 6)
-                sum_values(a, kv, pages, first, last, head, from, w, length, o, dim, 6, 4,
+                sum_values(a, kv, pages, first, last, keys, head, from, w, length, o, dim, 6, 4,
                            narrow_kv);
             else if (rows == 3)
-                sum_values(a, kv, pages, first, last, head, from, w, length, o, dim, 3, 4,
+                sum_values(a, kv, pages, first, last, keys, head, from, w, length, o, dim, 3, 4,
                            narrow_kv);
             else
-                sum_values(a, kv, pages, first, last, head, from, w, length, o, dim, 1, 4,
+                sum_values(a, kv, pages, first, last, keys, head, from, w, length, o, dim, 1, 4,
                            narrow_kv);
         for (; from + 16 <= dim; from += 16)
             for (int64_t i = 0; i < rows; i++)
-                sum_values(a, kv, pages, first, last, head, from, w + i * length, length,
+                sum_values(a, kv, pages, first, last, keys, head, from, w + i * length, length,
                            o + i * dim, dim, 1, 1, narrow_kv);
         for (int64_t i = 0; i < rows; i++)
-            sum_tail(a, kv, pages, first, last, head, from, w + i * length, o + i * dim,
+            sum_tail(a, kv, pages, first, last, keys, head, from, w + i * length, o + i * dim,
                      narrow_kv);
         r += rows;
     }

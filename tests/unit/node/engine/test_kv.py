@@ -31,7 +31,7 @@ def cache(pages: int = 4) -> KvCache:
 
 
 def open_model(kv: KvCache, model_id: ModelId) -> None:
-    kv.open_model(model_id, len(LAYERS), n_kv_heads=1, head_dim=2, dtype=torch.float32)
+    kv.open_model(model_id, len(LAYERS), n_kv_heads=1, head_dim=2, dtype=torch.float32, erased=True)
 
 
 def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MODEL) -> KvSequence:
