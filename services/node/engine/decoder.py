@@ -16,7 +16,7 @@ from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
-from services.node.engine.ops import Attends, Ops, TorchOps, gpu_ops
+from services.node.engine.ops import Attends, Ops, TorchOps
 from services.node.engine.rope import Rotations, inverse_frequencies
 from services.node.engine.weights import (
     DecoderTensors,
@@ -34,6 +34,12 @@ def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
     """The dtype of the KV cache of a model in `dtype`. Without kernels of our own (`kernels`) it is
     float32, because torch multiplies bf16 matrices as small as attention's slowly on a CPU."""
     return dtype if kernels else torch.float32
+
+
+def gpu_ops() -> Ops:
+    from services.node.engine.triton_ops import TritonOps  # Triton is not installed everywhere
+
+    return TritonOps()
 
 
 def gpu_experts() -> AddExperts:

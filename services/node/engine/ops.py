@@ -40,12 +40,6 @@ class Ops(Protocol):
         """One step's attention: planned once, run in every layer of the stage."""
 
 
-def gpu_ops() -> Ops:
-    from services.node.engine.triton_ops import TritonOps  # Triton is not installed everywhere
-
-    return TritonOps()
-
-
 class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
