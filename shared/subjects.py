@@ -89,6 +89,10 @@ def node_keep(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.keep"
 
 
+def node_drop(node: NodeId) -> str:
+    return f"{ROOT}.node.{node}.drop"
+
+
 def node_lend(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.lend"
 

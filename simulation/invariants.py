@@ -16,7 +16,7 @@ from shared.clock import now
 from shared.ids import EventId, ModelId, ModelName, NodeId
 from shared.layout import Manifest
 from shared.messages.instances import Instance, InstanceState
-from shared.messages.pool import NodeGone, NodeStatus, NodeView, PoolState, Tier
+from shared.messages.pool import ARENA, NodeGone, NodeStatus, NodeView, PoolState, Tier
 from shared.messages.scaling import EventRecord, PlannerState
 
 LEARN_S = 2.0
@@ -248,7 +248,7 @@ class Rest:
         if view.reserved_by:
             wrong.append(f"{node} is reserved by {view.reserved_by}")
         manifests = {self.ids[name]: manifest for name, manifest in self.manifests.items()}
-        taken = sum(_pages(ModelSpace.size(manifests[m])) for m in _in_memory(service))
+        taken = sum(_pages(ModelSpace.size(manifests[m])) for m in _in_arena(service))
         if view.arena_free != _pages(self.arena_bytes) - taken:
             wrong.append(f"{node} has {view.arena_free} bytes free, {taken} are taken")
         return wrong
@@ -264,8 +264,8 @@ def brief(instance: Instance) -> str:
     return f"({stages} {instance.state.value} {instance.capacity:.3f})"
 
 
-def _in_memory(node: NodeService) -> set[ModelId]:
-    return {h.model_id for h in node.holdings() if h.tier is not Tier.DISK}
+def _in_arena(node: NodeService) -> set[ModelId]:
+    return {h.model_id for h in node.holdings() if h.tier in ARENA}
 
 
 def _open(node: NodeService) -> set[ModelId]:

@@ -183,7 +183,7 @@ class Watch:
             gpus += any(holding.tier is Tier.GPU for holding in holdings)
             host += self._cluster.parts[name].host_cache_bytes
             for holding in holdings:
-                if holding.tier is Tier.HOST:
+                if holding.tier in (Tier.HOST, Tier.CACHE):
                     host += sizes[holding.model_id] * unit
         serving = sum(serves_alone(i) for s in self._sets.values() for i in s.instances)
         return Sample(now() - self.start, gpus, serving, host)

@@ -1,18 +1,19 @@
-"""Durable copies: whole models on disks of different machines, and the orders that make them."""
+"""Copies that the registry keeps, whole models on disks and in host caches of different machines,
+and its orders to the nodes that hold them."""
 
 import msgspec
 
 from shared.ids import Generation, ModelId, ModelName, NodeId
 from shared.messages.base import Message
-from shared.messages.pool import CopyProgress, Source
+from shared.messages.pool import CopyProgress, Source, Tier
 
 
 class KeepCopy(Message, frozen=True, kw_only=True, tag="keep_copy"):
-    """Registry -> node: keep a durable copy of this model. Ok once the copy is there or under way;
-    the node's statuses tell how far it is (`copying`), and that it is there (`holdings`).
+    """Registry -> node: keep a copy of this model. Ok once the copy is there or under way; the
+    node's statuses tell how far it is (`copying`), and that it is there (`holdings`).
 
     It may come again, and then changes the sources of a copy that is under way. StaleEpoch if the
-    generation is old, NotFound if the model is not published, CapacityExceeded if the disk lacks
+    generation is old, NotFound if the model is not published, CapacityExceeded if the tier lacks
     room.
     """
 
@@ -23,6 +24,19 @@ class KeepCopy(Message, frozen=True, kw_only=True, tag="keep_copy"):
     """Who holds its blocks in any tier, best first."""
     bytes_per_s: int
     """The rate that the copy keeps to."""
+    tier: Tier = Tier.DISK
+    """Where the copy is to be: on the disk, or in the host cache."""
+
+
+class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy"):
+    """Registry -> node: this model's copy in your host cache gives way. Ok once its memory is free,
+    or if there is none. StaleEpoch if the generation is old, Conflict while the copy is in use."""
+
+    node: NodeId
+    generation: Generation
+    model_id: ModelId
+    why: str
+    """In words and numbers, for the node's story."""
 
 
 class LendPiece(Message, frozen=True, kw_only=True, tag="lend_piece"):

@@ -12,8 +12,18 @@ class Tier(enum.Enum):
     """Where a block lies. The tier nearest to execution is first."""
 
     GPU = "gpu"
+    """In the arena, and the engine runs it."""
     HOST = "host"
+    """In the arena, and the engine does not run it: the copy sleeps where it was."""
+    CACHE = "cache"
+    """In the host cache (`node.host_bytes`): memory of its own, beside the arena."""
     DISK = "disk"
+
+
+ARENA = (Tier.GPU, Tier.HOST)
+"""The tiers that take room in the arena."""
+MEMORY = (*ARENA, Tier.CACHE)
+"""The tiers from which blocks are sent at the speed of the network."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,6 +39,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`cpu` or `cuda:0`."""
     arena_bytes: int
     """Memory for weights on the device."""
+    host_bytes: int = 0
+    """The size of the host cache. 0: there is none, and released copies sleep in the arena."""
     link_bytes_per_s: int
     """The rate of its data link in each direction. 0: not known."""
     slots: int
@@ -84,16 +96,18 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A durable copy that is not whole yet, on its node's disk."""
+    """A copy that the registry ordered and that is not whole yet."""
 
     model_id: ModelId
     done: int
-    """Bytes on the disk, of `nbytes`."""
+    """Bytes that are there, of `nbytes`."""
     nbytes: int
     running: bool = True
     """False: it is left over from before a restart or a failure, and nobody goes on with it."""
     error: str = ""
     """What it failed with, in words."""
+    tier: Tier = Tier.DISK
+    """Where it is made: on the disk, or in the host cache."""
 
 
 class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
@@ -136,6 +150,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     disk_bytes: int = 0
     """The size of the disk that holds its packed models. 0: it does not say."""
     disk_free: int = 0
+    host_free: int = 0
+    """Free bytes of the host cache."""
     copying: tuple[CopyProgress, ...] = ()
 
 

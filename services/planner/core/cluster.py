@@ -13,7 +13,15 @@ from statistics import median_low
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeStatus, Profile, Tier
+from shared.messages.pool import (
+    ARENA,
+    Holding,
+    ModelRecord,
+    NodeInfo,
+    NodeStatus,
+    Profile,
+    Tier,
+)
 from shared.messages.scaling import BlockArrived
 
 ARRIVAL_S = 1.0
@@ -24,7 +32,6 @@ REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
 Blocks = frozenset[int]
-IN_MEMORY = (Tier.GPU, Tier.HOST)
 
 
 @dataclass(slots=True)
@@ -230,9 +237,9 @@ class Cluster:
         return Tier.GPU in self._models(node).get(model, {})
 
     def with_space(self, model: ModelId) -> Iterator[NodeId]:
-        """Live nodes that have memory set aside for the model, filled or not."""
+        """Live nodes that have room in their arenas set aside for the model, filled or not."""
         for node in self._holders.get(model, ()):
-            if self._models(node).get(model, {}).keys() & set(IN_MEMORY):
+            if self._models(node).get(model, {}).keys() & set(ARENA):
                 yield node
 
     def models_on(self, node: NodeId) -> list[ModelId]:
@@ -270,12 +277,12 @@ class Cluster:
         stated = float(info.link_bytes_per_s) if info is not None else 0.0
         return stated or self.profile(node).out_bytes_per_s
 
-    def in_memory(self) -> Iterator[tuple[NodeId, Holding]]:
+    def in_arenas(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:
             said = self._of_node(node)
             for holding in said.status.holdings if said is not None else ():
-                if holding.tier is not Tier.DISK:
+                if holding.tier in ARENA:
                     yield node, holding
 
     def validate(self) -> None:

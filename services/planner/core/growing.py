@@ -152,7 +152,9 @@ class Growing(Mending):
     def _with_copies(self, newcomers: Iterable[NodeId]) -> set[NodeId]:
         """Newcomers that load a copy of their own: one in host memory, or one on disk if the
         strategy moves nothing."""
-        tiers = [Tier.HOST, Tier.DISK] if self._desk.settings.strategy == LOCAL else [Tier.HOST]
+        tiers = [Tier.HOST, Tier.CACHE]
+        if self._desk.settings.strategy == LOCAL:
+            tiers.append(Tier.DISK)
         holders = self._desk.cluster.holders(self._model.model_id, tiers)
         return {n for n in newcomers if self._every <= holders.get(n, frozenset())}
 

@@ -8,14 +8,13 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable
 
 from services.planner.core import commands, events
-from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase
 from services.planner.core.stimuli import Answer, Pinged
 from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
-from shared.messages.pool import NodeGone
+from shared.messages.pool import MEMORY, NodeGone
 from shared.messages.scaling import PullFailed, Repair, Transfer
 
 MAX_STALLS = 3
@@ -151,7 +150,7 @@ class Mending(EventBase):
             node: self._every if node in self._promoting else blocks
             for node, blocks in self._of_targets().items()
         }
-        holders = self._desk.cluster.holders(self._model.model_id, IN_MEMORY)
+        holders = self._desk.cluster.holders(self._model.model_id, MEMORY)
         for node, blocks in holders.items():
             fit = node not in self._out and self._standing.fit(node, self._desk.at)
             if node not in held and fit:

@@ -414,6 +414,7 @@ class ModelMachine:
         on_host = cluster.holders(id_, [Tier.HOST]).items()
         asleep = {n for n, held in on_host if len(held) == every and not self._in_event(n)}
         on_disk = {n for n, held in cluster.holders(id_, [Tier.DISK]).items() if len(held) == every}
+        cached = any(len(held) == every for held in cluster.holders(id_, [Tier.CACHE]).values())
         return Claim(
             model=id_,
             name=record.name,
@@ -433,6 +434,7 @@ class ModelMachine:
             frees=frozenset(node for node in leaving if self._frees(node)),
             # An event that runs feeds what is appended to it.
             in_memory=self.scaling
+            or cached
             or bool(self.fleet.replicas or draining or asleep.difference(leaving)),
             on_disk=frozenset(on_disk),
             attained=self._usage.attained(self._desk.at),
@@ -440,11 +442,11 @@ class ModelMachine:
         )
 
     def _frees(self, node: NodeId) -> bool:
-        """Whether nothing of the model will stay in the memory of a node that it leaves."""
+        """Whether nothing of the model will stay in the arena of a node that it leaves."""
         known = self.standing.of(node)
         if known is None or known.state is State.DRAINING:
-            return self._releases.keep(node) is None
-        return known.keep is None
+            return self._releases.keep(node) is not Tier.HOST
+        return known.keep is not Tier.HOST
 
     def free_stray(self, node: NodeId) -> None:
         self._releases.free_stray(node)

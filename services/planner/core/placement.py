@@ -20,7 +20,7 @@ from services.planner.core.outlook import Serving, predict
 from services.planner.core.replan import repair_soonest
 from shared.errors import PlanError
 from shared.ids import NodeId
-from shared.messages.pool import ModelRecord, Source, Tier
+from shared.messages.pool import MEMORY, ModelRecord, Source, Tier
 from shared.messages.scaling import Timings, Transfer
 
 Held = Mapping[NodeId, frozenset[int]]
@@ -66,7 +66,7 @@ def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
     A target with its own copy in memory promotes it. PlanError if nobody can feed the multicast.
     """
     complete = [source for source in sources if source.complete]
-    memory = [s.info.node for s in complete if s.tier in (Tier.GPU, Tier.HOST)]
+    memory = [s.info.node for s in complete if s.tier in MEMORY]
     disk = [s.info.node for s in complete if s.tier is Tier.DISK]
     targets = tuple(targets)
     if memory:

@@ -176,7 +176,7 @@ class Planner:
         if not self._pool.ready or self._cluster.loads.blind(self._desk.at):
             return
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
-        for node, holding in self._cluster.in_memory():
+        for node, holding in self._cluster.in_arenas():
             model, copy = self._machines.by_id.get(holding.model_id), (node, holding.model_id)
             if model is None or not model.owns(node, holding):
                 strays[copy] = strays.get(copy, frozenset()).union(holding.blocks)

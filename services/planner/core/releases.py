@@ -5,7 +5,6 @@ free.
 """
 
 from services.planner.core import commands
-from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import RELEASE_S, Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.multicast.strategies import LOCAL
@@ -14,7 +13,7 @@ from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed
 from shared.errors import StaleEpoch
 from shared.ids import NodeId
-from shared.messages.pool import ModelRecord, Tier
+from shared.messages.pool import MEMORY, ModelRecord, Tier
 from shared.messages.scaling import ReleaseModel
 
 DRAIN_LIMIT_S = 60.0
@@ -69,18 +68,19 @@ class Releases:
 
     def keep(self, node: NodeId) -> Tier | None:
         """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
-        on the host; it does not apply if every node loads from its own disk or cache, nor where the
-        copy makes room for another model."""
+        in the host cache if the node has one and else in the arena; it does not apply if every node
+        loads from its own disk or cache. What makes room for another model leaves the arena."""
         if self._desk.settings.strategy == LOCAL:
             return None
-        if self._rooms.promised(node, self._record.model_id):
-            return None
-        holders = self._desk.cluster.holders(self._record.model_id, IN_MEMORY)
+        holders = self._desk.cluster.holders(self._record.model_id, MEMORY)
         for other, held in holders.items():
             staying = self._standing.of(other) is None
             if other != node and staying and len(held) == self._record.n_blocks:
                 return None
-        return Tier.HOST
+        if not self._rooms.promised(node, self._record.model_id):
+            return Tier.HOST
+        info = self._desk.cluster.nodes.get(node)
+        return Tier.CACHE if info is not None and info.host_bytes else None
 
     def _release(self, node: NodeId) -> None:
         """Frees what the node holds. The node is asked until it has done it, or is gone."""

@@ -31,9 +31,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.messages.pool import NodeInfo, Source, Tier
-
-MEMORY = (Tier.GPU, Tier.HOST)
+from shared.messages.pool import MEMORY, NodeInfo, Source, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +181,6 @@ def sender_rank(sender: Sender) -> _SenderRank:
         running=sender.running,
         far=not sender.same_rack,
         slower=-int(sender.rate).bit_length(),
-        asleep=source.tier is Tier.HOST,
+        asleep=source.tier is not Tier.GPU,
         node=source.info.node,
     )

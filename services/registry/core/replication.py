@@ -9,7 +9,7 @@ import msgspec
 
 from services.registry.core.holdings import Holdings
 from shared.ids import NodeId
-from shared.messages.pool import ModelRecord, NodeInfo, Tier
+from shared.messages.pool import MEMORY, ModelRecord, NodeInfo, Tier
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Co
     anywhere: frozenset[int] = frozenset()
     for info in nodes:
         tiers = held.blocks(info, record.model_id)
-        near = tiers.get(Tier.GPU, frozenset()) | tiers.get(Tier.HOST, frozenset())
+        near = frozenset().union(*(tiers.get(tier, ()) for tier in MEMORY))
         all_tiers = near | tiers.get(Tier.DISK, frozenset())
         anywhere |= all_tiers
         if near >= every:

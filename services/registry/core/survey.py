@@ -6,10 +6,18 @@ from collections.abc import Collection, Iterator
 
 from services.registry.core.holdings import Blocks, Holdings
 from services.registry.core.leases import Leases
-from services.registry.core.placement import MEMORY, Candidate, Sender
+from services.registry.core.placement import Candidate, Sender
 from services.registry.core.reservations import Reservations
 from shared.ids import EventId, ModelId, NodeId
-from shared.messages.pool import ModelRecord, NodeInfo, NodeStatus, Source, Tier
+from shared.messages.pool import (
+    ARENA,
+    MEMORY,
+    ModelRecord,
+    NodeInfo,
+    NodeStatus,
+    Source,
+    Tier,
+)
 
 _EMPTY: frozenset[int] = frozenset()
 
@@ -52,7 +60,7 @@ class Survey:
         """Nodes that have reported, have room, and belong to no other event.
 
         A node that has space for the model in its arena needs no more: space is taken whole before
-        the first block, and a copy that sleeps in host memory keeps it.
+        the first block, and a copy that sleeps in the arena keeps it.
         """
         for info in self._leases.standing:
             held = self._reservations.of(info.node)
@@ -60,7 +68,7 @@ class Survey:
                 continue
             status = self._holdings.of(info)
             # The event that has the node may have filled it already.
-            has_space = held is not None or bool(self._blocks(info).keys() & set(MEMORY))
+            has_space = held is not None or bool(self._blocks(info).keys() & set(ARENA))
             if status is not None and (has_space or status.arena_free >= nbytes):
                 yield self._candidate(info, status, held is not None)
 

@@ -28,7 +28,7 @@ def test_blocks_by_model_and_tier() -> None:
     assert found.held(A, MODEL, [Tier.GPU, Tier.HOST]) == {0, 1, 2}
     assert found.holders(MODEL, GPU) == {A: {0, 1}}
     assert found.holders(MODEL, [Tier.DISK]) == {}
-    assert {h.model_id for _, h in found.in_memory()} == {MODEL, OTHER}
+    assert {h.model_id for _, h in found.in_arenas()} == {MODEL, OTHER}
 
 
 def test_memory_set_aside_counts_before_the_first_block() -> None:

@@ -101,7 +101,7 @@ def test_alarms_that_are_due_together_do_not_lose_each_other(
 
     with monkeypatch.context() as broken:
         broken.setattr(PoolView, "refresh", failing)
-        broken.setattr(Cluster, "in_memory", failing)
+        broken.setattr(Cluster, "in_arenas", failing)
         before = len(driver.sets)
         driver.wait(3 * REFRESH_S)
         assert len(driver.sets) > before, "the model's own alarm goes on"

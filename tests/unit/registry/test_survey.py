@@ -152,3 +152,14 @@ def test_idle_sources_come_before_busy_ones_and_near_ones_before_far(nodes: Node
     nodes.add("c", whole, rack="r1")
     nodes.add("d", whole, rack="r2")
     assert [name for name, *_ in nodes.sources()] == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(("free", "fits"), [(399, False), (400, True)])
+def test_a_copy_in_the_host_cache_takes_no_room_in_the_arena_and_saves_none(
+    nodes: Nodes, free: int, fits: bool
+) -> None:
+    nodes.add("a", holding(Tier.CACHE, *WHOLE), free=free)
+    nodes.add("b")
+    assert nodes.best() == (["a", "b"] if fits else ["b"])
+    assert nodes.sources() == [("a", Tier.CACHE, True)]
+    assert nodes.pool.copies(MODEL).memory == ("a",)
