@@ -3,7 +3,6 @@ the rule)."""
 
 from dataclasses import replace
 
-from services.planner.core.cluster import IN_MEMORY
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.load_reports import Asked
@@ -19,7 +18,7 @@ from services.planner.core.scaling import (
 )
 from services.planner.core.traffic import Arrivals, Traffic
 from shared.messages.instances import InstanceState
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import MEMORY, ModelRecord
 from shared.messages.scaling import EventRecord
 from shared.schedule import least
 
@@ -101,7 +100,7 @@ class Sizing:
         """About how many seconds a replica takes from the decision on: a copy over a link if one
         is in memory, or else from a disk."""
         cluster, settings = self._desk.cluster, self._desk.settings
-        holders = cluster.holders(record.model_id, IN_MEMORY)
+        holders = cluster.holders(record.model_id, MEMORY)
         if not holders:
             return START_S + cluster.load_s(record)
         rate = max(map(cluster.out_bytes_per_s, holders)) or settings.link_bytes_per_s
