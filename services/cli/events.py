@@ -26,6 +26,8 @@ from services.planner.core.events import LEDGER
 from shared import subjects
 from shared.config import load
 from shared.errors import BadInput, NotFound
+from shared.ids import ModelName
+from shared.messages.decisions import Decided, Decisions, DecisionsQuery
 from shared.messages.scaling import EventRecord, Growth, PlannerQuery, PlannerState
 from shared.span_file import WRITE_EVERY_S
 
@@ -40,10 +42,14 @@ Span = dict[str, Any]
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events = commands.add_parser(
         "events",
-        help="list the scaling events, newest first, or tell the story of one",
-        description="Lists the scaling events, newest first. With --story it asks the planner, the "
-        "registry, the nodes and the gateways what they did lately about ID, and prints their "
-        "steps by time: time of day, who took the step, its cause, what it concerns, what changed. "
+        help="list the scaling events, newest first; every decision about a model; a story",
+        description="Lists the scaling events, newest first. With --model it lists every decision "
+        "about a model instead: more replicas, fewer, copies that give way to other models, waits "
+        "for memory, failures, each with how many replicas there were and were wanted, and why. "
+        "The planner keeps the last hundred since it was started. With --story it asks the "
+        "planner, the registry, the nodes and the gateways what they did lately about ID, and "
+        "prints their steps by time: time of day, who took the step, its cause, what it concerns, "
+        "what changed. "
         "Exits with 1 if a service does not answer; it then shows what the others say.",
     )
     events.add_argument(
@@ -57,6 +63,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--story",
         action="store_true",
         help="what every service did lately about ID, and why",
+    )
+    events.add_argument(
+        "--model", metavar="NAME", help="every decision about this model, and why, newest first"
     )
     events.add_argument(
         "--limit", type=int, default=20, metavar="N", help="how many events (default: %(default)s)"
@@ -90,8 +99,12 @@ async def _records(args: argparse.Namespace, limit: int) -> tuple[EventRecord, .
 def _events(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise BadInput(f"--limit {args.limit}: use 1 or more")
+    if args.model is not None and (args.story or args.id is not None):
+        raise BadInput("--model lists all decisions of a model: leave ID and --story out")
     if args.story:
         return _story(args)
+    if args.model is not None:
+        return _decided(args)
     records = asyncio.run(_records(args, args.limit if args.id is None else ALL))
     if args.id is not None:
         records = tuple(r for r in records if r.id == args.id or args.id == story.LAST)[:1]
@@ -105,6 +118,30 @@ def _events(args: argparse.Namespace) -> int:
     for record in records:
         sys.stdout.write(event_line(record) + "\n")
     return 0
+
+
+def _decided(args: argparse.Namespace) -> int:
+    found = asyncio.run(_decisions(args))
+    if args.json:
+        print_json(found)
+        return 0
+    if not found:
+        say(f"the planner has decided nothing about {args.model} since it was started")
+    sys.stdout.writelines(f"{decision_line(each)}\n" for each in found)
+    return 0
+
+
+async def _decisions(args: argparse.Namespace) -> tuple[Decided, ...]:
+    async with connect(args) as bus:
+        query = DecisionsQuery(name=ModelName(args.model), limit=args.limit)
+        return (await ask(bus, subjects.PLANNER_DECISIONS, query, Decisions)).decisions
+
+
+def decision_line(decided: Decided) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decided.at_ns / 1e9))
+    whom = " ".join((*decided.nodes, *([decided.event] if decided.event else [])))
+    numbers = f"{decided.replicas} -> {decided.wanted}"
+    return f"{at}  {decided.verdict.value:<9}  {numbers:<8}  {whom or '-'}  {decided.why}"
 
 
 def _story(args: argparse.Namespace) -> int:

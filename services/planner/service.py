@@ -20,6 +20,7 @@ from shared.config import PlannerConfig
 from shared.errors import ConfigError
 from shared.ids import new_id
 from shared.messages import Message
+from shared.messages.decisions import Decisions, DecisionsQuery
 from shared.messages.instances import InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelAdded, ModelRemoved, NodeGone, NodeJoined, NodeStatus
@@ -79,6 +80,7 @@ class PlannerService(Service):
         self.own(await bus.serve(subjects.PLANNER_STATE, PlannerQuery, self._state))
         self.own(await bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances))
         self.own(await bus.serve(subjects.PLANNER_SCALE, SetInstances, self._shell.ask))
+        self.own(await bus.serve(subjects.PLANNER_DECISIONS, DecisionsQuery, self._decisions))
         self.own(await bus.serve(subjects.PLANNER_STORY, StoryQuery, self._story))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> Any:
@@ -95,6 +97,9 @@ class PlannerService(Service):
 
     async def _instances(self, message: InstancesQuery) -> Message:
         return InstanceSets(sets=self.core.sets())
+
+    async def _decisions(self, message: DecisionsQuery) -> Message:
+        return Decisions(decisions=self.core.decisions(message.name, message.limit))
 
     async def _story(self, message: StoryQuery) -> Message:
         return Told.of(self.core.story(message.subject), now(), wall_ns())

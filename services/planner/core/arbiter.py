@@ -106,6 +106,7 @@ class GiveWay:
     cost: float
     why: str
     """In words, without whom it makes room for."""
+    whom: ModelName
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ class _Offers:
                 continue
             if node in claim.asleep:
                 why = f"sleeps; bringing it back is expected to cost {claim.cost:.2f} s"
-                yield GiveWay(claim.model, node, Grade.ASLEEP, claim.nbytes, claim.cost, why)
+                yield self._way(claim, node, Grade.ASLEEP, claim.cost, why)
             elif (replica := claim.replicas.get(node)) is not None and not replica.loading:
                 yield from self._replica(claim, node, replica)
 
@@ -300,7 +301,10 @@ class _Offers:
             grade, why = Grade.TURN, f"{have} replicas, a fair share of {len(share)}"
         else:
             return
-        yield GiveWay(claim.model, node, grade, claim.nbytes, float(replica.requests), why)
+        yield self._way(claim, node, grade, float(replica.requests), why)
+
+    def _way(self, claim: Claim, node: NodeId, grade: Grade, cost: float, why: str) -> GiveWay:
+        return GiveWay(claim.model, node, grade, claim.nbytes, cost, why, self._claimant.name)
 
     def _may_take_turn(self, claim: Claim, replica: Replica) -> bool:
         same = claim.priority == self._claimant.priority

@@ -14,6 +14,7 @@ from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet, describe
 from services.planner.core.instances import Member
+from services.planner.core.journal import Journal
 from services.planner.core.ledger import expected
 from services.planner.core.releases import Releases
 from services.planner.core.rooms import Rooms
@@ -24,6 +25,7 @@ from services.planner.core.stimuli import Answer, Failed, PathsPlanned
 from services.planner.core.usage import Usage
 from shared.errors import BadInput, Conflict
 from shared.ids import EventId, NodeId
+from shared.messages.decisions import Decided, Verdict
 from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
 from shared.messages.scaling import (
     BlockArrived,
@@ -46,6 +48,7 @@ class ModelMachine:
         """The last event, over or not."""
         self.fleet = Fleet(desk, record)
         self.standing = Standing(desk.story)
+        self.journal = Journal()
         self._releases = Releases(desk, rooms, record, self.fleet, self.standing)
         self._desk = desk
         self._rooms = rooms
@@ -252,6 +255,8 @@ class ModelMachine:
         if event.record.state is EventState.COMPLETE:
             self._failed = 0
         else:
+            why, id_ = event.record.error or event.record.state.value, event.record.id
+            self._note(Verdict.FAILED, self._sizing.wants, why, event=id_)
             self._retry_at = self._desk.at + min(RETRY_S * 2**self._failed, RETRY_MAX_S)
             self._failed += 1
             self._decide_by(self._retry_at)
@@ -307,6 +312,7 @@ class ModelMachine:
                 self.standing.stay(node)
                 self.fleet.drain(node, False)
                 self._tell(f"needed again: {decision.cause}", node)
+                self._note(Verdict.MORE, decision.replicas, decision.cause, node)
                 missing -= 1
         at = self._desk.at
         if missing == 0:
@@ -323,6 +329,7 @@ class ModelMachine:
         if self._desk.at < event.may_grow_at < NEVER:
             self._decide_by(event.may_grow_at)
         elif self._desk.at >= event.may_grow_at and self._has_room(missing):
+            self._note(Verdict.MORE, decision.replicas, decision.cause, event=event.record.id)
             event.grow(missing, self._not_here(), decision.cause)
 
     def _not_here(self) -> tuple[NodeId, ...]:
@@ -343,6 +350,7 @@ class ModelMachine:
         if why != self._waits_because:
             self._waits_because = why
             self._tell(f"waits for memory for {missing} replicas: {why}")
+            self._note(Verdict.WAITS, self._total + missing, why)
             self._log("info", "waits for memory", replicas=missing, why=why)
         return False
 
@@ -366,6 +374,7 @@ class ModelMachine:
             trace=settings.new_trace(),
         )
         self._tell(f"begins {record.id} for {missing} more replicas", record.id)
+        self._note(Verdict.MORE, decision.replicas, decision.cause, event=record.id)
         self._desk.span("detect", record.trace, since_ns=detected_ns)
         self._desk.span(
             "decide",
@@ -390,6 +399,7 @@ class ModelMachine:
             return self.fleet.requests_over(member.node)
 
         victim = min(reversed(self.fleet.replicas), key=load)
+        self._note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
         self._drain(victim.node, f"drains: {decision.cause}")
 
     def _drain(self, node: NodeId, why: str) -> None:
@@ -399,11 +409,14 @@ class ModelMachine:
 
     def give_way(self, way: GiveWay) -> None:
         """A copy makes room for another model. The last copy in memory may, too."""
+        why = f"makes room for {way.whom}: {way.why}"
         if way.grade is Grade.ASLEEP:
             if not (way.node in self.fleet.members or self._in_event(way.node)):
+                self._note(Verdict.GIVES_WAY, self._sizing.wants, why, way.node)
                 self._releases.free_stray(way.node)
         elif any(member.node == way.node for member in self.fleet.replicas):
-            self._drain(way.node, f"makes room: {way.why}")
+            self._note(Verdict.GIVES_WAY, self._sizing.wants, why, way.node)
+            self._drain(way.node, why)
 
     def claim(self) -> Claim:
         """What the model has of the devices' memory, and what it wants."""
@@ -478,6 +491,28 @@ class ModelMachine:
 
     def _loads(self, node: NodeId) -> bool:
         return self.event is not None and self.event.loads(node)
+
+    @property
+    def _total(self) -> int:
+        """Replicas that serve or are on their way."""
+        members = sum(not m.draining for m in self.fleet.members.values())
+        return members + (self.event.expected if self.event is not None else 0)
+
+    def _note(
+        self, verdict: Verdict, wanted: int, why: str, *nodes: NodeId, event: EventId | None = None
+    ) -> None:
+        """Keeps a decision for `lambdascale events --model`."""
+        self.journal.note(
+            Decided(
+                at_ns=self._desk.now.wall_ns,
+                verdict=verdict,
+                replicas=self._total,
+                wanted=wanted,
+                why=why,
+                nodes=nodes,
+                event=event,
+            )
+        )
 
     def _tell(self, text: str, *subjects: str) -> None:
         self._desk.tell(text, self.record.model_id, *subjects)

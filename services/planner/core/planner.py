@@ -33,7 +33,8 @@ from services.planner.core.stimuli import (
 from services.planner.core.strays import Strays
 from services.planner.core.tickets import Moment
 from shared.errors import BadInput, BusTimeout, LambdaScaleError, NotFound, NotReady
-from shared.ids import ModelId, NodeId
+from shared.ids import ModelId, ModelName, NodeId
+from shared.messages.decisions import Decided
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
@@ -132,6 +133,10 @@ class Planner:
         records |= {event.record.id: event.record for event in self._machines.events()}
         newest = sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
         return fitting(newest[: max(0, count)])
+
+    def decisions(self, name: ModelName, limit: int) -> tuple[Decided, ...]:
+        """The last decisions about a model, newest first. NotFound."""
+        return self._named(name).journal.newest(limit)
 
     def story(self, subject: str) -> tuple[Transition, ...]:
         """The last transitions that concern an event, a node or a model (by its id)."""
@@ -264,9 +269,7 @@ class Planner:
 
     def _scale(self, asked: Asked) -> ScaleAccepted:
         name, count = asked.message.name, asked.message.instances
-        model = self._machines.named.get(name)
-        if model is None:
-            raise NotFound(f"model {name!r} is not published; see `lambdascale model ls`")
+        model = self._named(name)
         nodes = len(self._cluster.nodes)
         if count is not None and not 0 <= count <= nodes:
             raise BadInput(f"{count} instances asked for, {nodes} nodes are there")
@@ -284,6 +287,12 @@ class Planner:
         event = model.event
         answers = event is not None and (event is not before or event.growing)
         return ScaleAccepted(event=event.record.id if event and answers else None)
+
+    def _named(self, name: ModelName) -> ModelMachine:
+        model = self._machines.named.get(name)
+        if model is None:
+            raise NotFound(f"model {name!r} is not published; see `lambdascale model ls`")
+        return model
 
 
 def _free_stray(node: NodeId, model: ModelMachine) -> None:

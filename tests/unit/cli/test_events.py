@@ -10,12 +10,13 @@ import pytest
 import structlog
 
 from services.cli import events
-from services.cli.events import event_line, read_spans, tree_lines
+from services.cli.events import decision_line, event_line, read_spans, tree_lines
 from services.planner.core import events as planner_events
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import BadInput, NotFound
 from shared.ids import EventId, NodeId
+from shared.messages.decisions import Decided, Verdict
 from shared.messages.ledger import Phase, Spent
 from shared.messages.scaling import EventState, Growth
 from tests.unit.cli.records import record
@@ -193,3 +194,27 @@ def test_a_limit_below_one_is_bad_input() -> None:
 def test_a_story_is_of_something() -> None:
     with pytest.raises(BadInput, match="of what"):
         run("events", "--story")
+
+
+def test_the_line_of_a_decision_says_when_what_where_and_why() -> None:
+    decided = Decided(
+        at_ns=10**18,
+        verdict=Verdict.FEWER,
+        replicas=3,
+        wanted=2,
+        why="3 replicas serve, 2 are enough for 2.0 s",
+        nodes=(NodeId("node-1"),),
+    )
+    line = decision_line(decided)
+    assert line.startswith("2001-")
+    assert line.endswith("fewer      3 -> 2    node-1  3 replicas serve, 2 are enough for 2.0 s")
+    more = msgspec.structs.replace(
+        decided, verdict=Verdict.MORE, wanted=4, nodes=(), event=EventId("ev-1")
+    )
+    assert "more       3 -> 4    ev-1  " in decision_line(more)
+
+
+@pytest.mark.parametrize("more", [("ev-1",), ("--story",)])
+def test_decisions_are_of_a_model_alone(more: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match="leave ID and --story out"):
+        run("events", "--model", "llama", *more)
