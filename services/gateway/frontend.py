@@ -32,6 +32,7 @@ from shared.errors import BusError, NoResponders
 from shared.ids import RequestId
 from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet
+from shared.messages.load import GatewayLoad
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import Submit, Tokens
 
@@ -113,6 +114,9 @@ class Frontend:
             self._log.warning("instances not taken", model=message.name, fault=fault)
             return
         self.run(self.dispatch.on_instances(message, now()))
+
+    async def on_load(self, message: GatewayLoad) -> None:
+        self.run(self.dispatch.on_load(message, now()))
 
     def run(self, commands: list[Command]) -> None:
         for command in commands:

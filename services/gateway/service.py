@@ -112,6 +112,8 @@ class GatewayService(Service):
         self.own(await bus.subscribe(subjects.POOL_NODES, On(NodeGone, self._on_gone)))
         instances = On(InstanceSet, self.frontend.on_instances)
         self.own(await bus.subscribe(subjects.INSTANCES, instances))
+        loads = On(GatewayLoad, self.frontend.on_load)
+        self.own(await bus.subscribe(subjects.LOAD_GATEWAY, loads))
         tokens = On(Tokens, self.frontend.on_tokens)
         self.own(await bus.subscribe(subjects.gateway_tokens(self.id), tokens))
         self.own(await bus.serve(subjects.gateway_story(self.id), StoryQuery, self._story))

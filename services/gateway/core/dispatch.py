@@ -15,12 +15,13 @@ from services.gateway.core import admission, streams, validation
 from services.gateway.core.commands import Broken, Command, End, Withdraw
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
+from services.gateway.core.others import Changed, Others
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
-from shared.messages.load import ModelLoad
+from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
 from shared.story import Transition
 
@@ -32,7 +33,7 @@ BROKEN = "the gateway failed; its log says why"
 class Dispatch:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._ledger = Ledger()
+        self._ledger = Ledger(Others(rules.gateway))
         self._models: dict[ModelId, Model] = {}
         self._sets: dict[ModelId, InstanceSet] = {}
         """The newest instance set of each model."""
@@ -203,10 +204,22 @@ class Dispatch:
 
     # --- time and load -------------------------------------------------------
 
+    def on_load(self, load: GatewayLoad, now: float) -> list[Command]:
+        """A gateway says what it has running. This gateway's own reports change nothing."""
+        self._begin(load.gateway, now)
+        self._hear_others(self._ledger.others.hear(load, now), now)
+        return self._flush()
+
+    def _hear_others(self, changed: Changed, now: float) -> None:
+        for model in list(self._models.values()) if changed else ():
+            if instances := changed.get(model.name):
+                self._guard(model, now, model.hear_others, instances, now)
+
     def on_tick(self, now: float) -> list[Command]:
         """Looks for requests that waited too long, and for instances that may be tried again. To be
         called every few 10 ms."""
         self._begin("time", now)
+        self._hear_others(self._ledger.others.forget_silent(now), now)
         for model in list(self._models.values()):
             self._guard(model, now, model.tick, now)
             if model.over:

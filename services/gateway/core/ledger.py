@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.gateway.core.commands import Command
+from services.gateway.core.others import Others
 from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import OURS, Routing
 from shared.ids import GatewayId, RequestId
@@ -30,6 +31,7 @@ class Rules:
 class Ledger:
     """What the models of a gateway share."""
 
+    others: Others
     requests: dict[RequestId, Request] = field(default_factory=dict)
     """All requests that have not ended."""
     out: list[Command] = field(default_factory=list)

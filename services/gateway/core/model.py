@@ -7,7 +7,7 @@ and then the queue.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 from services.gateway.core import routing, streams
@@ -26,7 +26,7 @@ from shared.errors import (
     NotReady,
     StaleEpoch,
 )
-from shared.ids import ModelId, ModelName, NodeId
+from shared.ids import InstanceId, ModelId, ModelName, NodeId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import ModelLoad
 from shared.messages.serving import Scores, Token
@@ -46,7 +46,7 @@ class Model:
         self.id = model_id
         self.listed = False
         """Whether the registry lists the model. If not, no request of it is begun."""
-        self.table = Table(rules.routing.prompts_ahead)
+        self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
         self.queue: deque[Request] = deque()
         self.asked_requests = self.asked_tokens = 0
         """Requests that were submitted so far, and tokens of their prompts."""
@@ -75,6 +75,11 @@ class Model:
         self._give_back(self.table.apply(new), "left the set", now)
         self._moves.tell(self._moves.begin(now), new.trace)
         self.dispatch(now)
+
+    def hear_others(self, changed: Collection[InstanceId], now: float) -> None:
+        """Other gateways have said what they have running on these instances."""
+        if self.table.hear_others(changed):
+            self.dispatch(now)
 
     def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
         gone = self.table.drop_node(node)

@@ -6,9 +6,10 @@ without a free slot is no candidate. A request for which there is no candidate s
 gateway's queue, where the planner sees it, and a new instance gets it the moment it appears.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from services.gateway.core.others import NONE, Work
 from services.gateway.core.requests import Request
 from shared.ids import InstanceId, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
@@ -26,7 +27,7 @@ when another instance appears."""
 
 
 class Node:
-    """What this gateway's requests take of a node."""
+    """What requests take of a node. Those of other gateways count as slots only."""
 
     __slots__ = ("account", "prompts", "prompts_ahead")
 
@@ -57,6 +58,8 @@ class Route:
     trace: str
     """The trace of the set that brought the instance."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
+    others: Work = NONE
+    """What other gateways have running on it."""
     tokens: int = 0
     """Outstanding tokens: the sum of its requests' charges."""
     prompts: int = 0
@@ -78,7 +81,7 @@ class Route:
         instance = self.instance
         return (
             instance.state is InstanceState.SERVING
-            and len(self.requests) < instance.slots
+            and len(self.requests) + self.others.requests < instance.slots
             and instance.capacity > 0
             and self.prompts <= self.prompts_ahead * instance.capacity
             and now >= self.avoid_until
@@ -123,9 +126,14 @@ class Route:
         for place in self.places:
             place.node.account.add(len(self.places), place.weight, sequences)
 
+    def hear(self, others: Work) -> None:
+        """Takes in what other gateways have running on it now."""
+        self._count(others.requests - self.others.requests)
+        self.others = others
+
     @property
     def load(self) -> float:
-        return self.tokens / self.instance.capacity
+        return (self.tokens + self.others.tokens) / self.instance.capacity
 
     def measure(self, token_s: float) -> None:
         """Takes in the time from a request's token to its next one."""
@@ -143,7 +151,12 @@ class Route:
 class Table:
     """The instances of one model, as the newest set has them."""
 
-    def __init__(self, prompts_ahead: float = PROMPTS_AHEAD) -> None:
+    def __init__(
+        self,
+        prompts_ahead: float = PROMPTS_AHEAD,
+        others: Callable[[], Mapping[InstanceId, Work]] = dict,
+    ) -> None:
+        """`others`: what other gateways have running now, by instance."""
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
@@ -156,6 +169,7 @@ class Table:
         self.instance_slots = 1
         """The slots of the largest replica."""
         self._prompts_ahead = prompts_ahead
+        self._others = others
         self._nodes: dict[NodeId, Node] = {}
         """The nodes that any route leads over."""
 
@@ -178,6 +192,7 @@ class Table:
         for node, slots in new.node_slots.items():
             if node in self._nodes:
                 self._nodes[node].account.slots = slots
+        self.hear_others(self.routes)
         self._forget_nodes(old.values())
         replicas = (i.slots for i in new.instances if i.is_replica)
         self.instance_slots = max(replicas, default=1)
@@ -196,6 +211,17 @@ class Table:
             places.append(Place(node, weight(stages, stage, blocks), share))
         return Route(instance, new.trace, places=tuple(places), prompts_ahead=self._prompts_ahead)
 
+    def hear_others(self, changed: Iterable[InstanceId]) -> bool:
+        """Takes in what other gateways have running now on these instances. Returns whether that is
+        less on any of them."""
+        others, less = self._others(), False
+        for key in changed:
+            if route := self.routes.get(key):
+                now = others.get(key, NONE)
+                less = less or now.requests < route.others.requests
+                route.hear(now)
+        return less
+
     def drop_node(self, node: NodeId) -> list[Route]:
         """Removes the routes that lead over a node which is gone, and returns them."""
         gone = [
@@ -208,8 +234,10 @@ class Table:
         self._forget_nodes(gone)
         return gone
 
-    def _forget_nodes(self, gone: Iterable[Route]) -> None:
+    def _forget_nodes(self, gone: Collection[Route]) -> None:
         """Forgets the nodes that no route leads over any more."""
+        for route in gone:
+            route.hear(NONE)
         over = {stage.node for route in gone for stage in route.instance.stages}
         for route in self.routes.values() if over else ():
             over.difference_update(stage.node for stage in route.instance.stages)

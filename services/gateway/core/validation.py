@@ -72,9 +72,9 @@ def _of_nodes(model: Model) -> Iterator[str]:
             sums = found.setdefault(place.node, [0.0, 0.0, 0.0])
             sums[0] += place.share * route.prompts
             if len(route.places) == 1:
-                sums[1] += len(route.requests)
+                sums[1] += len(route.requests) + route.others.requests
             else:
-                sums[2] += place.weight * len(route.requests)
+                sums[2] += place.weight * (len(route.requests) + route.others.requests)
     for node, sums in found.items():
         kept = (node.prompts, node.account.alone, node.account.on_paths)
         if not all(

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.ledger import Ledger
+from services.gateway.core.others import Others
 from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import (
     AVOID_MAX_S,
@@ -15,7 +16,7 @@ from services.gateway.core.routing import (
     switch,
 )
 from shared.errors import IllegalTransition
-from shared.ids import ModelId, ModelName, NodeId, RequestId
+from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.serving import Sampling
 from tests.unit.gateway.support import path, replica
@@ -29,7 +30,7 @@ def request(name: str) -> Request:
 
 def route(instance: Instance, *, tokens: int = 0, requests: int = 0) -> Route:
     running = {RequestId(str(i)): request(str(i)) for i in range(requests)}
-    return Route(instance, "", running, tokens)
+    return Route(instance, "", running, tokens=tokens)
 
 
 def instance_set(epoch: int, revision: int, *instances: Instance, trace: str = "") -> InstanceSet:
@@ -251,7 +252,7 @@ def test_the_time_of_a_token_follows_what_is_measured() -> None:
 
 @given(st.lists(st.sampled_from(State), max_size=8))
 def test_an_end_is_an_end(states: list[State]) -> None:
-    one, ledger = request("a"), Ledger(cause="an-event", now=7.0)
+    one, ledger = request("a"), Ledger(Others(GatewayId("g")), cause="an-event", now=7.0)
     for state in states:
         if state in NEXT[one.state]:
             ledger.step(one, state, "test")
