@@ -139,9 +139,10 @@ class Mover(RuleBasedStateMachine):
     @precondition(lambda self: any(len(read.run) > 1 for read in self.reads))
     @rule(data=st.data())
     def part_comes(self, data: st.DataObject) -> None:
-        """A chunk is right of a read that goes on, so it is not the read's last chunk."""
+        """Chunks are right of a read that goes on, so its last chunk is not among them."""
         read = data.draw(st.sampled_from([read for read in self.reads if len(read.run) > 1]))
-        self.do(self.pulls.verified(read.pulling, data.draw(st.sampled_from(read.run[:-1]))))
+        chunks = st.lists(st.sampled_from(read.run[:-1]), min_size=1)
+        self.do(self.pulls.verified(read.pulling, data.draw(chunks)))
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())

@@ -203,12 +203,14 @@ class Pulls:
             commands += self._end(pulling, PullState.GIVEN_UP)
         return commands
 
-    def verified(self, pulling: Pulling, chunk: int) -> list[Command]:
-        """A chunk of a read that is not answered is right, and may have been shown already: this
-        counts even if the pull has ended. The last chunk of a read comes with `read`."""
-        if chunk not in pulling.reading:
+    def verified(self, pulling: Pulling, chunks: Iterable[int]) -> list[Command]:
+        """These chunks of a read that is not answered are right, and may have been shown already:
+        this counts even if the pull has ended. The last chunk of a read comes with `read`."""
+        known = pulling.reading.intersection(chunks)
+        if not known:
             return []
-        self.blocks[pulling.block].verified[chunk] = True
+        for chunk in known:
+            self.blocks[pulling.block].verified[chunk] = True
         commands = self._advance(pulling.block)
         return commands + self._come(pulling.block) if pulling.ended else commands
 
@@ -224,8 +226,8 @@ class Pulls:
         commands = self._advance(pulling.block)
         if counts:
             self._heard.add(pulling.source)
-        commands += self._come(pulling.block)
-        return commands + self._fill(pulling.source) if counts else commands
+        come = self._come(pulling.block)
+        return commands + (come or (self._fill(pulling.source) if counts else []))
 
     def failed(self, pulling: Pulling, run: range, error: LambdaScaleError) -> list[Command]:
         """A read cannot be had, or its bytes are wrong."""
@@ -260,9 +262,12 @@ class Pulls:
             room -= len(pulling.reading)
             if room <= 0:
                 break
-            of_block = min(room, window - len(pulling.reading))
-            chunks = list(islice(self._missing(pulling), max(0, of_block)))
-            room -= len(chunks)
+            chunks = list(islice(self._missing(pulling), window))
+            of_block = min(room, window - len(pulling.reading), len(chunks))
+            if of_block < min(window // 2, len(chunks)):
+                continue  # a few now and the rest later would be two reads, and cost as much
+            del chunks[of_block:]
+            room -= of_block
             pulling.reading.update(chunks)
             commands += [Read(pulling, run) for run in runs_of(chunks, self._most)]
         return commands

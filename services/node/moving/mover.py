@@ -255,13 +255,13 @@ class Mover:
         end = sum(manifest.chunk_range(pulling.block, run[-1]))
         loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
-        def show(chunk: int) -> None:
-            if chunk == run[-1]:
-                return  # with that the read is over, and maybe the block
+        def show(chunks: range) -> None:
+            if chunks[-1] == run[-1]:
+                return  # with these the read is over, and maybe the block
             if threading.get_ident() == thread:
-                self._show(model, pulling, chunk)
+                self._show(model, pulling, chunks)
             else:
-                loop.call_soon_threadsafe(self._show, model, pulling, chunk)
+                loop.call_soon_threadsafe(self._show, model, pulling, chunks)
 
         wrong: list[int] = []
         deadline = now() + REGION_GRACE_S
@@ -280,8 +280,9 @@ class Mover:
                     received=digests,
                 )
             except asyncio.CancelledError:
-                if digests.whole == len(run) and run[-1] not in digests.wrong:
-                    self._show(model, pulling, run[-1])
+                # The last may have come just now.
+                whole = run[: digests.whole]
+                self._show(model, pulling, [c for c in whole if c not in digests.wrong])
                 raise
             except RegionUnknown:
                 if digests.whole:
@@ -296,9 +297,9 @@ class Mover:
                 reads.way = result.way
                 return wrong + digests.wrong
 
-    def _show(self, model: _Model, pulling: Pulling, chunk: int) -> None:
-        """A chunk is right, and its read is not over."""
-        self._do(model, model.pulls.verified(pulling, chunk))
+    def _show(self, model: _Model, pulling: Pulling, chunks: Sequence[int]) -> None:
+        """These chunks are right, and their read is not over."""
+        self._do(model, model.pulls.verified(pulling, chunks))
 
 
 def _arrival(model: _Model, pulling: Pulling) -> Arrival:

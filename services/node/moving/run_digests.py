@@ -8,26 +8,25 @@ from shared.layout import Manifest
 
 
 class RunDigests(Chunks):
-    """Takes the bytes of a run of chunks in parts of any size, or hears of each chunk."""
+    """Takes the bytes of a run of chunks in parts of any size, or hears of its chunks."""
 
     def __init__(
         self,
         manifest: Manifest,
         block: int,
         run: range,
-        right: Callable[[int], None],
+        right: Callable[[range], None],
         region: str = "",
     ) -> None:
-        """`right` is told of each chunk that has its manifest's digest, as soon as it is whole.
-        `region`: the block's."""
+        """`right` is told of the chunks that have their manifest's digests, as soon as they are
+        whole. `region`: the block's."""
         self.chunk_bytes = manifest.chunk_bytes
         self.digests = b"".join(manifest.blocks[block].digests[run.start : run.stop])
         self.region = region
         self.wrong: list[int] = []
         self.whole = 0
         """How many chunks have come, right or wrong."""
-        self._digests = manifest.blocks[block].digests
-        self._left = [(chunk, manifest.chunk_range(block, chunk)[1]) for chunk in reversed(run)]
+        self._manifest, self._block, self._run = manifest, block, run
         self._right = right
         self._digest = Digest()
         self._got = 0
@@ -35,7 +34,8 @@ class RunDigests(Chunks):
 
     def __call__(self, part: memoryview) -> None:
         while part:
-            chunk, nbytes = self._left[-1]
+            chunk = self._run[self.whole]
+            _, nbytes = self._manifest.chunk_range(self._block, chunk)
             piece = part[: nbytes - self._got]
             self._digest.update(piece)
             self._got += len(piece)
@@ -46,13 +46,13 @@ class RunDigests(Chunks):
     def _end(self, chunk: int) -> None:
         found, self._digest = self._digest.digest(), Digest()
         self._got = 0
-        self.found(found == self._digests[chunk])
+        self.found(1, right=found == self._manifest.blocks[self._block].digests[chunk])
 
-    def found(self, right: bool) -> None:
-        """The next chunk is whole."""
-        chunk, _ = self._left.pop()
-        self.whole += 1
+    def found(self, count: int, *, right: bool) -> None:
+        """The next `count` chunks are whole."""
+        chunks = self._run[self.whole : self.whole + count]
+        self.whole += count
         if right:
-            self._right(chunk)
+            self._right(chunks)
         else:
-            self.wrong.append(chunk)
+            self.wrong += chunks

@@ -29,8 +29,8 @@ thread."""
 
 class Chunks(ABC):
     """An OnReceived that says what the bytes have to be. A transport may check them itself: then it
-    calls `found` for each chunk, and shows each that is right, and the next of the region of our
-    own, to others."""
+    calls `found`, and shows each chunk that is right, and the next of the region of our own, to
+    others."""
 
     chunk_bytes: int
     """The last chunk may be shorter."""
@@ -44,8 +44,9 @@ class Chunks(ABC):
     def __call__(self, part: memoryview) -> None: ...
 
     @abstractmethod
-    def found(self, right: bool) -> None:
-        """The next chunk has come. Called on the transport's loop."""
+    def found(self, count: int, *, right: bool) -> None:
+        """The next `count` chunks have come, all right or all wrong. Called on the transport's
+        loop."""
 
 
 class Listener(Protocol):

@@ -34,7 +34,7 @@ FLAGS = (
     "-Wl,-Bsymbolic", "-D_GNU_SOURCE",
     *(f"-D{name}={value}" for name, value in _CONSTANTS.items()),
 )  # fmt: skip
-FRAME, LOST, CHUNK, READ, SERVED = range(5)
+FRAME, LOST, CHUNKS, READ, SERVED = range(5)
 """`EVENT_...` in relay.h."""
 _DIGEST_CALLS = (
     "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update",

@@ -9,7 +9,7 @@ from typing import Any
 from services.node.memory.views import address
 from services.node.transport.base import Chunks, ReadResult
 from services.node.transport.connection import Connection
-from services.node.transport.native import CHUNK, FRAME, LOST, READ, SERVED, Event
+from services.node.transport.native import CHUNKS, FRAME, LOST, READ, SERVED, Event
 from services.node.transport.native.hub import Half, Hub
 from services.node.transport.pacing import Port
 from services.node.transport.reads import (
@@ -114,8 +114,8 @@ class NativeChannel(ReadChannel):
             self._lost = _lost(self.connection, event.a)
             self._wake()
         elif pending := self._pending.get(event.id):
-            if event.kind == CHUNK and isinstance(pending.received, Chunks):
-                pending.received.found(bool(event.b))
+            if event.kind == CHUNKS and isinstance(pending.received, Chunks):
+                pending.received.found(event.a, right=bool(event.b))
             elif event.kind == READ:
                 self._arrived(event, pending)
 

@@ -47,6 +47,19 @@ static void forget(conn *c, reading *r) {
     free(r);
 }
 
+/* Chunks that come one after the other are told together, if Python has not heard of them yet. */
+static void tell_chunk(conn *c, const reading *r, bool right) {
+    hub *h = c->hub;
+    event *last = h->n_events ? &h->events[h->n_events - 1] : NULL;
+    if (last && last->kind == EVENT_CHUNKS && last->conn == c->serial && last->id == r->id && last->b == right) {
+        last->a++;
+        return;
+    }
+    event *e = tell(h, EVENT_CHUNKS, c, r->id, h->eager);
+    e->a = 1;
+    e->b = right;
+}
+
 /* The chunk is whole: tells whether it is right, and shows it to others if it is. */
 static void chunk_came(conn *c, reading *r) {
     hub *h = c->hub;
@@ -58,9 +71,7 @@ static void chunk_came(conn *c, reading *r) {
         right &= wanted[8 + i] == (uint8_t)(found.low >> (56 - 8 * i));
     }
     int64_t start = r->offset + r->chunk * r->chunk_bytes;
-    event *e = tell(h, EVENT_CHUNK, c, r->id, h->eager);
-    e->a = r->chunk;
-    e->b = right;
+    tell_chunk(c, r, right);
     r->chunk++;
     r->chunk_come = 0;
     h->digest.reset(r->state);

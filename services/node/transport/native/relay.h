@@ -22,7 +22,7 @@ typedef struct {
 enum {
     EVENT_FRAME,  /* head: a prefix for Python, a: what its read has; the connection is paused */
     EVENT_LOST,   /* a: errno, 0 if the peer closed it */
-    EVENT_CHUNK,  /* a: the chunk of read `id`, b: whether it is right */
+    EVENT_CHUNKS, /* a: how many of the next chunks of read `id`, b: whether they are right */
     EVENT_READ,   /* a: bytes, b: wall clock of the first one in ns; the read is over */
     EVENT_SERVED, /* a: bytes sent, began, ended; the region is not touched any more */
 };

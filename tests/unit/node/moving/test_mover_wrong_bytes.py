@@ -44,12 +44,12 @@ async def test_a_passing_corruption_is_read_again(
 
     found = RunDigests.found
 
-    def mending(digests: RunDigests, right: bool) -> None:
+    def mending(digests: RunDigests, count: int, *, right: bool) -> None:
         nonlocal wrong
         if not right:
-            wrong += 1
+            wrong += count
             source.space.block(0)[:] = CONTENT[0]
-        found(digests, right)
+        found(digests, count, right=right)
 
     monkeypatch.setattr(RunDigests, "found", mending)
     target.pull([source], (1, 0, source))

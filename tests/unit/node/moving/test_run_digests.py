@@ -29,7 +29,7 @@ def test_digests_of_parts_cut_anywhere(cuts: list[int], wrong: set[int]) -> None
     for chunk in wrong:
         data[chunk * CHUNK] ^= 1
     right: list[int] = []
-    check = RunDigests(MANIFEST, 1, range(4), right.append)
+    check = RunDigests(MANIFEST, 1, range(4), right.extend)
     left = memoryview(data)
     for cut in cuts:
         check(left[:cut])
@@ -37,3 +37,12 @@ def test_digests_of_parts_cut_anywhere(cuts: list[int], wrong: set[int]) -> None
     check(left)
     assert check.wrong == sorted(wrong)
     assert right == [chunk for chunk in range(4) if chunk not in wrong]
+
+
+def test_a_transport_may_tell_of_several_chunks() -> None:
+    """A transport may tell of several at once."""
+    right: list[range] = []
+    check = RunDigests(MANIFEST, 1, range(1, 4), right.append)
+    check.found(1, right=False)
+    check.found(2, right=True)
+    assert (check.whole, check.wrong, right) == (3, [1], [range(2, 4)])
