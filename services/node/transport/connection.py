@@ -133,6 +133,8 @@ class Connection:
         self._skips = False
         """Whether the bytes waited for are a prefix, which may be a heartbeat's."""
         self._sent_at = 0.0
+        self._watched_until = 0.0
+        """Until then nothing has to be done about silence, since the connection is idle."""
         self._room = 0
         """The size of the send buffer that the kernel was asked for."""
         self._unsent_limit = 0
@@ -331,7 +333,18 @@ class Connection:
         if on_closed is not None:
             on_closed(error)
 
+    def watch(self, now: float, limit_s: float, interval_s: float) -> None:
+        """Checks that the peer is not silent, and shows it that we are there. To be called every
+        `interval_s`."""
+        if now < self._watched_until:
+            return
+        self.check_silence(now, limit_s)
+        self.beat_after(now, interval_s)
+        if self._is_idle(now, 2 * USED_S):
+            self._watched_until = now + IDLE_SLOWER / 2 * interval_s
+
     def _use(self) -> None:
+        self._watched_until = 0.0
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S:
             self._in_use_since = now

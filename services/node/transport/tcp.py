@@ -446,8 +446,7 @@ class TcpTransport:
             for connection in list(self._standing):
                 if now - before > 2 * interval:
                     connection.forgive_silence(now)
-                connection.check_silence(now, self._silence_s)
-                connection.beat_after(now, interval)
+                connection.watch(now, self._silence_s, interval)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)

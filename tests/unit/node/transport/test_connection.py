@@ -15,6 +15,7 @@ from shared.clock import now
 from shared.errors import PeerLost, TransportError
 
 LIMIT_S = 3.0
+INTERVAL_S = 0.5
 CANCEL = encode_prefix(Kind.CANCEL, id=1)
 
 
@@ -55,6 +56,25 @@ async def test_an_idle_one_may_be_silent_for_longer(connection: Connection) -> N
     connection.check_silence(now() + IDLE_SLOWER * LIMIT_S - 0.5, LIMIT_S)
     assert connection.error is None
     connection.check_silence(now() + IDLE_SLOWER * LIMIT_S, LIMIT_S)
+    assert isinstance(connection.error, PeerLost)
+
+
+async def test_an_idle_one_that_is_watched_is_closed_in_time(connection: Connection) -> None:
+    at = now() + 2 * USED_S + 0.1
+    while connection.error is None and at < now() + IDLE_SLOWER * (LIMIT_S + INTERVAL_S):
+        connection.watch(at, LIMIT_S, INTERVAL_S)
+        at += INTERVAL_S
+    assert isinstance(connection.error, PeerLost)
+
+
+async def test_one_that_is_used_again_is_watched_again_at_once(connection: Connection) -> None:
+    at = now() + 2 * USED_S + 0.1
+    connection.watch(at, LIMIT_S, INTERVAL_S)  # idle: the next look is later
+    connection.busy = lambda: True
+    connection.watch(at + INTERVAL_S, LIMIT_S, INTERVAL_S)
+    assert connection.error is None
+    connection.post(CANCEL)
+    connection.watch(at + INTERVAL_S, LIMIT_S, INTERVAL_S)
     assert isinstance(connection.error, PeerLost)
 
 
