@@ -56,8 +56,8 @@ from shared.story import Transition
 
 STATUS_EVERY_S = 1.0
 STATUS_GAP_S = 0.05
-"""The least time between two statuses, however much changes. Each block that lands is reported by
-itself anyhow."""
+"""The least time between two statuses, however much changes. A block that lands is reported by
+itself: in a status it is said with the next change, or when the model is whole."""
 RETRY_S = 0.2
 
 Args = TypeVarTuple("Args")

@@ -193,7 +193,8 @@ class Hosting:
         await self._worker.attach(hosted.model, block, hosted.space.block(block))
         hosted.residency = hosted.residency.run(block)
         self._tell(hosted, _event_of(hosted), f"runs block {block}")
-        self._changed()
+        if hosted.residency.complete:
+            self._changed()  # before that, each block is reported by itself
 
     # --- blocks from this node's disk ---
 

@@ -8,6 +8,7 @@ owner can take its buffer back at any time, also in the middle of a frame.
 
 import asyncio
 import fcntl
+import math
 import socket
 import ssl
 import sys
@@ -342,6 +343,10 @@ class Connection:
         self.beat_after(now, interval_s)
         if self._is_idle(now, 2 * USED_S):
             self._watched_until = now + IDLE_SLOWER / 2 * interval_s
+
+    def rest(self) -> None:
+        """Idle until it is used: what came before, the handshake, does not count."""
+        self._used_at = -math.inf
 
     def _use(self) -> None:
         self._watched_until = 0.0

@@ -419,6 +419,7 @@ class TcpTransport:
                 self._tell_lost(peer, error)
 
         connection.on_closed = on_closed
+        connection.rest()
         self._spawn(self._guard(connection, connection.send_posted))
 
     def _accepted_ended(self, connection: Connection, error: TransportError) -> None:

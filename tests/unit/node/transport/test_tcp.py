@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from services.node.transport.base import NoListener
+from services.node.transport.connection import USED_S
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     MAGIC,
@@ -22,6 +23,7 @@ from services.node.transport.wire import (
     encode_read,
     parse_fault,
 )
+from shared.clock import now
 from shared.errors import (
     BadInput,
     ConfigError,
@@ -217,6 +219,17 @@ async def test_waiting_for_bytes_is_not_silence() -> None:
         assert await read == b"x" * 1000
         assert source.lost.empty()
         assert reader.lost.empty()
+
+
+async def test_connections_made_ahead_of_need_are_idle() -> None:
+    here, there = Node(), Node()
+    async with here.transport, there.transport:
+        await here.transport.connect(there.transport.address)
+        mesh = list(here.transport._standing)
+        assert len(mesh) == 2
+        assert all(connection._is_idle(now(), USED_S) for connection in mesh)
+        await here.transport.send(there.transport.address, b"hello")
+        assert sum(connection._is_idle(now(), USED_S) for connection in mesh) == 1
 
 
 async def test_a_reader_that_is_slow_is_not_lost() -> None:
