@@ -390,8 +390,10 @@ async def test_concurrent_sends_do_not_mix(cluster: Cluster) -> None:
 
 
 async def test_messages_pass_reads(cluster: Cluster) -> None:
-    source, reader = await cluster.start(rate=10_000_000), await cluster.start()
-    data = pattern(2 * MIB)
+    """The read is far longer than a busy machine holds this loop up, while a thread of the
+    transport's own may send on. Nobody waits for its end."""
+    source, reader = await cluster.start(rate=1_000_000), await cluster.start()
+    data = pattern(24 * MIB)
     source.transport.register("w", source.put(data), ready=len(data))
     await source.transport.connect(reader.address)
     read = asyncio.ensure_future(fetch(reader, source, "w", len(data)))
@@ -399,7 +401,9 @@ async def test_messages_pass_reads(cluster: Cluster) -> None:
     await source.transport.send(reader.address, b"activation", [b"x" * 1000])
     await reader.until(lambda: len(reader.received) == 1)
     assert not read.done()
-    assert await read == data
+    read.cancel()
+    await asyncio.wait([read])
+    assert await fetch(reader, source, "w", MIB // 16) == data[: MIB // 16]
 
 
 async def test_reads_from_several_peers_at_once(cluster: Cluster) -> None:

@@ -55,7 +55,12 @@ class Node:
     """A real transport and what it told."""
 
     def __init__(
-        self, *, silence_s: float = SILENCE_S, rate: int = 0, ways: Sequence[Direct] = ()
+        self,
+        *,
+        silence_s: float = SILENCE_S,
+        handshake_s: float = SILENCE_S,
+        rate: int = 0,
+        ways: Sequence[Direct] = (),
     ) -> None:
         self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
@@ -77,6 +82,7 @@ class Node:
             ),
             ways=ways,
             silence_s=silence_s,
+            handshake_s=handshake_s,
             max_payload=1 << 20,
         )
 

@@ -50,6 +50,9 @@ SHALLOW = 64 * 1024
 holds its senders back."""
 SILENCE_S = 0.75
 """Seconds after which a silent peer is lost."""
+HANDSHAKE_S = 6.0
+"""Seconds that a handshake may take. The kernel says within SILENCE_S whether the peer's host is
+there; its process may have to wait for a processor, as when many start on one machine."""
 BEATS_PER_SILENCE = 5
 DIRECT_WIDTH = 2
 """Grants that may be out at a time on a direct way, so that one is taken while the next is on its
@@ -79,6 +82,7 @@ class TcpTransport:
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
         silence_s: float = SILENCE_S,
+        handshake_s: float = HANDSHAKE_S,
         max_payload: int = 64 << 20,
     ) -> None:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
@@ -89,6 +93,7 @@ class TcpTransport:
         self._ways = {way.name: way for way in ways}
         self._ports = {way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, MAX_GRANT) for way in ways}
         self._silence_s = silence_s
+        self._handshake_s = handshake_s
         self._max_payload = max_payload
         self._regions = Regions()
         self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
@@ -265,7 +270,7 @@ class TcpTransport:
             if name not in offers:
                 raise ProtocolViolation(f"{connection.address} answers with {name}, not offered")
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self._handshake_s):
                     reader = await offers.pop(name).complete(answer)
             except (TransportError, TimeoutError) as error:
                 self._log.warning(
@@ -287,7 +292,7 @@ class TcpTransport:
         host, port = _parse(address)
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self._handshake_s):
                 found = await loop.getaddrinfo(
                     host, port, family=_family(host), type=socket.SOCK_STREAM
                 )
@@ -295,7 +300,9 @@ class TcpTransport:
                 self._tune(sock, purpose)
                 connection = Connection(sock, address, max_payload=self._max_payload)
                 try:
+                    _give_up_after(sock, self._silence_s)
                     await loop.sock_connect(sock, found[0][4])
+                    _give_up_after(sock, 0)
                     if self._tls:
                         await connection.secure(self._tls.dialling)
                     own = Hello(purpose, self._instance, self.address, ways)
@@ -304,8 +311,10 @@ class TcpTransport:
                 except BaseException:
                     connection.close(PeerLost(f"{address}: not connected"))
                     raise
-        except TimeoutError:
-            raise PeerLost(f"{address}: no connection within {self._silence_s} s") from None
+        except TimeoutError as error:
+            if error.errno:  # the kernel's
+                raise PeerLost(f"{address}: the host does not answer") from error
+            raise PeerLost(f"{address}: no connection within {self._handshake_s} s") from None
         except UnicodeError as error:
             raise BadInput(f"address {address!r}: {error}") from error
         except OSError as error:
@@ -344,12 +353,12 @@ class TcpTransport:
 
     async def _welcome(self, connection: Connection) -> None:
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self._handshake_s):
                 if self._tls:
                     await connection.secure(self._tls.listening)
                 peer = await connection.receive_hello()
         except TimeoutError:
-            raise PeerLost(f"{connection.address}: no HELLO within {self._silence_s} s") from None
+            raise PeerLost(f"{connection.address}: no HELLO within {self._handshake_s} s") from None
         self._tune(connection.sock, peer.purpose)
         connection.address = peer.address
         answer, way = self._accept_way(peer)
@@ -476,6 +485,12 @@ def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:
 async def _receive_nothing(connection: Connection) -> None:
     prefix = await connection.receive_prefix()
     raise ProtocolViolation(f"{prefix.kind.name} from the receiver of messages")
+
+
+def _give_up_after(sock: socket.socket, seconds: float) -> None:
+    """For how long the kernel waits for the other host to say anything. 0: for as long as it wants.
+    Unlike a timer of ours, it is not late when this process has to wait for a processor."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
 
 
 def _family(host: str) -> socket.AddressFamily:

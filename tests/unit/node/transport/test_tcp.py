@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 import pytest
 import uvloop
@@ -14,6 +14,7 @@ from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     MAGIC,
     MAX_BODY,
+    PREFIX_BYTES,
     Kind,
     Prefix,
     Purpose,
@@ -34,14 +35,17 @@ from shared.errors import (
     TransportTimeout,
 )
 from tests.support.raw_peer import (
+    LIMIT_S,
     SILENCE_S,
     Node,
     Streams,
+    answering,
     beat,
     closed,
     dial,
     hello,
     impostor,
+    leave,
     next_frame,
     open_to,
 )
@@ -167,6 +171,44 @@ async def test_a_peer_that_never_says_hello(node: Node) -> None:
         with pytest.raises(PeerLost, match="no connection within"):
             await node.read(f"tcp://127.0.0.1:{port}")
     assert node.lost.empty()
+
+
+async def test_a_peer_that_is_busy_before_it_says_hello() -> None:
+    """Its kernel takes the connection at once, its process only later: it has just been started."""
+    silence_s = 0.05
+    reader, source = Node(silence_s=silence_s, handshake_s=LIMIT_S), Node()
+    awake = asyncio.Event()
+
+    async def busy(incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
+        await awake.wait()
+        through = await open_to(source)
+        through[1].write(await incoming.readexactly(PREFIX_BYTES))
+        try:
+            await asyncio.gather(copy(incoming, through[1]), copy(through[0], outgoing))
+        finally:
+            await leave(through)
+
+    async with source.transport, reader.transport, answering(busy) as address:
+        source.transport.register("w", memoryview(bytearray(b"x" * 1000)), ready=1000)
+        read = asyncio.ensure_future(reader.read(address))
+        await asyncio.wait([read], timeout=10 * silence_s)
+        awake.set()
+        assert await read == b"x" * 1000
+
+
+async def test_a_host_that_takes_no_connection() -> None:
+    """As one that is gone: only its silence says so."""
+    node = Node(silence_s=0.2, handshake_s=LIMIT_S)
+    with socket.socket() as listener, ExitStack() as crowd:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(2):  # more than it takes
+            stranger = crowd.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(listener.getsockname())
+        async with node.transport:
+            with pytest.raises(PeerLost, match="the host does not answer"):
+                await node.read(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
 
 
 ANSWERS = {
@@ -424,3 +466,9 @@ def test_closing_while_strangers_come_in(
             client.settimeout(10)
             with suppress(ConnectionResetError):
                 assert client.recv(1) == b""
+
+
+async def copy(incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
+    """Until the end."""
+    while data := await incoming.read(1 << 16):
+        outgoing.write(data)
