@@ -18,6 +18,8 @@ from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
 from services.node.parts import WorkerListener
 from services.node.service import NodeService
+from services.planner.service import PlannerService
+from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
@@ -88,6 +90,9 @@ class ClusterSpec:
     disk_copies: int = 0
     """On how many nodes' disks each model is at the beginning: model i on node i and those after
     it. Where that is fewer than the registry keeps, it has the model copied. 0: on every disk."""
+    checked: bool = True
+    """Whether the cores of planner and registry are validated at every step, which takes a fifth of
+    the time where there are many models."""
     seed: int = 0
     """Disks differ by up to DISK_SPREAD in ways that the seed decides. 0: all are alike."""
 
@@ -294,13 +299,15 @@ class Cluster:
 
     def _maker(self, name: str) -> Callable[[Bus], Service]:
         system = self.spec.system
+        registry = CheckedRegistry if self.spec.checked else RegistryService
+        planner = CheckedPlanner if self.spec.checked else PlannerService
         if name == REGISTRY and system.cache is Cache.KEEP_ALIVE:
             return lambda bus: LocalityRegistry(bus, RegistryConfig(), self._cached)
         if name == REGISTRY:
-            return lambda bus: CheckedRegistry(bus, RegistryConfig())
+            return lambda bus: registry(bus, RegistryConfig())
         if name == PLANNER:
             decide = system.scaling(self.spec.target)
-            return lambda bus: CheckedPlanner(bus, self.planner_config, decide)
+            return lambda bus: planner(bus, self.planner_config, decide)
         if name == GATEWAY:
             config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
             return lambda bus: GatewayService(bus, config, listen=False, routing=system.routing)

@@ -21,8 +21,15 @@ class Knobs:
     keep_alive_s: float
     min_instances: int
     target: float
+    ttft_ms: float | None = None
+    """Every model's objective for TTFT. 0: no model has an objective. None: as the setting has
+    them. Scalers of other systems know no objectives."""
 
     def on(self, setting: Setting) -> Setting:
+        if self.ttft_ms is not None:
+            ttft_s = self.ttft_ms / 1000
+            objectives = tuple((name, ttft_s, 0.0) for name, _ in setting.models)
+            setting = replace(setting, objectives=objectives)
         return replace(
             setting,
             keep_alive_s=self.keep_alive_s,
@@ -32,7 +39,8 @@ class Knobs:
 
     @property
     def words(self) -> str:
-        return f"{self.keep_alive_s:g} s, {self.min_instances}"
+        aim = "" if not self.ttft_ms else f", {self.ttft_ms:g} ms"
+        return f"{self.keep_alive_s:g} s, {self.min_instances}{aim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +53,13 @@ class Point:
 
 
 def all_knobs(
-    keep_alives_s: Iterable[float], buffers: Iterable[int], target: float
+    keep_alives_s: Iterable[float],
+    buffers: Iterable[int],
+    ttft_ms: Iterable[float | None],
+    target: float,
 ) -> tuple[Knobs, ...]:
-    return tuple(Knobs(*pair, target) for pair in product(keep_alives_s, buffers))
+    every = product(keep_alives_s, buffers, ttft_ms)
+    return tuple(Knobs(kept_s, buffer, target, aim) for kept_s, buffer, aim in every)
 
 
 def point(system: str, knobs: Knobs, measures: Measures) -> Point | None:
@@ -82,13 +94,13 @@ def ttft_at(points: Iterable[Point], device_s: float) -> float | None:
 
 def lines(points: Sequence[Point]) -> Iterator[str]:
     """A table of all points, each system's cheapest first."""
-    yield f"{'system':<18}  {'kept for, min':>14}  {'device s':>9}  {'TTFT p90 ms':>12}"
+    yield f"{'system':<18}  {'kept for, min, aim':>18}  {'device s':>9}  {'TTFT p90 ms':>12}"
     for name, own in by_system(points).items():
         on = frontier(own)
         for each in sorted(own, key=lambda p: p.device_s):
             mark = "*" if each in on else " "
             yield (
-                f"{name:<18}  {each.knobs.words:>14}  {each.device_s:>9.0f}  "
+                f"{name:<18}  {each.knobs.words:>18}  {each.device_s:>9.0f}  "
                 f"{each.ttft_s * 1000:>11.0f}{mark}"
             )
     yield ""

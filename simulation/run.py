@@ -52,6 +52,7 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
         disk_copies=0 if named.every_disk else setting.disk_copies,
         seed=setting.seed,
         objectives=setting.objectives,
+        checked=False,
     )
 
 

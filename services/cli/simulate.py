@@ -82,10 +82,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--slo-tpot-ms", type=amount, metavar="MS", help="time of each token after the first"
     )
     parser.add_argument(
-        "--sweep", type=grid, nargs="?", const=grid(DEFAULT), metavar="S,...:N,...",
-        help="simulate every pair of a keep-alive time and a number of instances that stay, and "
-        "show the frontier: TTFT p90 against device seconds. Only of lambdascale, unless "
-        f"--systems names others (default pairs: {DEFAULT})",
+        "--sweep", type=grid, nargs="?", const=grid(DEFAULT), metavar="S,...:N,...[:MS,...]",
+        help="simulate every combination of keep-alive times, numbers of instances that stay, and "
+        "objectives for TTFT (0: none; not given: the SLO), and show the frontier: TTFT p90 "
+        "against device seconds. Only of lambdascale, unless --systems names others (default "
+        f"combinations: {DEFAULT})",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, default=1, metavar="N", help="systems simulated at once (1)"

@@ -1,7 +1,7 @@
 """`lambdascale simulate --sweep`: what a better TTFT costs in device seconds."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from services.cli.arguments import amount_or_zero, whole
@@ -12,25 +12,30 @@ if TYPE_CHECKING:
     from simulation.results import SystemRun
     from simulation.setting import Setting
 
-DEFAULT = "0.5,2,8,30:0,1,2"
+DEFAULT = "2,8,30:0,1:0,500,1000"
+Grid = tuple[tuple[float, ...], tuple[int, ...], tuple[float | None, ...]]
 
 
-def grid(text: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The keep-alive times and numbers of instances of `S,...:N,...`. ArgumentTypeError."""
-    times, colon, buffers = text.partition(":")
-    if not colon:
+def grid(text: str) -> Grid:
+    """The keep-alive times, numbers of instances and objectives of `S,...:N,...[:MS,...]`.
+    ArgumentTypeError."""
+    times, *others = text.split(":")
+    if len(others) not in (1, 2):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give keep-alive times in seconds and numbers of instances, as in {DEFAULT}"
+            f"{text!r}: give keep-alive times in seconds, numbers of instances, and TTFT "
+            f"objectives in ms or none of these, as in {DEFAULT}"
         )
+    aims = others[1].split(",") if len(others) == 2 else ()
     return (
         tuple(amount_or_zero(each) for each in times.split(",")),
-        tuple(whole(each) for each in buffers.split(",")),
+        tuple(whole(each) for each in others[0].split(",")),
+        tuple(amount_or_zero(each) for each in aims) or (None,),
     )
 
 
 def sweep(
     setting: "Setting",
-    chosen: tuple[Iterable[float], Iterable[int]],
+    chosen: Grid,
     simulate: "Callable[[Setting], Mapping[str, SystemRun]]",
     objective: "Objective",
     say: Callable[[str], None],
@@ -42,8 +47,7 @@ def sweep(
     found: list[Point] = []
     every = all_knobs(*chosen, setting.target)
     for number, knobs in enumerate(every):
-        say(f"point {number + 1} of {len(every)}: kept for {knobs.keep_alive_s:g} s, "
-            f"at least {knobs.min_instances} instances")  # fmt: skip
+        say(f"point {number + 1} of {len(every)}: {knobs.words}")
         runs = simulate(knobs.on(setting))
         end_s = max(run.virtual_s for run in runs.values())
         for system, run in runs.items():

@@ -38,7 +38,7 @@ def test_between_its_points_the_frontier_is_straight(device_s: float, ttft_s: fl
 def test_points_of_a_run() -> None:
     run = made_up("lambdascale")
     measures = measure(run, OBJECTIVE, run.virtual_s)
-    (knobs,) = all_knobs((2.0,), (1,), 0.5)
+    (knobs,) = all_knobs((2.0,), (1,), (None,), 0.5)
     found = point("lambdascale", knobs, measures)
     assert found is not None
     assert found.device_s == measures.gpu_seconds
@@ -59,9 +59,18 @@ def test_a_table_a_document_and_a_figure(tmp_path: Path) -> None:
     assert draw_frontier(tmp_path, setting(), points).stat().st_size > 10_000
 
 
+def test_an_objective_is_every_models() -> None:
+    base = replace(setting(), objectives=(("llama-2-13b", 9.0, 0.1),))
+    (as_it_is, none, half) = all_knobs((2.0,), (1,), (None, 0.0, 500.0), 0.5)
+    assert as_it_is.on(base).objectives == base.objectives
+    assert none.on(base).objectives == (("llama-2-13b", 0.0, 0.0),)
+    assert half.on(base).objectives == (("llama-2-13b", 0.5, 0.0),)
+    assert half.words == "2 s, 1, 500 ms"
+
+
 def test_the_grid_of_a_sweep() -> None:
-    assert grid("0,2.5:1") == ((0.0, 2.5), (1,))
-    assert grid(DEFAULT)[1] == (0, 1, 2)
-    for wrong in ("2", "2:", ":1", "x:1", "1:0.5", "-1:1"):
+    assert grid("0,2.5:1") == ((0.0, 2.5), (1,), (None,))
+    assert grid(DEFAULT)[2] == (0.0, 500.0, 1000.0)
+    for wrong in ("2", "2:", ":1", "x:1", "1:0.5", "-1:1", "1:1:x", "1:1:1:1", "1:1:"):
         with pytest.raises(argparse.ArgumentTypeError):
             grid(wrong)
