@@ -113,8 +113,12 @@ class RegistryConfig(_Section, frozen=True, kw_only=True):
     restore_after_s: Seconds = 60.0
     """How long the durable copies of a node that is gone are waited for, while others are there. A
     restart that is over by then moves nothing."""
+    host_copies: Size = 1
+    """How many machines keep each idle model in memory, as far as nodes have host caches
+    (`node.host_bytes`). `lambdascale model set --host-copies` says it for one model."""
     copies_at_a_time: Count = 4
-    """The most durable copies that are made at a time, each on a node of its own."""
+    """The most copies that are made at a time on disks, and the most in host caches, each on a node
+    of its own."""
     copy_bytes_per_s: Size = 0
     """The rate of each. 0: a quarter of the slower link of the two nodes, or 100 MB/s if neither
     rate is known."""
@@ -146,6 +150,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     arena_bytes: Count = 1 << 30
     """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
     and on the device."""
+    host_bytes: Size = 0
+    """Size of the host cache: memory beside the arena, for models that are not in use here. Copies
+    that are given back move there, and come back from there. 0: no host cache; they stay in the
+    arena until others need the room."""
     kv_bytes: Size = 0
     """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
     taken, less a tenth of the whole. A model gets the same share of it as of the arena."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,7 +199,7 @@ class NodeParts:
         )
 
     def data_plane(
-        self, memory: Memory, device: DeviceArena | None, listener: PlaneListener
+        self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener
     ) -> ModelledDataPlane:
         return ModelledDataPlane(self._cluster.ends, self.name, listener)
 

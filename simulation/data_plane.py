@@ -5,7 +5,7 @@ virtual time by itself.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from services.node.core.residency import PlanId
@@ -65,9 +65,11 @@ class ModelledDataPlane:
         """Waits until the data plane is closed."""
         await self._ended.wait()
 
-    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+    async def host(
+        self, model: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int] = ()
+    ) -> None:
         self._check_open()
-        self._mover.host(model, manifest, space, ())
+        self._mover.host(model, manifest, space, held)
 
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._do(self._mover.take_over(model, block))

@@ -102,12 +102,9 @@ class HostCache:
 class ModelledDraft:
     """Stands for `Draft`. Writing takes no time: the link that brings the bytes is slower."""
 
-    def __init__(
-        self, name: ModelId, manifest: Manifest, drafts: dict[ModelId, "ModelledDraft"]
-    ) -> None:
+    def __init__(self, name: ModelId, manifest: Manifest) -> None:
         self.model_id = name
         self.manifest = manifest
-        self._drafts = drafts
         self._chunks = [0] * manifest.n_blocks
         """How many of each block's chunks are written."""
 
@@ -124,9 +121,6 @@ class ModelledDraft:
     def write(self, block: int, chunks: range, data: memoryview) -> None:
         assert bytes(data) == self._content(block, chunks), "a piece came damaged"
         self._chunks[block] = chunks.stop
-
-    def discard(self) -> None:
-        self._drafts.pop(self.model_id, None)
 
     def _content(self, block: int, chunks: range) -> bytes:
         offset, nbytes = self.manifest.run_range(block, chunks)
@@ -213,10 +207,13 @@ class ModelledStore:
         return DISK_BYTES - used, DISK_BYTES
 
     def draft(self, name: ModelId, manifest: Manifest) -> "ModelledDraft":
-        return self._drafts.setdefault(name, ModelledDraft(name, manifest, self._drafts))
+        return self._drafts.setdefault(name, ModelledDraft(name, manifest))
 
     def drafts(self) -> Sequence["ModelledDraft"]:
         return list(self._drafts.values())
+
+    def discard(self, name: ModelId) -> None:
+        self._drafts.pop(name, None)
 
     def adopt(self, name: ModelId, manifest: Manifest, files: Mapping[str, bytes]) -> None:
         del self._drafts[name]

@@ -1,5 +1,6 @@
 """The parts of a node on a real machine: threads, torch, transports, a disk."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.node.checkpoints.store import Store
@@ -56,20 +57,20 @@ class RealParts:
         )
 
     def data_plane(
-        self, memory: Memory, device: DeviceArena | None, listener: PlaneListener
+        self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener
     ) -> DataPlane:
         config = self._config
         return DataPlane(
             config.host,
             config.port,
             config.link_bytes_per_s,
-            self._ways(memory, device.landing if device and config.device_direct else None),
+            self._ways(memories, device.landing if device and config.device_direct else None),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
         )
 
-    def _ways(self, memory: Memory, landing: Landing | None) -> list[Direct]:
+    def _ways(self, memories: Sequence[Memory], landing: Landing | None) -> list[Direct]:
         """The ways to read from peers besides TCP, best first. `landing`: where bytes may land on
         the device."""
         config = self._config
@@ -77,7 +78,7 @@ class RealParts:
         if landing is not None and (exported := landing.exported()):
             here.append(
                 CudaIpcDirect(
-                    memory,
+                    memories,
                     landing,
                     exported,
                     machine=config.machine,
@@ -85,7 +86,7 @@ class RealParts:
                 )
             )
         here.append(
-            ShmDirect([memory], machine=config.machine, bytes_per_s=config.local_bytes_per_s)
+            ShmDirect(memories, machine=config.machine, bytes_per_s=config.local_bytes_per_s)
         )
         if not config.rdma_device:
             return here
@@ -94,7 +95,7 @@ class RealParts:
                 "RDMA is not encrypted: set node.rdma_device or node.tls_certificate, not both"
             )
         rdma = RdmaDirect(
-            [memory],
+            memories,
             config.rdma_device,
             config.rdma_gid_index,
             landing=landing,

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.core.profile import Profiler
@@ -27,7 +27,7 @@ from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
-from shared.messages.copies import KeepCopy, Leave, LendPiece, Lent
+from shared.messages.copies import DropCopy, KeepCopy, Leave, LendPiece, Lent
 from shared.messages.pool import (
     CopyProgress,
     Holding,
@@ -93,11 +93,17 @@ class NodeService(Service):
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         self.resources.callback(arena.close)
         self.log.info("arena taken", nbytes=arena.nbytes, seconds=round(now() - started, 3))
+        cache = None
+        if config.host_bytes:
+            cache = await asyncio.to_thread(Arena, config.host_bytes, "node.host_bytes")
+            self.resources.callback(cache.close)
+            self.log.info("host cache taken", nbytes=cache.nbytes)
         device = self._parts.device(arena.memory)
         if device is not None:
             await asyncio.to_thread(device.__enter__)
             self.resources.push(device)
-        await self._start_threads(arena.memory, device)
+        memories = [each.memory for each in (arena, cache) if each is not None]
+        await self._start_threads(memories, device)
         leases = await self._bus.kv(subjects.KV_LEASES)
         counters = await self._bus.kv(subjects.KV_COUNTERS)
         info = self._describe(await next_generation(counters, self.node))
@@ -105,6 +111,7 @@ class NodeService(Service):
         self._hosting = Hosting(
             self.node,
             arena,
+            cache,
             self._library,
             self._data,
             self._worker,
@@ -118,6 +125,7 @@ class NodeService(Service):
             self.node,
             self._bus,
             self._library,
+            (self._library, self._hosting.cache),
             self._data,
             self.log,
             changed=self._status_due.set,
@@ -130,10 +138,10 @@ class NodeService(Service):
         """For one copy or loan: the node goes on without it."""
         return self.spawn(work, name=name, contained=True)
 
-    async def _start_threads(self, memory: Memory, device: DeviceArena | None) -> None:
+    async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
         threads = Threads(self, self.contain)
         self._worker = threads.worker = self._parts.worker(device, threads)
-        self._data = threads.data = self._parts.data_plane(memory, device, threads)
+        self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(
             lambda: self._lease.info,
             self._bus,
@@ -193,6 +201,7 @@ class NodeService(Service):
             device=config.device,
             staging=self._worker.staging,
             arena_bytes=config.arena_bytes,
+            host_bytes=config.host_bytes,
             link_bytes_per_s=config.link_bytes_per_s,
             slots=config.slots,
             rack=config.rack,
@@ -214,6 +223,7 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
         self.own(await bus.serve(subjects.node_keep(node), KeepCopy, self._keep))
+        self.own(await bus.serve(subjects.node_drop(node), DropCopy, self._drop))
         self.own(await bus.serve(subjects.node_lend(node), LendPiece, self._lend))
         self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
@@ -269,8 +279,8 @@ class NodeService(Service):
         self._peers.meet(message.info)
 
     async def _remove(self, message: ModelRemoved, stored: bool) -> None:
-        await self._hosting.release(message.model_id, keep=None, cause=message.origin)
         await self._copying.forget(message.model_id)
+        await self._hosting.forget(message.model_id, cause=message.origin)
         if stored:
             await self._library.delete(message.model_id)
 
@@ -322,6 +332,11 @@ class NodeService(Service):
         await self._copying.keep(message)
         return Ok()
 
+    async def _drop(self, message: DropCopy) -> Ok:
+        self._check_generation(message.generation)
+        await self._hosting.drop_cached(message.model_id, message.why, cause=message.origin)
+        return Ok()
+
     async def _lend(self, message: LendPiece) -> Lent:
         return await self._lending.lend(message)
 
@@ -366,7 +381,7 @@ class NodeService(Service):
         self._hosting.validate()
 
     def in_memory(self) -> list[Holding]:
-        """What it holds on the device and in host memory."""
+        """What it holds in its arena and its host cache."""
         return self._hosting.holdings()
 
     def holdings(self) -> tuple[Holding, ...]:
@@ -374,7 +389,7 @@ class NodeService(Service):
         return (*self.in_memory(), *self._library.holdings())
 
     def copying(self) -> tuple[CopyProgress, ...]:
-        """The durable copies that it has begun."""
+        """The copies that it has begun."""
         return self._copying.progress()
 
     def _status(self) -> NodeStatus:
@@ -392,6 +407,7 @@ class NodeService(Service):
             peers=self._peers.by_way(),
             disk_bytes=disk_bytes,
             disk_free=disk_free,
+            host_free=self._hosting.cache.free,
             copying=self.copying(),
             **dataclasses.asdict(self._worker.load()),
         )

@@ -40,7 +40,7 @@ async def node(arena: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]
         0,
         link_bytes_per_s=0,
         ways=[
-            CudaIpcDirect(arena.memory, device.landing, exported, machine=HERE),
+            CudaIpcDirect([arena.memory], device.landing, exported, machine=HERE),
             ShmDirect([arena.memory], machine=HERE),
         ],
         listener=NoListener(),

@@ -78,9 +78,6 @@ class Draft:
                 part.rename(whole)
                 fsync_directory(self.directory)
 
-    def discard(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-
     def _has(self, block: int) -> bool:
         path = self.directory / block_file(block)
         return path.is_file() and path.stat().st_size == self.manifest.blocks[block].nbytes

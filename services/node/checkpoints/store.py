@@ -202,7 +202,11 @@ class Store:
         draft = self.draft(name, manifest)
         with disk_errors(self._root, manifest.nbytes), self._locked():
             self._publish(draft.directory, self._root / name, files)
-            draft.discard()  # what is left of it where a copy was there
+            self.discard(name)  # what is left of it where a copy was there
+
+    def discard(self, name: ModelId) -> None:
+        """Deletes the model's draft, if there is one."""
+        shutil.rmtree(self._root / f"{DRAFT}{name}", ignore_errors=True)
 
     def files(self, name: ModelId) -> dict[str, bytes]:
         """Tokenizer and template files by name. NotFound if the model is not in the store."""

@@ -1,20 +1,21 @@
-"""Durable copies that this node makes of models that other nodes hold, piece by piece.
+"""Copies that this node makes of models, on its disk or in its host cache, piece by piece.
 
-The registry orders a copy (`KeepCopy`). One task for each model asks the sources for pieces in turn
-(`LendPiece`), reads them over the data plane behind everything else, and writes them to a draft on
-the disk. Only one piece of a model is in memory at a time, and it keeps to the rate of its order.
-A whole draft is a model of the disk like an imported one. A draft outlives restarts and failures:
-the next order goes on with its whole blocks.
+The registry orders a copy (`KeepCopy`). One task for each asks the sources for pieces in turn
+(`LendPiece`), reads them over the data plane behind everything else, and writes them to a draft. A
+piece that this node's own disk has is read from there. Only one piece of a copy is on its way at a
+time, and it keeps to the rate of its order. A whole draft is a model like any other in its tier. A
+draft outlives failures, and on a disk restarts: the next order goes on with its whole blocks.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from structlog.stdlib import BoundLogger
 
-from services.node.hosting.lending import PIECE_BYTES
 from services.node.hosting.library import Library
+from services.node.hosting.pieces import pieces
 from services.node.hosting.promotion import Spawn
 from services.node.parts import AnyDataPlane, AnyDraft
 from shared import subjects
@@ -24,7 +25,7 @@ from shared.errors import BadInput, LambdaScaleError, NotFound, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.copies import KeepCopy, LendPiece, Lent
-from shared.messages.pool import CopyProgress, Source
+from shared.messages.pool import CopyProgress, Source, Tier
 from shared.threads import to_its_end
 
 LEND_TIMEOUT_S = 10.0
@@ -33,12 +34,27 @@ ROUNDS = 5
 """How often all sources of a piece are tried, before the copy fails."""
 ROUND_S = 1.0
 """Seconds between two rounds."""
-DRAFT_KEPT_S = 600.0
-"""A draft that no order goes on with is deleted after this long."""
+
+
+class Shelf(Protocol):
+    """A tier that copies are made in."""
+
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def draft_kept_s(self) -> float:
+        """A draft that no order goes on with is deleted after this long."""
+
+    def is_stored(self, model: ModelId) -> bool: ...
+    async def drafts(self) -> Sequence[AnyDraft]: ...
+    async def draft(self, model: ModelId, manifest: Manifest) -> AnyDraft: ...
+    async def adopt(self, draft: AnyDraft) -> None: ...
+    async def discard(self, draft: AnyDraft) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
+    shelf: Shelf
     draft: AnyDraft
     order: KeepCopy | None = None
     """None: nobody has asked for it since this node started."""
@@ -60,6 +76,7 @@ class Copying:
         node: NodeId,
         bus: Bus,
         library: Library,
+        shelves: Sequence[Shelf],
         data: AnyDataPlane,
         log: BoundLogger,
         *,
@@ -70,18 +87,20 @@ class Copying:
         self._node = node
         self._bus = bus
         self._library = library
+        self._shelves = {shelf.tier: shelf for shelf in shelves}
         self._data = data
         self._log = log
         self._changed = changed
         self._spawn = spawn
-        self._copies: dict[ModelId, _Copy] = {}
+        self._copies: dict[tuple[ModelId, Tier], _Copy] = {}
         self._beginning = asyncio.Lock()
 
     async def read_drafts(self) -> None:
         """Finds the drafts that a restart left on this node's disk."""
-        for draft in await self._library.drafts():
-            self._copies[draft.model_id] = copy = _Copy(draft)
-            self._leave(copy)
+        for tier, shelf in self._shelves.items():
+            for draft in await shelf.drafts():
+                self._copies[draft.model_id, tier] = copy = _Copy(shelf, draft)
+                self._leave(copy)
 
     def progress(self) -> tuple[CopyProgress, ...]:
         return tuple(
@@ -91,24 +110,28 @@ class Copying:
                 nbytes=copy.draft.manifest.nbytes,
                 running=copy.running,
                 error=copy.error,
+                tier=tier,
             )
-            for model, copy in sorted(self._copies.items())
+            for (model, tier), copy in sorted(self._copies.items(), key=lambda found: found[0][0])
         )
 
     async def keep(self, order: KeepCopy) -> None:
         """Begins a copy, or changes the order of the copy that is under way. Does nothing if the
-        disk has the model. NotFound: it is not published. CapacityExceeded: the disk lacks room.
-        BadInput: no rate."""
+        tier has the model. NotFound: it is not published. CapacityExceeded: the tier lacks room.
+        BadInput: no rate, or a tier in which nothing is kept."""
         if order.bytes_per_s <= 0:
             raise BadInput(f"a copy at {order.bytes_per_s} bytes/s would never be made")
+        shelf = self._shelves.get(order.tier)
+        if shelf is None:
+            raise BadInput(f"no copies are kept in tier {order.tier.value}")
         async with self._beginning:
-            if self._library.is_stored(order.model_id):
+            if shelf.is_stored(order.model_id):
                 return
-            copy = self._copies.get(order.model_id)
+            copy = self._copies.get((order.model_id, order.tier))
             if copy is None:
                 manifest = await self._library.manifest(order.model_id)
-                draft = await self._library.draft(order.model_id, manifest)
-                copy = self._copies[order.model_id] = _Copy(draft)
+                draft = await shelf.draft(order.model_id, manifest)
+                copy = self._copies[order.model_id, order.tier] = _Copy(shelf, draft)
             copy.order = order
             if not copy.running:
                 self._begin(copy)
@@ -127,31 +150,34 @@ class Copying:
         copy.task = self._spawn(self._expire(copy), f"draft of {copy.draft.model_id}")
 
     async def forget(self, model: ModelId) -> None:
-        """Ends and deletes the copy of a model that was removed."""
-        copy = self._copies.pop(model, None)
-        if copy is None:
-            return
-        if copy.task is not None:
-            copy.task.cancel()
-        if copy.running:
-            await copy.ended.wait()
-        await to_its_end(copy.draft.discard)
-        self._changed()
+        """Ends and deletes the copies of a model that was removed."""
+        for tier, shelf in self._shelves.items():
+            copy = self._copies.pop((model, tier), None)
+            if copy is None:
+                continue
+            if copy.task is not None:
+                copy.task.cancel()
+            if copy.running:
+                await copy.ended.wait()
+            await shelf.discard(copy.draft)
+            self._changed()
 
     # --- one copy ---
 
     async def _make(self, copy: _Copy) -> None:
-        model = copy.draft.model_id
+        model, tier = copy.draft.model_id, copy.shelf.tier
         try:
             for block in copy.draft.missing:
                 await self._bring(copy, block)
                 self._changed()
-            await self._library.adopt(copy.draft)
-            self._copies.pop(model, None)
-            self._log.info("durable copy made", model=model, nbytes=copy.draft.manifest.nbytes)
+            await copy.shelf.adopt(copy.draft)
+            self._copies.pop((model, tier), None)
+            self._log.info(
+                "copy made", model=model, tier=tier.value, nbytes=copy.draft.manifest.nbytes
+            )
         except Exception as error:  # one copy's boundary: the registry is told, others go on
             copy.error = str(as_typed(error))
-            self._log.warning("durable copy failed", model=model, error=copy.error)
+            self._log.warning("copy failed", model=model, tier=tier.value, error=copy.error)
             self._leave(copy)
         finally:
             copy.running = False
@@ -185,6 +211,8 @@ class Copying:
         raise failure or NotFound(f"no source has block {block} of model {copy.draft.model_id}")
 
     async def _read(self, copy: _Copy, source: Source, block: int, chunks: range) -> memoryview:
+        if source.info.node == self._node:
+            return await self._library.piece(copy.draft.model_id, block, chunks)
         ask = LendPiece(
             borrower=self._node,
             model_id=copy.draft.model_id,
@@ -201,15 +229,9 @@ class Copying:
         return piece
 
     async def _expire(self, copy: _Copy) -> None:
-        await asyncio.sleep(DRAFT_KEPT_S)
-        if self._copies.get(copy.draft.model_id) is copy:
-            del self._copies[copy.draft.model_id]
-            await to_its_end(copy.draft.discard)
+        await asyncio.sleep(copy.shelf.draft_kept_s)
+        key = copy.draft.model_id, copy.shelf.tier
+        if self._copies.get(key) is copy:
+            del self._copies[key]
+            await copy.shelf.discard(copy.draft)
             self._changed()
-
-
-def pieces(manifest: Manifest, block: int) -> list[range]:
-    """The block's chunks in runs that are asked for at a time."""
-    most = max(1, PIECE_BYTES // manifest.chunk_bytes)
-    end = manifest.n_chunks(block)
-    return [range(start, min(start + most, end)) for start in range(0, end, most)]

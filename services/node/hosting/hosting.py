@@ -6,15 +6,17 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from services.node.core.residency import Mode, PlanId, Planners, Residency
+from services.node.hosting.demotion import Demotion
+from services.node.hosting.host_cache import HostCache
 from services.node.hosting.library import Library
 from services.node.hosting.promotion import Promotion, Spawn
-from services.node.hosting.reports import HELD, Reports
+from services.node.hosting.reports import CACHED, DISK, HELD, Reports
 from services.node.memory.arena import Arena, ModelSpace, Span
 from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
 from shared.clock import now, wall_ns
-from shared.errors import BadInput, as_typed
+from shared.errors import BadInput, CapacityExceeded, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
@@ -33,7 +35,8 @@ TOKENIZER_RETRY_MAX_S = 30.0
 @dataclass(slots=True, eq=False)
 class Hosted:
     """A model with space in the arena. Whatever changes `residency` holds `lock`: plans and
-    releases (which come one at a time, see `Hosting._turn`), promotion, and blocks that land."""
+    releases (which come one at a time, see `Hosting._turn`), promotion, demotion, and blocks that
+    land."""
 
     manifest: Manifest
     span: Span
@@ -42,6 +45,8 @@ class Hosted:
     trace: str = ""
     """The trace of the plan that is followed."""
     promotion: Promotion | None = None
+    demotion: Demotion | None = None
+    """Its way into the host cache, while its copy is made there."""
     bringing: asyncio.Task[None] | None = None
     """The task that brings the tokenizer to the engine."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -56,6 +61,7 @@ class Hosting:
         self,
         node: NodeId,
         arena: Arena,
+        cache_arena: Arena | None,
         library: Library,
         data: AnyDataPlane,
         worker: AnyWorker,
@@ -64,7 +70,8 @@ class Hosting:
         changed: Callable[[], None],
         spawn: Spawn,
     ) -> None:
-        """`changed` is called when what is held has changed."""
+        """`cache_arena`: the host cache's memory; None: the node has none. `changed` is called when
+        what is held has changed."""
         self._node = node
         self._log = telemetry.logger("hosting", node=node)
         self._arena = arena
@@ -78,15 +85,26 @@ class Hosting:
         self.story = Story()
         self._hosted: dict[ModelId, Hosted] = {}
         self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
+        self.cache = HostCache(
+            cache_arena,
+            data,
+            self.story,
+            turn=self._turn,
+            in_arena=lambda model: model in self._hosted,
+        )
         self._landed: asyncio.Queue[tuple[Hosted, Arrival | PullFailure]] = asyncio.Queue()
 
     def holdings(self) -> list[Holding]:
-        return [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
+        """What lies in the arena, and in the host cache."""
+        arena = [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
+        return [*arena, *self.cache.holdings()]
 
     def holds(self, model: ModelId, block: int) -> bool:
-        """Whether the arena has the whole block, so that peers can read it."""
+        """Whether the whole block is in memory, so that peers can read it."""
         hosted = self._hosted.get(model)
-        return hosted is not None and block in hosted.residency.held
+        if hosted is None:
+            return self.cache.lends(model)
+        return block in hosted.residency.held
 
     @property
     def arena_free(self) -> int:
@@ -123,6 +141,8 @@ class Hosting:
         hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency)
         self._hosted[plan.model_id] = hosted
         try:
+            if self.cache.lends(plan.model_id):
+                await self.cache.withdraw(plan.model_id)
             await self._data.host(plan.model_id, manifest, hosted.space)
             await self._follow(plan, hosted)
         except BaseException:  # a model that no plan fills gives its space back
@@ -141,16 +161,18 @@ class Hosting:
             hosted.trace = plan.trace
             self._tell(hosted, plan.event, f"follows revision {plan.revision}")
             addresses = {peer.node: peer.address for peer in plan.peers}
-            held = hosted.residency.held
-            pulls = [pull for pull in plan.pulls if pull.block not in held]
+            held, cached = hosted.residency.held, self.cache.is_stored(plan.model_id)
+            asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
+            # What lies in this node's own memory need not come over a link.
+            own = asked if cached else plan.promote
+            pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, followed, pulls, addresses)
             await self._activate(hosted)
         self._changed()
-        missing = [block for block in plan.promote if block not in held]
+        missing = sorted(block for block in own if block not in held)
         if missing:
             self._promote(followed, hosted, missing)
-        asked = {*plan.promote, *(pull.block for pull in plan.pulls)}
         for block in sorted(asked & held):
             await self._report_held(followed, hosted, block)
 
@@ -196,17 +218,21 @@ class Hosting:
         if hosted.residency.complete:
             self._changed()  # before that, each block is reported by itself
 
-    # --- blocks from this node's disk ---
+    # --- blocks from this node's host cache or disk ---
 
     def _promote(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
+        cached = self.cache.is_stored(hosted.model)
+        if cached:
+            self._tell(hosted, plan.event, f"comes up from the host cache: {len(blocks)} blocks")
         hosted.promotion = Promotion(
             self._node,
             hosted.model,
             plan,
             blocks,
             hosted.space,
-            self._library,
+            self.cache.read if cached else self._library.read,
             self._data,
+            way=CACHED if cached else DISK,
             land=self.land,
             spawn=self._spawn,
         )
@@ -293,18 +319,95 @@ class Hosting:
 
     async def release(self, model: ModelId, keep: Tier | None, *, cause: str) -> None:
         """Frees the device's memory. The model's running sequences end, as their gateways are
-        told."""
+        told.
+
+        `keep`: HOST: a copy stays in memory; it moves to the host cache once it fits there. CACHE:
+        the copy moves to the host cache now, and is given up if it does not fit. A copy that is in
+        the host cache already stays there in any case.
+        """
         async with self._turn(model):
             hosted = self._hosted.get(model)
             if hosted is None:
                 return
             await self._stop_promotion(hosted)
             async with hosted.lock:
-                if keep is Tier.HOST and hosted.residency.complete:
+                if not hosted.residency.complete or self.cache.is_stored(model):
+                    keep = None
+                if keep is not None:
                     await self._close_engine(hosted, cause)
-                else:
+                    await self._demote(hosted, cause)
+                if keep is Tier.CACHE:
+                    await self._hurry(hosted, cause)
+                if keep is not Tier.HOST:
                     await self._free(hosted, cause)
         self._changed()
+
+    async def forget(self, model: ModelId, *, cause: str) -> None:
+        """Gives up every copy in memory: the model was removed."""
+        await self.release(model, keep=None, cause=cause)
+        async with self._turn(model):
+            await self.cache.drop(model, "the model was removed", cause=cause)
+        self._changed()
+
+    async def drop_cached(self, model: ModelId, why: str, *, cause: str) -> None:
+        """Gives up the copy in the host cache. Conflict: it is being promoted."""
+        async with self._turn(model):
+            await self.cache.drop(model, why, cause=cause)
+        for hosted in list(self._hosted.values()):
+            async with hosted.lock:
+                await self._demote(hosted, cause)
+        self._changed()
+
+    # --- to the host cache ---
+
+    async def _demote(self, hosted: Hosted, cause: str) -> None:
+        """Begins to copy a model that sleeps to the host cache, if it fits there."""
+        sleeps = hosted.residency.mode is Mode.STANDBY and hosted.residency.complete
+        there = self._hosted.get(hosted.model) is hosted
+        if not (there and sleeps and self.cache.nbytes) or hosted.demotion is not None:
+            return
+        try:
+            draft = await self.cache.draft(hosted.model, hosted.manifest)
+        except CapacityExceeded as error:
+            self._tell(hosted, cause, f"stays in the arena: {error}")
+            return
+        hosted.demotion = demotion = Demotion(
+            draft, hosted.space, busy=lambda: self._worker.load().running > 0, spawn=self._spawn
+        )
+        self._spawn(self._settle(hosted, demotion, cause), f"settle {hosted.model}")
+
+    async def _settle(self, hosted: Hosted, demotion: Demotion, cause: str) -> None:
+        """Once the copy is whole, the arena's room is free, unless the model woke meanwhile."""
+        await demotion.ended()
+        async with self._turn(hosted.model), hosted.lock:
+            if hosted.demotion is not demotion:
+                return  # somebody else has taken care of it
+            await self._end_demotion(hosted, cause)
+            stored = self.cache.is_stored(hosted.model)
+            if stored and hosted.residency.mode is Mode.STANDBY:
+                await self._free(hosted, cause)
+        self._changed()
+
+    async def _hurry(self, hosted: Hosted, cause: str) -> None:
+        """Waits for the copy, since the arena's room is needed."""
+        if hosted.demotion is not None:
+            hosted.demotion.hurry()
+            await hosted.demotion.ended()
+            await self._end_demotion(hosted, cause)
+
+    async def _end_demotion(self, hosted: Hosted, cause: str) -> None:
+        """Once this returns, nothing copies from the model's space to the host cache."""
+        demotion, hosted.demotion = hosted.demotion, None
+        if demotion is None:
+            return
+        await demotion.stop()
+        if demotion.whole:
+            self.cache.complete(demotion.draft)
+            size = hosted.manifest.nbytes / 1e6
+            self._tell(hosted, cause, f"is in the host cache: {size:.1f} MB")
+        else:
+            await self.cache.discard(demotion.draft)
+            self._tell(hosted, cause, f"stays out of the host cache: {demotion.why}")
 
     async def _close_engine(self, hosted: Hosted, cause: str) -> None:
         """Once it returns, the engine has no view of the model's bytes."""
@@ -318,10 +421,13 @@ class Hosting:
 
     async def _free(self, hosted: Hosted, cause: str) -> None:
         await self._close_engine(hosted, cause)
+        await self._end_demotion(hosted, cause)
         await self._data.drop(hosted.model)
         del self._hosted[hosted.model]
         self._arena.free(hosted.span)
         self._tell(hosted, cause, "gives its space back")
+        if self.cache.is_stored(hosted.model):
+            await self.cache.lend(hosted.model)
 
     # --- what is known of a model ---
 
@@ -330,15 +436,19 @@ class Hosting:
 
     def validate(self) -> None:
         """For tests. IllegalTransition, AssertionError: what is kept here cannot be."""
+        self.cache.validate()
         for model, hosted in self._hosted.items():
             hosted.residency.validate()
             assert hosted.model == model
+            assert not self.cache.lends(model)
             active = hosted.residency.mode is Mode.ACTIVE
             assert active or hosted.residency.plan is None or hosted.lock.locked()
 
     async def close(self) -> None:
         for hosted in list(self._hosted.values()):
             await self._stop_promotion(hosted)
+            if hosted.demotion is not None:
+                await hosted.demotion.stop()
 
 
 def _event_of(hosted: Hosted) -> str:

@@ -1,7 +1,7 @@
-"""Pieces of models that other nodes copy to their disks: from this node's arena, or else its disk.
+"""Pieces of models that other nodes copy: from this node's memory, or else its disk.
 
-A piece in the arena lies in its block's own region. A piece on the disk is read into a buffer of
-its own, which is a region for some seconds; so the arena gives up no room for it.
+A piece in the arena or the host cache lies in its block's own region. A piece on the disk is read
+into a buffer of its own, which is a region for some seconds; so the arena gives up no room for it.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.library import Library
+from services.node.hosting.pieces import PIECE_BYTES
 from services.node.hosting.promotion import Spawn
 from services.node.moving.mover import region_of
 from services.node.parts import AnyDataPlane
@@ -20,8 +21,6 @@ LENT_S = 10.0
 """How long a piece from the disk stays readable."""
 LENT_MAX = 8
 """The most pieces from the disk that are lent at a time."""
-PIECE_BYTES = 4 << 20
-"""The most bytes of a piece, which is one chunk at least."""
 
 _Loan = tuple[NodeId, ModelId]
 

@@ -26,7 +26,13 @@ from shared.vision import is_classifier
 REGISTRY_TIMEOUT_S = 2.0
 
 
+DRAFT_KEPT_S = 600.0
+
+
 class Library:
+    tier = Tier.DISK
+    draft_kept_s = DRAFT_KEPT_S
+
     def __init__(self, bus: Bus, store: AnyStore, *, changed: Callable[[], None]) -> None:
         """`changed` is called when the content of the disk has changed."""
         self._bus = bus
@@ -138,6 +144,9 @@ class Library:
     async def draft(self, model: ModelId, manifest: Manifest) -> AnyDraft:
         """CapacityExceeded, ModelError: see `Draft`."""
         return await asyncio.to_thread(self._store.draft, model, manifest)
+
+    async def discard(self, draft: AnyDraft) -> None:
+        await to_its_end(partial(self._store.discard, draft.model_id))
 
     async def adopt(self, draft: AnyDraft) -> None:
         """Takes a whole draft onto the shelf. NotFound: the model was removed meanwhile."""

@@ -1,14 +1,12 @@
-"""Blocks of a hosted model on their way from this node's disk into its arena."""
+"""Blocks of a hosted model on their way from this node's host cache or disk into its arena."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
 from services.node.core.residency import PlanId
-from services.node.hosting.library import Library
-from services.node.hosting.reports import DISK
 from services.node.memory.arena import ModelSpace
 from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane
@@ -16,8 +14,10 @@ from shared.clock import wall_ns
 from shared.errors import LambdaScaleError, as_typed
 from shared.ids import ModelId, NodeId
 
-READER = "reader of the disk"
+READER = "promotion"
 """User of a span."""
+Read = Callable[[ModelId, Sequence[Wanted]], AsyncGenerator[Outcome, None]]
+"""Brings blocks to their places, like `Store.read`."""
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 
@@ -32,24 +32,26 @@ class Promotion:
         plan: PlanId,
         blocks: Sequence[int],
         space: ModelSpace,
-        library: Library,
+        read: Read,
         data: AnyDataPlane,
         *,
+        way: str,
         land: Callable[[Arrival | PullFailure], None],
         spawn: Spawn,
     ) -> None:
-        """Begins to read. `land` is told of each block once."""
+        """Begins to read. `way`: where from, for reports. `land` is told of each block once."""
         self._node = node
         self._model = model
         self._plan = plan
         self._space = space
-        self._library = library
+        self._read_from = read
+        self._way = way
         self._data = data
         self._land = land
         self._missing = dict.fromkeys(blocks, 0)
         """How many chunks are missing of each block that has not landed."""
         self._first_ns: dict[int, int] = {}
-        """When a block's first chunk was asked of the disk."""
+        """When a block's first chunk was asked for."""
         self._asked_ns = wall_ns()
         self._stopping = False
         self._task = spawn(self._run(), f"promote {model}")
@@ -81,7 +83,7 @@ class Promotion:
         return wanted
 
     async def _read(self, wanted: Sequence[Wanted]) -> None:
-        async with aclosing(self._library.read(self._model, wanted)) as outcomes:
+        async with aclosing(self._read_from(self._model, wanted)) as outcomes:
             async for outcome in outcomes:
                 if self._stopping:
                     return
@@ -117,7 +119,7 @@ class Promotion:
             model_id=self._model,
             block=block,
             source=self._node,
-            transport=DISK,
+            transport=self._way,
             nbytes=len(self._space.block(block)),
             started_ns=self._asked_ns,
             first_byte_ns=self._first_ns.get(block, ended),

@@ -18,7 +18,9 @@ from shared.messages.pool import NodeInfo
 from shared.messages.scaling import BlockArrived, PullFailed
 
 DISK = "disk"
-"""The transport of a promotion."""
+"""The transport of a promotion from the disk."""
+CACHED = "host cache"
+"""The transport of a promotion from the host cache."""
 HELD = "held"
 """The transport of a block that was there before it was asked for."""
 
@@ -79,7 +81,7 @@ class Reports:
         )
         if arrival.transport == DISK:
             self._profiler.loaded(asked, ended, arrival.nbytes)
-        else:
+        elif arrival.transport != CACHED:
             self._profiler.pulled(asked, first_byte, ended, arrival.nbytes)
 
     async def failed(self, failure: PullFailure, trace: str) -> None:

@@ -42,6 +42,11 @@ class Span:
     def nbytes(self) -> int:
         return len(self.memory)
 
+    @property
+    def taken(self) -> int:
+        """The bytes that it takes of the arena, in whole pages."""
+        return _round_up(self.nbytes, PAGE)
+
     def hold(self, user: str) -> None:
         self.users.append(user)
 
@@ -52,14 +57,14 @@ class Span:
 
 
 class Arena:
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, setting: str = "node.arena_bytes") -> None:
         """Allocates and faults in `nbytes`, rounded up to whole pages. CapacityExceeded if the
-        machine does not have them."""
+        machine does not have them. `setting`: what says how many, for the error."""
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
         if self.nbytes > (left := host_memory().left):
-            raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's")
+            raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's", setting)
         descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close_descriptor = weakref.finalize(self, os.close, descriptor)
         try:
@@ -68,7 +73,7 @@ class Arena:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             self._close_descriptor()
-            raise _no_memory(self.nbytes, error.strerror) from error
+            raise _no_memory(self.nbytes, error.strerror, setting) from error
         for start in range(0, self.nbytes, _TOUCH):
             pages = self._memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
@@ -116,7 +121,7 @@ class Arena:
         if span.users:
             raise Conflict(f"span at {span.offset} is still held by {', '.join(span.users)}")
         del self._spans[span.offset]
-        start, stop = span.offset, span.offset + _round_up(span.nbytes, PAGE)
+        start, stop = span.offset, span.offset + span.taken
         before = [hole for hole in self._holes if hole[1] < start]
         after = [hole for hole in self._holes if hole[0] > stop]
         touching = self._holes[len(before) : len(self._holes) - len(after)]
@@ -150,10 +155,8 @@ class ModelSpace:
         return self._blocks[index]
 
 
-def _no_memory(nbytes: int, why: str | None) -> CapacityExceeded:
-    return CapacityExceeded(
-        f"no memory for an arena of {nbytes} bytes: {why}; lower node.arena_bytes"
-    )
+def _no_memory(nbytes: int, why: str | None, setting: str) -> CapacityExceeded:
+    return CapacityExceeded(f"no memory for an arena of {nbytes} bytes: {why}; lower {setting}")
 
 
 def _offsets(manifest: Manifest) -> Iterator[int]:

@@ -64,9 +64,9 @@ class Landing:
             return None
 
     def holds(self, buffer: memoryview) -> bool:
-        """Whether the bytes of this part of the host's arena are on the device, too."""
-        offset = self._offset(buffer)
-        return self._there.cover(offset, offset + len(buffer))
+        """Whether these bytes of the host are a part of its arena, and are on the device, too."""
+        place = find([self._host], buffer)
+        return place is not None and self._there.cover(place[1], place[1] + len(buffer))
 
     async def open(self, exported: bytes) -> Opened:
         """Opens a peer's device memory. TransportError if this device does not reach it."""

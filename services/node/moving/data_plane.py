@@ -7,7 +7,7 @@ the engine thread and only hands work over.
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -100,9 +100,11 @@ class DataPlane:
 
     # --- from the control loop ---
 
-    async def host(self, model: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+    async def host(
+        self, model: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int] = ()
+    ) -> None:
         with telemetry.span("register_regions", parent=telemetry.here()):
-            await self._call(lambda: self._mover.host(model, manifest, space, ()))
+            await self._call(lambda: self._mover.host(model, manifest, space, held))
 
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._await(self._mover.take_over(model, block))

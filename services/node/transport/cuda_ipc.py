@@ -29,15 +29,16 @@ class CudaIpcDirect(ShmDirect):
 
     def __init__(
         self,
-        memory: Memory,
+        memories: Sequence[Memory],
         landing: Landing,
         exported: bytes,
         *,
         machine: str,
         bytes_per_s: int = 0,
     ) -> None:
-        """`memory`: the host's arena. `exported`: the handle that `landing` exported."""
-        super().__init__([memory], machine=machine, bytes_per_s=bytes_per_s)
+        """`memories`: the host's arena, and what has no place on the device. `exported`: the handle
+        that `landing` exported."""
+        super().__init__(memories, machine=machine, bytes_per_s=bytes_per_s)
         self._landing = landing
         self._beside = exported
 

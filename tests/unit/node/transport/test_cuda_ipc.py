@@ -51,7 +51,7 @@ class Node:
     def direct(self) -> CudaIpcDirect:
         landing = self.device.landing
         assert landing is not None
-        return CudaIpcDirect(self.arena.memory, landing, landing.exported(), machine=HERE)
+        return CudaIpcDirect([self.arena.memory], landing, landing.exported(), machine=HERE)
 
     def block(self) -> memoryview:
         return self.arena.allocate(NBYTES).memory

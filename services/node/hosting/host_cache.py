@@ -1,0 +1,229 @@
+"""A node's host cache: memory beside the arena, for models that are not in use here.
+
+A copy comes from the arena when its model is given back there (`demotion`), or from peers and the
+disk when the registry orders it (`copying`). While the arena has no space for the model, peers read
+the copy like any other block in memory. `services.node.core.host_cache` has a copy's states.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from services.node.checkpoints.packing import digest
+from services.node.checkpoints.reading import Outcome, Verified, Wanted
+from services.node.core.host_cache import CacheBook, CacheState
+from services.node.memory.arena import Arena, ModelSpace, Span
+from services.node.parts import AnyDataPlane, AnyDraft
+from shared.clock import now, wall_ns
+from shared.errors import CapacityExceeded, Conflict, DigestMismatch
+from shared.ids import ModelId
+from shared.layout import Manifest
+from shared.messages.pool import Holding, Tier
+from shared.story import Story
+from shared.threads import to_its_end
+
+READ_BYTES = 16 << 20
+"""Bytes that go to the arena at a time, rounded to whole chunks. Peers read each part once it is
+there."""
+READER = "reader of the host cache"
+"""User of a span."""
+DRAFT_KEPT_S = 60.0
+"""A draft that no order goes on with gives its room back after this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    manifest: Manifest
+    span: Span
+    space: ModelSpace
+
+
+class CacheDraft:
+    """A model on its way into the host cache. `write` may be called in a thread."""
+
+    def __init__(self, model_id: ModelId, manifest: Manifest, space: ModelSpace) -> None:
+        self.model_id = model_id
+        self.manifest = manifest
+        self._space = space
+        self._there = [0] * manifest.n_blocks
+        """Verified bytes of each block."""
+
+    @property
+    def missing(self) -> list[int]:
+        sizes = zip(self._there, self.manifest.blocks, strict=True)
+        return [spec.index for there, spec in sizes if there < spec.nbytes]
+
+    @property
+    def done(self) -> int:
+        return sum(self._there)
+
+    def write(self, block: int, chunks: range, data: memoryview) -> None:
+        """Takes some chunks of a block, in order and without gaps. DigestMismatch: they do not
+        count."""
+        spec = self.manifest.blocks[block]
+        first, nbytes = self.manifest.run_range(block, chunks)
+        into = self._space.block(block)[first : first + nbytes]
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+        for chunk in chunks:
+            offset, length = self.manifest.chunk_range(block, chunk)
+            if digest(into[offset - first : offset - first + length]) != spec.digests[chunk]:
+                raise DigestMismatch(
+                    f"block {block} of model {self.model_id}: chunk {chunk} came damaged"
+                )
+        self._there[block] = first + nbytes
+
+
+class HostCache:
+    """All calls are made on the control loop."""
+
+    tier = Tier.CACHE
+    draft_kept_s = DRAFT_KEPT_S
+
+    def __init__(
+        self,
+        arena: Arena | None,
+        data: AnyDataPlane,
+        story: Story,
+        *,
+        turn: Callable[[ModelId], asyncio.Lock],
+        in_arena: Callable[[ModelId], bool],
+    ) -> None:
+        """`arena`: its memory; None: the node has no host cache. `turn`: what is held while a model
+        gets or loses its space in the arena. `in_arena`: whether the model has space there."""
+        self._arena = arena
+        self._data = data
+        self._story = story
+        self._turn = turn
+        self._in_arena = in_arena
+        self._book = CacheBook(arena.nbytes if arena else 0, story)
+        self._places: dict[ModelId, _Place] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._book.nbytes
+
+    @property
+    def free(self) -> int:
+        return self._book.free
+
+    def holdings(self) -> list[Holding]:
+        return [
+            Holding(model, Tier.CACHE, tuple(range(self._places[model].manifest.n_blocks)))
+            for model in self._book.whole
+        ]
+
+    def is_stored(self, model: ModelId) -> bool:
+        """Whether it has the whole model."""
+        return self._book.state(model) in (CacheState.WHOLE, CacheState.LENT)
+
+    def lends(self, model: ModelId) -> bool:
+        return self._book.state(model) is CacheState.LENT
+
+    # --- copies that come ---
+
+    async def drafts(self) -> Sequence[AnyDraft]:
+        """What an earlier process has left: nothing, since memory ends with its process."""
+        return ()
+
+    async def draft(self, model: ModelId, manifest: Manifest) -> CacheDraft:
+        """Takes room. CapacityExceeded: there is too little."""
+        if self._arena is None:
+            raise CapacityExceeded("this node has no host cache: see node.host_bytes")
+        span = self._arena.allocate(ModelSpace.size(manifest))
+        try:
+            self._book.begin(model, span.taken)
+        except BaseException:
+            self._arena.free(span)
+            raise
+        self._places[model] = _Place(manifest, span, ModelSpace(manifest, span))
+        return CacheDraft(model, manifest, self._places[model].space)
+
+    async def adopt(self, draft: AnyDraft) -> None:
+        """A draft from elsewhere is whole."""
+        model = draft.model_id
+        async with self._turn(model):
+            self._book.complete(model)
+            if not self._in_arena(model):
+                await self.lend(model)
+
+    def complete(self, draft: CacheDraft) -> None:
+        """A draft from the arena is whole."""
+        self._book.complete(draft.model_id)
+
+    async def discard(self, draft: AnyDraft) -> None:
+        self._book.give_up(draft.model_id)
+        self._free(draft.model_id)
+
+    # --- copies that are there ---
+
+    async def lend(self, model: ModelId) -> None:
+        """Has peers read the copy. The arena must have no space for the model."""
+        place = self._places[model]
+        held = range(place.manifest.n_blocks)
+        await self._data.host(model, place.manifest, place.space, held)
+        self._book.lend(model)
+
+    async def withdraw(self, model: ModelId) -> None:
+        """Once this returns, no peer reads the copy."""
+        await self._data.drop(model)
+        self._book.withdraw(model)
+
+    async def drop(self, model: ModelId, why: str, *, cause: str) -> None:
+        """Gives the copy's room back, if there is one. Conflict: it is being promoted."""
+        if not self.is_stored(model):
+            return
+        place = self._places[model]
+        if READER in place.span.users:
+            raise Conflict(f"model {model} is on its way from the host cache to the arena")
+        if self.lends(model):
+            await self.withdraw(model)
+        self._book.drop(model)
+        self._free(model)
+        self._story.tell(now(), cause, f"leaves the host cache: {why}", model)
+
+    async def read(self, model: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
+        """Copies blocks to the arena, like `Store.read`. The bytes were checked when they came."""
+        place = self._places[model]
+        place.span.hold(READER)
+        try:
+            for each in wanted:
+                for run in _runs(place.manifest, each):
+                    began = wall_ns()
+                    offset, nbytes = place.manifest.run_range(each.block, run)
+                    source = place.space.block(each.block)[offset : offset + nbytes]
+                    into = each.into[offset : offset + nbytes]
+                    # numpy releases the GIL while it copies.
+                    copy = partial(
+                        np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
+                    )
+                    await to_its_end(copy)
+                    yield Verified(each.block, run, began)
+        finally:
+            place.span.release(READER)
+
+    def _free(self, model: ModelId) -> None:
+        place = self._places.pop(model)
+        assert self._arena is not None  # a copy lies in it
+        self._arena.free(place.span)
+
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        self._book.validate()
+        assert self._arena is None or self._arena.free_bytes == self._book.free
+
+
+def _runs(manifest: Manifest, wanted: Wanted) -> list[range]:
+    """The chunks to copy, in runs without a gap."""
+    most = max(1, READ_BYTES // manifest.chunk_bytes)
+    runs: list[range] = []
+    for chunk in range(manifest.n_chunks(wanted.block)):
+        if chunk in wanted.skip:
+            continue
+        if runs and runs[-1].stop == chunk and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, chunk + 1)
+        else:
+            runs.append(range(chunk, chunk + 1))
+    return runs

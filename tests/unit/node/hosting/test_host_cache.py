@@ -1,0 +1,228 @@
+"""The host cache over real nodes: what moves there, what comes back, and who reads it there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.node.hosting.host_cache import CacheDraft
+from shared import subjects
+from shared.errors import CapacityExceeded, Conflict
+from shared.ids import NodeId
+from shared.messages.copies import DropCopy, KeepCopy
+from shared.messages.pool import ModelRemove, Source, Tier
+from tests.unit.node.cluster import ALL, ARENA, NAME, Nodes, nodes
+from tests.unit.node.gates import Gate
+
+FAST = 1 << 40
+DISK = {Tier.DISK: ALL}
+CACHED = {Tier.CACHE: ALL}
+
+
+@pytest.fixture
+async def up(tmp_path: Path, checkpoint: Path) -> AsyncIterator[Nodes]:
+    """Nodes `a`, with the model on its disk, and `b`; each has a host cache."""
+    async with nodes(tmp_path, checkpoint, "a", "b", settings={"host_bytes": ARENA}) as running:
+        yield running
+
+
+async def keep(up: Nodes, name: str, *sources: str) -> None:
+    order = KeepCopy(
+        node=NodeId(name),
+        generation=up.info(name).generation,
+        model_id=up.record.model_id,
+        sources=tuple(Source(up.info(s), Tier.DISK, ALL, complete=True) for s in sources),
+        bytes_per_s=FAST,
+        tier=Tier.CACHE,
+    )
+    await up.request(subjects.node_keep(NodeId(name)), order)
+
+
+async def drop(up: Nodes, name: str) -> None:
+    message = DropCopy(
+        node=NodeId(name),
+        generation=up.info(name).generation,
+        model_id=up.record.model_id,
+        why="the test says so",
+    )
+    await up.request(subjects.node_drop(NodeId(name)), message)
+
+
+def free(up: Nodes, name: str) -> tuple[int, int]:
+    status = up.status(name)
+    assert status is not None
+    return status.arena_free, status.host_free
+
+
+async def told(up: Nodes, name: str) -> list[str]:
+    return [each.text for each in await up.services[name].story(up.record.model_id)]
+
+
+async def test_a_released_copy_moves_and_wakes_with_the_same_tokens(up: Nodes) -> None:
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    await up.release("a", Tier.HOST)
+    await up.until_holds("a", DISK | CACHED)
+    assert free(up, "a")[0] == ARENA
+    assert free(up, "a")[1] < ARENA
+
+    up.stored("a").rename(up.stored("a").with_name("away"))  # it cannot come from the disk
+    await up.apply("a", promote=ALL, event="wake")
+    assert {m.transport for m in await up.until_arrived("a", ALL, "wake")} == {"host cache"}
+    assert await up.generate("a", request="again") == tokens
+    await up.until_holds("a", DISK | CACHED | {Tier.GPU: ALL})
+
+    await up.release("a", Tier.HOST)  # the copy is there already
+    await up.until_holds("a", DISK | CACHED)
+    assert any("is in the host cache" in text for text in await told(up, "a"))
+
+
+async def test_peers_pull_from_a_host_cache(up: Nodes) -> None:
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    await up.release("a", Tier.CACHE)
+    await up.until_holds("a", DISK | CACHED)
+    await up.apply("b", dict.fromkeys(ALL, "a"), event="pull")
+    await up.until_arrived("b", ALL, "pull")
+    assert await up.generate("b", request="b") == tokens
+
+
+async def test_a_peer_goes_on_reading_while_the_copy_wakes_and_sleeps(up: Nodes) -> None:
+    """A block's place changes from the host cache to the arena and back."""
+    await up.promoted("a")
+    await up.release("a", Tier.CACHE)
+    await up.apply("b", dict.fromkeys(ALL, "a"), event="pull")
+    await up.apply("a", promote=ALL, event="wake")
+    await up.release("a", Tier.CACHE)
+    await up.until_arrived("b", ALL, "pull")
+    assert not up.failed("b")
+
+
+async def test_what_a_plan_has_others_send_comes_from_the_host_cache_if_it_is_there(
+    up: Nodes,
+) -> None:
+    await keep(up, "b", "a")
+    await up.until_holds("b", CACHED)
+    await up.apply("b", dict.fromkeys(ALL, "a"), event="pull")
+    assert {m.source for m in await up.until_arrived("b", ALL, "pull")} == {"b"}
+
+
+async def test_an_ordered_copy_comes_from_a_peer_or_the_own_disk(up: Nodes) -> None:
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    await up.release("a")
+    await keep(up, "b", "a")
+    await up.until_holds("b", CACHED)
+    await keep(up, "a", "a")
+    await up.until_holds("a", DISK | CACHED)
+    await up.stop("a")
+    await up.apply("b", promote=ALL, event="wake")
+    await up.until_arrived("b", ALL, "wake")
+    assert await up.generate("b", request="b") == tokens
+
+
+async def test_a_copy_that_does_not_fit_sleeps_in_the_arena_until_there_is_room(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    settings = {"host_bytes": ARENA, "arena_bytes": 2 * ARENA}
+    async with nodes(tmp_path, checkpoint, "a", settings=settings) as up:
+        await keep(up, "a", "a")
+        await up.until_holds("a", DISK | CACHED)
+        first = up.record
+        up.record = await up.import_model(called="other", blocks=5)
+        five = tuple(range(5))
+        await up.apply("a", promote=five, event="other")
+        await up.until_arrived("a", five, "other")
+        await up.release("a", Tier.HOST)
+        assert any("stays in the arena" in text for text in await told(up, "a"))
+        status = up.status("a")
+        assert status is not None
+        assert status.host_free < ARENA // 2
+
+        other, up.record = up.record, first
+        await drop(up, "a")
+        assert any("the test says so" in text for text in await told(up, "a"))
+        up.record = other
+
+        def moved() -> bool:
+            status = up.status("a")
+            held = [(h.model_id, h.tier) for h in status.holdings] if status else []
+            in_memory = [each for each in held if each[1] is not Tier.DISK]
+            return in_memory == [(other.model_id, Tier.CACHE)]
+
+        await up.statuses.until(moved)
+
+
+async def test_room_that_is_needed_is_given_back_even_if_nothing_can_be_kept(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", settings={"host_bytes": 1}) as up:
+        await up.promoted("a")
+        await up.release("a", Tier.CACHE)
+        await up.until_holds("a", DISK)
+        await up.nothing_leaked("a")
+
+
+async def test_a_copy_on_its_way_up_is_not_dropped(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keep(up, "b", "a")
+    await up.until_holds("b", CACHED)
+    gate = Gate()
+    landed = up.services["b"]._data.mark_held
+
+    async def gated(*args: object) -> None:
+        await asyncio.to_thread(gate)
+        await landed(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(up.services["b"]._data, "mark_held", gated)
+        await up.apply("b", promote=ALL, event="wake")
+        await gate.wait()
+        with pytest.raises(Conflict, match="on its way"):
+            await drop(up, "b")
+        gate.open()
+        await up.until_arrived("b", ALL, "wake")
+    await up.until_holds("b", CACHED | {Tier.GPU: ALL})
+    await drop(up, "b")
+    await up.until_holds("b", {Tier.GPU: ALL})
+
+
+async def test_a_model_that_is_removed_leaves_the_host_cache(up: Nodes) -> None:
+    await keep(up, "a", "a")
+    await up.until_holds("a", DISK | CACHED)
+    await up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME))
+    await up.until_holds("a", {})
+    assert free(up, "a") == (ARENA, ARENA)
+
+
+async def test_a_node_without_a_host_cache_refuses_copies_there(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        with pytest.raises(CapacityExceeded, match=r"node\.host_bytes"):
+            await keep(up, "a", "a")
+
+
+async def test_a_wake_while_the_copy_moves_loses_nothing(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model serves again, and its copy in the host cache becomes whole beside it."""
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    gate, write = Gate(), CacheDraft.write
+
+    def gated(self: CacheDraft, block: int, chunks: range, data: memoryview) -> None:
+        gate()
+        write(self, block, chunks, data)
+
+    monkeypatch.setattr(CacheDraft, "write", gated)
+    await up.release("a", Tier.HOST)
+    await gate.wait()
+    await up.apply("a", promote=ALL, event="wake")
+    await up.until_arrived("a", ALL, "wake")
+    assert await up.generate("a", request="again") == tokens
+    gate.open()
+    await up.until_holds("a", DISK | CACHED | {Tier.GPU: ALL})
+    up.services["a"].validate()
