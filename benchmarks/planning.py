@@ -7,8 +7,10 @@ pipelines of destinations (λScale, Algorithm 2).
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+from services.planner.core.append import append
 from services.planner.core.choose import choose
 from services.planner.core.costs import physical_limit
 from services.planner.core.multicast.fabric import Fabric, Port, Task, step_task, uniform
@@ -71,6 +73,21 @@ def times() -> None:
         )
 
 
+def growths() -> None:
+    print("time to append newcomers to a multicast of 64 blocks that is half over")
+    for old, new in ((60, 4), (200, 50), (900, 100), (500, 500)):
+        task = Task(uniform(old + new, RATE, OVERHEAD_S), SIZES, (0,), CHUNK)
+        begun = replace(task, fabric=replace(task.fabric, ports=task.fabric.ports[:old]))
+        for name in ("binomial", "chain"):
+            schedule = STRATEGIES[name](begun)
+            half = schedule.steps // 2
+            held = [*schedule.held(half), *(frozenset[int]() for _ in range(new))]
+            running = [move for move in schedule.moves if move.step > half]
+            wanted = dict.fromkeys(range(old, old + new), frozenset(range(task.blocks)))
+            cpu, wall = milliseconds(partial(append, held, running, wanted, task))
+            print(f"  {old} + {new}, {name:8}: {cpu:6.0f} ms of CPU, {wall:6.0f} ms")
+
+
 def racks(count: int, size: int) -> Fabric:
     """Racks whose trunks are as wide as one node's port."""
     ports = tuple(Port(RATE, RATE, rack=str(node // size)) for node in range(count * size))
@@ -123,6 +140,7 @@ def serving() -> None:
 
 if __name__ == "__main__":
     times()
+    growths()
     choices()
     steps()
     serving()

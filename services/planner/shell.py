@@ -183,7 +183,7 @@ class Shell:
                     append_transfers,
                     question.held,
                     question.running,
-                    question.newcomers,
+                    question.wanted,
                     question.model,
                     question.links,
                     can_send=question.can_send,

@@ -21,6 +21,13 @@ class Case:
     """What each node holds when newcomers are appended."""
     running: tuple[Move, ...]
     newcomers: tuple[int, ...]
+    lost: tuple[Move, ...] = ()
+    """Moves that will not be made."""
+
+    @property
+    def wanted(self) -> dict[int, frozenset[int]]:
+        """Everything, for newcomers."""
+        return dict.fromkeys(self.newcomers, frozenset(range(self.task.blocks)))
 
 
 def begun(name: str, task: Task, newcomers: int, step: int, late: int = 0) -> Case:
@@ -71,7 +78,7 @@ def cases(draw: st.DrawFn, *, equal: bool = False) -> Case:
 def checked(case: Case) -> tuple[Move, ...]:
     """The appended moves. Together with the running ones they keep the rules, which is also what
     keeps ports from being used twice, and complete everybody."""
-    moves = append(case.held, case.running, case.newcomers, case.task)
+    moves = append(case.held, case.running, case.wanted, case.task)
     assert all(move.dst in case.newcomers for move in moves)
     together = by_step((*case.running, *moves))
     everybody = range(case.task.nodes)
@@ -97,3 +104,35 @@ def test_on_equal_links_the_steps_are_bounded(case: Case) -> None:
     begin, left = min(steps, default=1), max(steps, default=0) - min(steps, default=1) + 1
     last = max(move.step for move in moves)
     assert last - begin + 1 <= left + case.task.blocks + len(case.newcomers) - 1
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Case:
+    """A multicast over one connection of which nothing more comes. What was to come is wanted."""
+    case = draw(cases())
+    failed = draw(st.sampled_from(sorted({(m.src, m.dst) for m in case.running}) or [(0, 0)]))
+    lost = [move for move in case.running if (move.src, move.dst) == failed]
+    return replace(case, running=tuple(m for m in case.running if m not in lost), lost=tuple(lost))
+
+
+@given(broken())
+@settings(max_examples=300, deadline=None)
+def test_what_a_broken_connection_was_to_bring_comes_otherwise_and_nobody_waits_in_a_circle(
+    case: Case,
+) -> None:
+    """Every move is made once its sender has the block. So all of them can be made."""
+    if not case.lost:
+        return
+    node = case.lost[0].dst
+    wanted = {node: frozenset(move.block for move in case.lost)}
+    appended = append(case.held, case.running, wanted, case.task)
+    assert sorted(move.block for move in appended) == sorted(wanted[node])
+    assert {move.dst for move in appended} == {node}
+    have = [set(blocks) for blocks in case.held]
+    left = by_step((*case.running, *appended))
+    while left:
+        made = [move for move in left if move.block in have[move.src]]
+        assert made, f"{left} wait for each other"
+        for move in made:
+            have[move.dst].add(move.block)
+        left = [move for move in left if move not in made]

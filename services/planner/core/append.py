@@ -1,4 +1,4 @@
-"""Appends newcomers to a multicast that runs.
+"""Appends to a multicast that runs: newcomers, or what a node did not get as it was planned.
 
 What flows goes on: the moves that are still to come keep their steps. In each step, newcomers get
 blocks from ports that these moves leave free, and from each other. So a chain grows at its tail:
@@ -13,7 +13,7 @@ steps longer.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from services.planner.core.costs import arrival_times
@@ -32,26 +32,27 @@ _Link = tuple[str, int | str]
 def append(
     held: Sequence[AbstractSet[int]],
     running: Sequence[Move],
-    newcomers: Sequence[int],
+    wanted: Mapping[int, AbstractSet[int]],
     task: Task,
     *,
     can_send: Collection[int] | None = None,
 ) -> tuple[Move, ...]:
-    """The moves, in order of steps, that make the newcomers complete beside the `running` ones.
+    """The moves, in order of steps, that bring `wanted` blocks to nodes beside the `running` moves.
 
-    `held[n]`: what node n holds now. `running`: the moves still to come, in order of steps; their
-    destinations are no newcomers. `can_send`: the nodes that may feed newcomers (None: all). Ports
-    that stand idle between two running moves are used only if that delays none of the running moves
-    in the cost model. PlanError if some block never comes to a node that may send it.
+    `held[n]`: what node n holds now. `running`: the moves still to come, in order of steps; none
+    brings a wanted block to its node, and some may pass such a block on. `can_send`: the nodes that
+    may send wanted blocks (None: all). Ports that stand idle between two running moves are used
+    only if that delays none of the running moves in the cost model. PlanError if some wanted block
+    never comes to a node that may send it.
     """
-    if not newcomers:
+    if not wanted:
         return ()
     undisturbed = arrival_times(running, task)
-    gaps = _Appending(held, running, newcomers, task, can_send, gaps=True).moves()
+    gaps = _Appending(held, running, wanted, task, can_send, gaps=True).moves()
     timed = arrival_times(by_step((*running, *gaps)), task)
     if all(timed[key] <= at * (1 + DELAY) for key, at in undisturbed.items()):
         return gaps
-    return _Appending(held, running, newcomers, task, can_send, gaps=False).moves()
+    return _Appending(held, running, wanted, task, can_send, gaps=False).moves()
 
 
 class _Appending:
@@ -59,18 +60,19 @@ class _Appending:
         self,
         held: Sequence[AbstractSet[int]],
         running: Sequence[Move],
-        newcomers: Sequence[int],
+        wanted: Mapping[int, AbstractSet[int]],
         task: Task,
         can_send: Collection[int] | None,
         *,
         gaps: bool,
     ) -> None:
-        self._fabric, self._blocks = task.fabric, task.blocks
-        self._every = frozenset(range(task.blocks))
-        self._have = [set(blocks) & self._every for blocks in held]
+        self._fabric = task.fabric
+        self._have = [set(blocks) for blocks in held]
+        self._lacks = {node: set(blocks) - self._have[node] for node, blocks in wanted.items()}
+        """The wanted blocks that have not come."""
         self._senders = sorted(range(len(held)) if can_send is None else can_send)
-        self._newcomers = sorted(newcomers, key=lambda node: -self._rate(node))
-        self._copies = [sum(b in held[n] for n in newcomers) for b in range(task.blocks)]
+        self._newcomers = sorted(wanted, key=lambda node: -self._rate(node))
+        self._copies = [sum(b in held[n] for n in wanted) for b in range(task.blocks)]
         """How many newcomers hold each block."""
         self._feeder: dict[int, int] = {}
         """For each newcomer, the node that fed it last."""
@@ -100,15 +102,20 @@ class _Appending:
     def moves(self) -> tuple[Move, ...]:
         found: list[Move] = []
         step, last = min(self._running, default=1), max(self._running, default=0)
-        while lacking := [n for n in self._newcomers if len(self._have[n]) < self._blocks]:
-            running = self._running[step]
+        due: list[Move] = []
+        """Running moves that would have been over by now if their senders had the blocks."""
+        while lacking := [node for node in self._newcomers if self._lacks[node]]:
+            due += self._running[step]
             arriving = self._match(step, lacking)
             if not arriving and step > last:
-                missing = sorted(self._every - self._have[lacking[0]])
+                missing = sorted(self._lacks[lacking[0]])
                 raise PlanError(f"no node that may send will hold blocks {missing}")
+            over = [move for move in due if move.block in self._have[move.src]]
+            due = [move for move in due if move.block not in self._have[move.src]]
             for move in arriving:
                 self._copies[move.block] += 1
-            for move in (*arriving, *running):
+                self._lacks[move.dst].discard(move.block)
+            for move in (*arriving, *over):
                 self._have[move.dst].add(move.block)
             found += arriving
             step += 1
@@ -126,23 +133,22 @@ class _Appending:
             if feeder is not None and self._may_feed(feeder, node, step):
                 fed[node] = feeder
                 self._take(feeder, node)
+        free = [src for src in self._senders if self._could_send(src, step)]
         for node in [node for node in lacking if node not in fed]:
-            able = [src for src in self._free(step) if self._may_feed(src, node, step)]
+            able = [src for src in free if self._may_feed(src, node, step)]
             if able:
                 fed[node] = src = max(able, key=lambda src: self._worth(src, node))
                 self._take(src, node)
+                if not self._could_send(src, step):
+                    free.remove(src)
         self._feeder |= fed
         return [Move(step, src, dst, self._block(src, dst)) for dst, src in sorted(fed.items())]
 
-    def _free(self, step: int) -> list[int]:
-        """The nodes that may send and could in this step, over their ports or within their
+    def _could_send(self, src: int, step: int) -> bool:
+        """Whether it has anything and could send in this step, over its port or within its
         host."""
-        return [
-            src
-            for src in self._senders
-            if self._have[src]
-            and (self._is_free(("out", src), step) or self._is_free(("local out", src), step))
-        ]
+        ways = ("out", src), ("local out", src)
+        return bool(self._have[src]) and any(self._is_free(way, step) for way in ways)
 
     def _worth(self, src: int, node: int) -> tuple[float, int]:
         """The fastest way first; of these, whoever has most."""
@@ -150,12 +156,12 @@ class _Appending:
 
     def _may_feed(self, src: int, node: int, step: int) -> bool:
         links = self._links(src, node)
-        gives = src != node and bool(self._have[src] - self._have[node])
+        gives = src != node and not self._lacks[node].isdisjoint(self._have[src])
         return gives and all(self._is_free(link, step) for link in links)
 
     def _block(self, src: int, node: int) -> int:
         """The block that the fewest newcomers have, so that they can give it to each other."""
-        return min(sorted(self._have[src] - self._have[node]), key=self._copies.__getitem__)
+        return min(sorted(self._have[src] & self._lacks[node]), key=self._copies.__getitem__)
 
     def _links(self, src: int, dst: int) -> list[_Link]:
         fabric = self._fabric

@@ -92,7 +92,7 @@ class Append(Question, frozen=True, kw_only=True):
 
     held: Held
     running: tuple[Transfer, ...]
-    newcomers: tuple[NodeId, ...]
+    wanted: Held
     model: ModelRecord
     links: Links
     can_send: Collection[NodeId]

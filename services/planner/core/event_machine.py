@@ -16,7 +16,7 @@ from services.planner.core.forecast import later
 from services.planner.core.growing import Growing
 from services.planner.core.ledger import planned
 from services.planner.core.placement import Plan, Roles, assign_roles
-from services.planner.core.stimuli import Answer, Failed, Planned, Repaired, Replied
+from services.planner.core.stimuli import Answer, Appended, Failed, Planned, Repaired, Replied
 from shared.errors import CapacityExceeded, PlanError
 from shared.ids import Generation, NodeId
 from shared.messages import pool
@@ -104,6 +104,8 @@ class EventMachine(Growing):
                 self._on_ping(node, answer)
             case Phase.REPAIRING, Repaired():
                 self._on_repaired(answer.transfers)
+            case Phase.REPAIRING, Appended():
+                self._on_amended(answer.plan.transfers)
             case Phase.REPAIRING, Failed():
                 self._on_not_repaired(answer.error)
             case _, Failed():

@@ -7,7 +7,7 @@ r"""The phases of a scaling event, what it tells its model, and a case of troubl
 reserving: the registry sets targets aside and names sources. planning: a thread chooses how blocks
 spread. forming: a group takes its time to form, before anything moves. sending: targets are given
 their parts of a revision of the plan. loading: blocks arrive. judging: nodes that are in doubt are
-pinged. repairing: a thread plans again, from what every participant holds. An event that grows
+pinged. repairing: a thread plans again. An event that grows
 (`growing`) goes from loading to sending, with parts for the newcomers only. An event that another
 planner began goes straight to loading: the nodes follow its plan. Every phase may end in
 `over`: complete, failed or cancelled. What others see of an event is its record, with a table of
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shared.ids import NodeId
 from shared.messages.pool import NodeInfo
-from shared.messages.scaling import PullFailed
+from shared.messages.scaling import PullFailed, Transfer
 
 
 class Phase(enum.Enum):
@@ -84,8 +84,12 @@ class Case:
     """Nodes to be relieved if that is possible. Nothing else is wrong with them."""
     silent: set[NodeId] = field(default_factory=set)
     """Nodes that did not answer a ping."""
+    amends: bool = False
+    """Whether only what failed pulls were to bring is planned again."""
     receiving: tuple[NodeId, ...] = ()
-    """The targets of the next revision."""
+    """The targets that are given new parts."""
+    kept: tuple[Transfer, ...] = ()
+    """If it amends: the transfers that go on."""
     begun_ns: int = 0
     """When it was taken up."""
     since_ns: int = 0

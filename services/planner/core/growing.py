@@ -129,25 +129,13 @@ class Growing(Mending):
         wanted = self._wanted
         if wanted is None or wanted.asked or not wanted.infos:
             return
-        held, every = self._of_targets(), self._every
-        running = tuple(t for t in self.record.transfers if t.block not in held.get(t.dst, every))
         newcomers = tuple(info.node for info in wanted.infos)
         receiving = tuple(n for n in newcomers if n not in self._with_copies(newcomers))
-        can_send = {n: blocks for n, blocks in self._to_send().items() if n not in newcomers}
-        known = {node: self._held(node) for node in (*self._senders(), *receiving)}
         ticket = self._ticket(THINK_S)
         wanted.asked, wanted.revision = ticket.number, self.record.revision
-        plan = commands.Append(
-            ticket=ticket,
-            held=known | can_send,
-            running=running,
-            newcomers=receiving,
-            model=self._model,
-            links=self._links(),
-            can_send={*can_send, *receiving} - self._trust.distrusted,
-            cause=self.record.id,
-        )
-        self._do(plan)
+        lacked = {node: self._every - self._held(node) for node in receiving}
+        can_send = {n: blocks for n, blocks in self._to_send().items() if n not in newcomers}
+        self._append(ticket, self._to_come(), lacked, can_send)
 
     def _with_copies(self, newcomers: Iterable[NodeId]) -> set[NodeId]:
         """Newcomers that load a copy of their own: one in host memory, or one on disk if the

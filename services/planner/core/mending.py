@@ -1,7 +1,10 @@
 """What a scaling event does when something goes wrong while it loads.
 
 Known failures are answered together: nodes in doubt are pinged (`judging`), nodes that cannot go on
-are dropped, and the rest is planned again from what every participant holds (`repairing`).
+are dropped, and another revision is planned (`repairing`). If pulls have failed and no node is
+dropped, only what was to come over the same connections is planned again, and appended to what
+flows. In other cases, and if nobody else can send that, all that is left is planned again from what
+every participant holds.
 """
 
 from abc import abstractmethod
@@ -11,7 +14,9 @@ from services.planner.core import commands, events
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase
+from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
+from services.planner.core.tickets import Ticket
 from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import MEMORY, NodeGone
@@ -110,14 +115,18 @@ class Mending(EventBase):
             unable = self._trust.blame(case.failures, case.silent)
         else:
             unable = frozenset(case.silent)
+        case.amends = bool(case.failures) and not self._participants() & (case.gone | unable)
         self._drop(case.gone | unable)
         self._replan(case)
 
     # --- the next revision ---
 
     def _replan(self, case: Case) -> None:
-        """Plans the next revision from what every participant holds now."""
+        """Plans the next revision."""
         self._case, case.receiving = case, self._receiving()
+        if case.amends:
+            failed = {failure.node for failure in case.failures}
+            case.receiving = tuple(node for node in case.receiving if node in failed)
         if not self.record.targets:
             self.fail(PlanError(f"no target is left: {case.why}"))
         elif not case.receiving:
@@ -132,6 +141,47 @@ class Mending(EventBase):
         self._tell(f"planned again: {case.why}", *sorted(self._out))
         case.since_ns = self._desk.now.wall_ns
         case.begun_ns = case.begun_ns or case.since_ns
+        if case.amends:
+            self._amend(case)
+        else:
+            self._replan_all(case)
+
+    def _amend(self, case: Case) -> None:
+        """Plans again only what was to come over the connections on which pulls failed."""
+        broken = {(f.source, f.node) for f in case.failures}
+        case.kept = tuple(t for t in self._to_come() if (t.src, t.dst) not in broken)
+        coming = {node: {t.block for t in case.kept if t.dst == node} for node in case.receiving}
+        lacked = {node: self._every - self._held(node) - coming[node] for node in case.receiving}
+        self._append(self._ask(THINK_S), case.kept, lacked, self._to_send())
+
+    def _append(
+        self,
+        ticket: Ticket,
+        running: tuple[Transfer, ...],
+        wanted: Held,
+        can_send: Held,
+    ) -> None:
+        """Asks how nodes get `wanted` blocks beside what is `running`. `can_send`: the nodes that
+        may send besides, with what they can send."""
+        named = {*(t.src for t in running), *wanted}
+        append = commands.Append(
+            ticket=ticket,
+            held={node: self._held(node) for node in named} | dict(can_send),
+            running=running,
+            wanted=wanted,
+            model=self._model,
+            links=self._links(),
+            can_send={*can_send, *wanted} - self._trust.distrusted,
+            cause=self.record.id,
+        )
+        self._do(append)
+
+    def _to_come(self) -> tuple[Transfer, ...]:
+        """The transfers that are still to come."""
+        held, every = self._of_targets(), self._every
+        return tuple(t for t in self.record.transfers if t.block not in held.get(t.dst, every))
+
+    def _replan_all(self, case: Case) -> None:
         repair = commands.Repair(
             ticket=self._ask(THINK_S),
             held=self._to_send(),
@@ -162,7 +212,15 @@ class Mending(EventBase):
         relieved = sum(t.src in case.slow for t in transfers) < self._sends_of(case.slow)
         if case.slow and not relieved:
             self._load()
-            return
+        else:
+            self._revise(transfers)
+
+    def _on_amended(self, transfers: tuple[Transfer, ...]) -> None:
+        together = (*self._case.kept, *transfers)
+        self._revise(tuple(sorted(together, key=lambda transfer: transfer.step)))
+
+    def _revise(self, transfers: tuple[Transfer, ...]) -> None:
+        case = self._case
         self._desk.span(
             "replan", self.record.trace, since_ns=case.since_ns, attributes={"why": case.why}
         )
@@ -173,14 +231,15 @@ class Mending(EventBase):
         self._send(case.receiving)
 
     def _on_not_repaired(self, error: LambdaScaleError) -> None:
-        if self._case.slow:
+        case = self._case
+        if case.slow:
             self._load()  # nobody else can send what is left
+        elif case.amends:  # only who failed can: it is asked again
+            case.amends, case.receiving = False, self._receiving()
+            self._replan_all(case)
         else:
-            self.fail(PlanError(f"{self._case.why}, and {error}"))
+            self.fail(PlanError(f"{case.why}, and {error}"))
 
     def _sends_of(self, nodes: Collection[NodeId]) -> int:
         """How many transfers from these nodes are still to come."""
-        held, every = self._of_targets(), self._every
-        return sum(
-            t.src in nodes and t.block not in held.get(t.dst, every) for t in self.record.transfers
-        )
+        return sum(t.src in nodes for t in self._to_come())

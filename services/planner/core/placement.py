@@ -213,13 +213,14 @@ def repair_transfers(
 def append_transfers(
     held: Held,
     running: Iterable[Transfer],
-    newcomers: Collection[NodeId],
+    wanted: Held,
     model: ModelRecord,
     links: Links,
     *,
     can_send: Collection[NodeId],
 ) -> Plan:
-    """What newcomers get beside the transfers that are still `running`, and when all is over.
+    """How nodes get the `wanted` blocks beside the transfers that are still `running`, and when all
+    is over.
 
     `held`: what every node that is named holds now. PlanError if no node of `can_send` will have
     some block.
@@ -232,7 +233,7 @@ def append_transfers(
     appended = append(
         [held[node] for node in nodes],
         moves,
-        [index[node] for node in newcomers],
+        {index[node]: blocks for node, blocks in wanted.items()},
         task,
         can_send=[index[node] for node in can_send],
     )
@@ -240,7 +241,7 @@ def append_transfers(
     if fabric is None or not appended:
         return plan
     over = max(arrival_times(by_step((*moves, *appended)), task).values())
-    copied = [node for node in newcomers if not held[node]]
+    copied = [node for node in wanted if not held[node]]
     limit = copy_seconds(task) if copied else None
     return replace(plan, forecast=Forecast(Timings(all_complete_s=over), limit))
 

@@ -316,7 +316,7 @@ def thought(question: commands.Compute) -> Answer:
                 appended = append_transfers(
                     question.held,
                     question.running,
-                    question.newcomers,
+                    question.wanted,
                     question.model,
                     question.links,
                     can_send=question.can_send,

@@ -61,11 +61,11 @@ def test_a_node_that_only_receives_feeds_nobody() -> None:
 
 def test_blocks_that_nobody_will_have_are_named() -> None:
     with pytest.raises(PlanError, match=r"blocks \[2\]"):
-        append([{0, 1}, set()], [], [1], Task(uniform(2), (1, 1, 1), (0,)))
+        append([{0, 1}, set()], [], {1: {0, 1, 2}}, Task(uniform(2), (1, 1, 1), (0,)))
 
 
 def test_only_nodes_that_may_send_do() -> None:
-    moves = append([{0, 1}, {0, 1}, set()], [], [2], step_task(3, 2, [0]), can_send=[1])
+    moves = append([{0, 1}, {0, 1}, set()], [], {2: {0, 1}}, step_task(3, 2, [0]), can_send=[1])
     assert {move.src for move in moves} == {1}
 
 

@@ -44,6 +44,20 @@ def grow(driver: Driver, *newcomers: str) -> list[commands.SendPlan]:
     return driver.all_asked(commands.SendPlan)
 
 
+def fail(driver: Driver, node: str, source: str, block: int) -> None:
+    message = PullFailed(
+        event=driver.event.id,
+        revision=driver.event.revision,
+        node=NodeId(node),
+        generation=Generation(1),
+        block=block,
+        source=NodeId(source),
+        code=PeerLost.code,
+        message="reset",
+    )
+    driver.feed(message)
+
+
 def test_newcomers_are_appended_and_only_they_are_given_parts() -> None:
     driver = loading()
     before = driver.event
@@ -134,27 +148,72 @@ def test_growth_waits_until_trouble_is_mended_and_is_then_planned_anew() -> None
     driver.load(queued=12, a=4)
     driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("c"), info("d"))))
     stale = driver.asked(commands.Append)
-    driver.feed(
-        PullFailed(
-            event=driver.event.id,
-            revision=driver.event.revision,
-            node=NodeId("b"),
-            generation=Generation(1),
-            block=2,
-            source=NodeId("a"),
-            code=PeerLost.code,
-            message="reset",
-        )
-    )
+    fail(driver, "b", "a", block=2)
     driver.ping(there=True)
-    repair = driver.asked(commands.Repair)
+    (_, amends) = driver.all_asked(commands.Append)
     driver.reply(stale, thought(stale))
     assert set(driver.event.targets) == {"b"}
+    driver.reply(amends, thought(amends))
+    repair = driver.asked(commands.Repair)  # nobody else has what a was to send
     driver.reply(repair, thought(repair))
     driver.answer(driver.asked(commands.SendPlan), Ok())
     driver.think()
     assert set(driver.event.targets) == {"b", "c", "d"}
     assert driver.event.revision == 2
+
+
+def test_a_failed_pull_moves_only_what_was_to_come_over_its_connection() -> None:
+    driver = loading()
+    for plan in grow(driver, "c", "d"):
+        driver.answer(plan, Ok())
+    before = driver.event
+    fail(driver, "c", "b", block=0)
+    driver.ping(there=True)
+    driver.think()
+    after = driver.event
+    (plan,) = driver.all_asked(commands.SendPlan)
+    assert plan.message.node == "c"
+    assert {pull.source for pull in plan.message.pulls} == {"a"}
+    assert {pull.block for pull in plan.message.pulls} == set(EVERY)
+    kept = {t for t in before.transfers if t.dst != "c" and t.block not in (0, 1)}
+    assert kept < set(after.transfers)
+    assert {t for t in after.transfers if t.dst == "d"} == {
+        t for t in before.transfers if t.dst == "d"
+    }
+    (repair,) = after.repairs
+    assert repair.nodes == ("c",)
+    driver.answer(plan, Ok())
+    for node in ("b", "c", "d"):
+        driver.holds(node)
+    assert driver.event.state is EventState.COMPLETE
+
+
+def test_pulls_of_one_node_that_fail_together_are_answered_together() -> None:
+    driver = loading()
+    for plan in grow(driver, "c", "d"):
+        driver.answer(plan, Ok())
+    fail(driver, "c", "b", block=0)
+    fail(driver, "c", "b", block=1)
+    fail(driver, "d", "c", block=0)
+    driver.ping(there=True)
+    driver.think()
+    driver.answer(driver.asked(commands.SendPlan), Ok())
+    driver.ping(there=True)
+    driver.think()
+    assert driver.asked(commands.SendPlan).message.node == "d"
+    assert driver.event.revision == 3
+
+
+def test_a_failed_pull_that_was_answered_by_its_block_changes_nothing() -> None:
+    driver = loading()
+    for plan in grow(driver, "c", "d"):
+        driver.answer(plan, Ok())
+    fail(driver, "c", "b", block=0)
+    driver.holds("c")
+    revision = driver.event.revision
+    driver.ping(there=True)
+    assert not driver.all_asked(commands.Append)
+    assert driver.event.revision == revision
 
 
 def test_an_event_that_ends_first_grows_no_more_and_the_model_decides_anew() -> None:
