@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from shared.errors import BadInput
 from shared.ids import ModelId
 
 ALIGN = 256
@@ -65,6 +66,15 @@ class Manifest(msgspec.Struct, frozen=True):
         """(offset, length) of a chunk within its block, in bytes."""
         offset = chunk * self.chunk_bytes
         return offset, min(self.chunk_bytes, self.blocks[block].nbytes - offset)
+
+    def chunks_at(self, block: int, offset: int, nbytes: int) -> range:
+        """The chunks that lie in these bytes of a block. BadInput if they are not whole chunks."""
+        first, end = offset // self.chunk_bytes, offset + nbytes
+        chunks = range(first, -(-end // self.chunk_bytes))
+        whole = 0 <= offset < end and chunks[-1] < self.n_chunks(block)
+        if not whole or self.run_range(block, chunks) != (offset, nbytes):
+            raise BadInput(f"bytes [{offset}, {end}) of block {block} are no whole chunks")
+        return chunks
 
     def run_range(self, block: int, chunks: range) -> tuple[int, int]:
         """(offset, length) of consecutive chunks within their block, in bytes."""

@@ -94,10 +94,6 @@ def node_drop(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.drop"
 
 
-def node_lend(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.lend"
-
-
 def node_ping(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.ping"
 

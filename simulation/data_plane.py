@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.moving.data_plane import COPIES, LAST
+from services.node.moving.data_plane import fetch
 from services.node.moving.events import PlaneListener
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
@@ -93,15 +93,10 @@ class ModelledDataPlane:
     async def drop(self, model: ModelId) -> None:
         await self._do(self._mover.drop(model))
 
-    async def lend(self, region: str, buffer: memoryview) -> None:
-        self._check_open()
-        self._transport.register(region, buffer, ready=len(buffer), flow=COPIES)
-
-    async def reclaim(self, region: str) -> None:
-        await self._do(self._transport.unregister(region))
-
-    async def fetch(self, address: str, region: str, offset: int, into: memoryview) -> None:
-        await self._do(self._transport.read(address, region, offset, into, priority=LAST))
+    async def fetch(
+        self, address: str, region: str, offset: int, into: memoryview, *, within: float
+    ) -> None:
+        await self._do(fetch(self._transport, address, region, offset, into, within))
 
     async def connect(self, address: str) -> None:
         await self._do(self._transport.connect(address))

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
-from services.node.transport.regions import Regions
+from services.node.transport.loans import Loans
+from services.node.transport.regions import Region, Regions
 from shared.clock import now, wall_ns
 from shared.errors import (
     BadInput,
@@ -104,6 +105,9 @@ class _Read:
     transfer: Transfer | None = None
     """None while the source has not begun to send."""
     asking: asyncio.TimerHandle | None = None
+    lending: asyncio.Task[None] | None = None
+    """At the source, brings the bytes that are in no region there, and keeps them until the read
+    has ended."""
 
     @property
     def end(self) -> int:
@@ -123,6 +127,7 @@ class ModelledTransport:
         self._network = ends.network
         self._hears = listener
         self._regions = Regions()
+        self._loans = Loans(listener)
         self._reads: dict[_Read, None] = {}
         """Reads that this end makes."""
         self._asked: dict[str, dict[_Read, None]] = {}
@@ -259,6 +264,9 @@ class ModelledTransport:
     # --- reads of this end's regions ---
 
     def _ask(self, read: _Read) -> None:
+        if not self._regions.has(read.region):
+            read.lending = asyncio.get_running_loop().create_task(self._lend(read))
+            return
         try:
             region = self._regions.find(read.region, read.offset, len(read.into))
         except RegionUnknown as error:
@@ -268,10 +276,19 @@ class ModelledTransport:
         if read.end <= region.ready:
             self._serve(read)
 
-    def _serve(self, read: _Read) -> None:
+    async def _lend(self, read: _Read) -> None:
+        try:
+            asked = read.region, read.offset, len(read.into), read.priority
+            async with self._loans.region(*asked) as region:
+                self._serve(read, region)
+                await asyncio.wait([read.done])
+        except RegionUnknown as error:
+            asyncio.get_running_loop().call_later(self._network.latency_s, read.fail, error)
+
+    def _serve(self, read: _Read, loan: Region | None = None) -> None:
         def arrived(error: TransportError | None) -> None:
             if error is None:
-                self._copy(read)
+                self._copy(read, loan)
             else:
                 read.fail(error)
 
@@ -280,12 +297,12 @@ class ModelledTransport:
             self.node, read.reader.node, nbytes, read.priority, arrived
         )
 
-    def _copy(self, read: _Read) -> None:
+    def _copy(self, read: _Read, loan: Region | None) -> None:
         """Copies the bytes of a read, all of which have arrived."""
         if read.done.done() or read.transfer is None:
             return
-        region = self._regions.find(read.region, read.offset, len(read.into))
-        read.into[:] = region.buffer[read.offset : read.end]
+        region = loan or self._regions.find(read.region, read.offset, len(read.into))
+        read.into[:] = region.buffer[read.offset - region.first : read.end - region.first]
         if self._network.spoils(self.node):
             read.into[-1] ^= 0xFF
         ago = now() - read.transfer.first_byte_s
@@ -300,6 +317,8 @@ class ModelledTransport:
     def _abort(self, read: _Read) -> None:
         if read.asking is not None:
             read.asking.cancel()
+        if read.lending is not None:
+            read.lending.cancel()
         if read.transfer is not None:
             self._network.abort(read.transfer)
 

@@ -27,7 +27,7 @@ from shared.config import NodeConfig
 from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
-from shared.messages.copies import DropCopy, KeepCopy, Leave, LendPiece, Lent
+from shared.messages.copies import DropCopy, KeepCopy, Leave
 from shared.messages.pool import (
     CopyProgress,
     Holding,
@@ -89,6 +89,7 @@ class NodeService(Service):
         config = self._config
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
+        self._lending = Lending(self._library, self._profiler)
         started = now()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         self.resources.callback(arena.close)
@@ -120,10 +121,8 @@ class NodeService(Service):
             spawn=lambda work, name: self.spawn(work, name=name),
         )
         self.resources.push_async_callback(self._hosting.close)
-        self._lending = Lending(self._hosting, self._library, self._data, spawn=self._spawn_one)
         self._copying = Copying(
             self.node,
-            self._bus,
             self._library,
             (self._library, self._hosting.cache),
             self._data,
@@ -135,7 +134,7 @@ class NodeService(Service):
         await self._connect_to_bus()
 
     def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """For one copy or loan: the node goes on without it."""
+        """For one copy: the node goes on without it."""
         return self.spawn(work, name=name, contained=True)
 
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
@@ -189,6 +188,9 @@ class NodeService(Service):
     def peer_lost(self, address: str, error: TransportError) -> None:
         self._peers.lost(address, error)
 
+    async def piece(self, model: ModelId, block: int, offset: int, nbytes: int) -> memoryview:
+        return await self._lending.piece(model, block, offset, nbytes)
+
     # --- its place in the cluster ---
 
     def _describe(self, generation: Generation) -> NodeInfo:
@@ -224,7 +226,6 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
         self.own(await bus.serve(subjects.node_keep(node), KeepCopy, self._keep))
         self.own(await bus.serve(subjects.node_drop(node), DropCopy, self._drop))
-        self.own(await bus.serve(subjects.node_lend(node), LendPiece, self._lend))
         self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
         self.own(await bus.serve(subjects.node_story(node), StoryQuery, self._told))
@@ -336,9 +337,6 @@ class NodeService(Service):
         self._check_generation(message.generation)
         await self._hosting.drop_cached(message.model_id, message.why, cause=message.origin)
         return Ok()
-
-    async def _lend(self, message: LendPiece) -> Lent:
-        return await self._lending.lend(message)
 
     async def _submit(self, message: Submit) -> Ok:
         await self._worker.submit(message)

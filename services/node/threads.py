@@ -6,14 +6,15 @@ other goes straight across. Everything else is called on the control loop, in or
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.node.moving.events import Arrival, PlaneListener, PullFailure
+from services.node.moving.mover import block_of
 from services.node.parts import AnyDataPlane, AnyWorker, WorkerListener
-from services.node.transport.base import Buffer
-from shared.errors import TransportError
+from services.node.transport.base import Brought, Buffer
+from shared.errors import LambdaScaleError, PeerLost, RegionUnknown, TransportError
 from shared.ids import GatewayId, ModelId
 from shared.messages.serving import Tokens
 
@@ -28,6 +29,9 @@ class Control(Protocol):
     def peer_dialled(self, address: str) -> None: ...
     def peer_connected(self, address: str, way: str) -> None: ...
     def peer_lost(self, address: str, error: TransportError) -> None: ...
+    def piece(
+        self, model: ModelId, block: int, offset: int, nbytes: int
+    ) -> Coroutine[Any, Any, memoryview]: ...
 
 
 class Threads(WorkerListener, PlaneListener):
@@ -75,6 +79,23 @@ class Threads(WorkerListener, PlaneListener):
 
     def on_sent(self, began: float, ended: float, nbytes: int) -> None:
         self._call(self._control.bytes_sent, began, ended, nbytes)
+
+    async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
+        """What a peer reads that is not in the arena comes from the disk."""
+        try:
+            model, block = block_of(region)
+            return Brought(model, await self._piece(model, block, offset, nbytes))
+        except LambdaScaleError as error:
+            raise RegionUnknown(f"no region {region} here, and {error}") from error
+
+    async def _piece(self, model: ModelId, block: int, offset: int, nbytes: int) -> memoryview:
+        work = self._control.piece(model, block, offset, nbytes)
+        try:
+            begun = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise PeerLost("this node ends") from error
+        return await asyncio.wrap_future(begun)
 
     def on_arrived(self, arrival: Arrival) -> None:
         self._call(self._control.block_landed, arrival)

@@ -39,28 +39,6 @@ class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy"):
     """In words and numbers, for the node's story."""
 
 
-class LendPiece(Message, frozen=True, kw_only=True, tag="lend_piece"):
-    """Node -> node: let me read these chunks, wherever you hold them. Answered with Lent. NotFound
-    if this node does not hold them, CapacityExceeded if it lends too much already."""
-
-    borrower: NodeId
-    """It gives its last piece of the model back by asking for the next."""
-    model_id: ModelId
-    block: int
-    first: int
-    """The first chunk."""
-    count: int
-
-
-class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """The bytes can be read for some seconds."""
-
-    region: str
-    """The region of the node's transport."""
-    offset: int
-    """Where the piece begins in it."""
-
-
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """Node -> registry: this node is about to end. Answered with MayLeave. It asks again until it
     may, or until its own time is up."""

@@ -10,8 +10,9 @@ import pytest
 
 from services.node.memory.arena import Arena
 from services.node.transport import native
-from services.node.transport.base import Buffer, Transport
+from services.node.transport.base import Brought, Buffer, NoListener, Transport
 from services.node.transport.direct import Direct
+from services.node.transport.loans import LOANS
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.rdma import RdmaDirect
 from services.node.transport.shm import ShmDirect
@@ -19,7 +20,7 @@ from services.node.transport.tcp import TcpTransport
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
 from simulation.network import Network
 from simulation.transport import Ends, ModelledTransport
-from tests.support.listeners import Hears
+from tests.support.listeners import Bring, Hears
 from tests.support.tls import certificates
 
 MIB = 1 << 20
@@ -41,6 +42,7 @@ class End:
     """What carries bytes between two such ends."""
     received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     lost: list[tuple[str, TransportError]] = field(default_factory=list)
+    bring: Bring = NoListener().bring
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     waker: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -92,7 +94,10 @@ class Cluster:
             end.lost.append((address, error))
             end.wake()
 
-        listener = Hears(on_message, on_peer_lost)
+        async def bring(region: str, offset: int, nbytes: int) -> Brought:
+            return await end.bring(region, offset, nbytes)
+
+        listener = Hears(on_message, on_peer_lost, bring=bring)
         if self.kind == "rdma":
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena = Arena(ARENA)
@@ -155,8 +160,16 @@ def pattern(nbytes: int, seed: int = 1) -> bytes:
 
 
 async def fetch(
-    reader: End, source: End, region: str, nbytes: int, *, offset: int = 0, priority: int = 1
+    reader: End,
+    source: End,
+    region: str,
+    nbytes: int,
+    *,
+    offset: int = 0,
+    priority: int = 1,
+    way: str = "",
 ) -> bytes:
+    """`way`: what carries the bytes, if they are not in the memory that the ends know."""
     into = reader.room(nbytes) if nbytes else memoryview(b"")
     async with asyncio.timeout(10):
         result = await reader.transport.read(
@@ -164,7 +177,7 @@ async def fetch(
         )
     assert result.nbytes == nbytes
     assert result.first_byte_ns > 0
-    assert result.way == source.way
+    assert result.way == (way or source.way)
     return bytes(into)
 
 
@@ -305,6 +318,78 @@ async def test_a_region_that_is_not_there(cluster: Cluster) -> None:
     with pytest.raises(BadInput):
         await fetch(reader, source, "w", 0)
     assert await fetch(reader, source, "w", 10, offset=90) == bytes(10)
+
+
+class Shelf:
+    """Brings parts of `data` when it is told to, and counts what is out."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.asked: list[tuple[str, int, int]] = []
+        self.given = asyncio.Semaphore(0)
+        self.changed = asyncio.Event()
+
+    async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
+        self.asked.append((region, offset, nbytes))
+        self.changed.set()
+        await self.given.acquire()
+        if region != "w":
+            raise RegionUnknown(f"no region {region} here")
+        return Brought("", memoryview(bytearray(self.data[offset : offset + nbytes])))
+
+    def give(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.given.release()
+
+    async def until(self, asked: int) -> None:
+        async with asyncio.timeout(SILENCE_S):
+            while len(self.asked) < asked:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def way_of(cluster: Cluster) -> str:
+    """What carries bytes that lie in no arena."""
+    return cluster.kind if cluster.kind in ("memory", "modelled") else "tcp"
+
+
+async def test_bytes_of_no_region_are_brought(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    shelf, way = Shelf(pattern(4 * MIB)), way_of(cluster)
+    source.bring = shelf.bring
+    shelf.give(3)
+    assert (
+        await fetch(reader, source, "w", MIB, offset=MIB + 3, way=way)
+        == shelf.data[MIB + 3 : 2 * MIB + 3]
+    )
+    assert await fetch(reader, source, "w", 5, way=way) == shelf.data[:5]
+    with pytest.raises(RegionUnknown, match="no region other"):
+        await fetch(reader, source, "other", 5)
+    assert shelf.asked == [("w", MIB + 3, MIB), ("w", 0, 5), ("other", 0, 5)]
+    source.transport.register("w", source.put(pattern(9, seed=3)), ready=9)
+    assert await fetch(reader, source, "w", 9) == pattern(9, seed=3)
+
+
+async def test_so_much_is_brought_at_a_time_and_the_most_urgent_first(cluster: Cluster) -> None:
+    source, reader = await cluster.start(), await cluster.start()
+    shelf, way = Shelf(pattern(1000)), way_of(cluster)
+    source.bring = shelf.bring
+    await reader.transport.connect(source.address)
+    late, urgent, more = LOANS, LOANS + 1, LOANS + 2
+    reads = [
+        asyncio.ensure_future(fetch(reader, source, "w", 1, offset=at, priority=step, way=way))
+        for at, step in (*((n, 5) for n in range(LOANS)), (late, 9), (urgent, 1), (more, 2))
+    ]
+    await fetch_handshake([reader], source)
+    await shelf.until(LOANS)
+    assert len(shelf.asked) == LOANS
+    reads[0].cancel()  # whoever does not want its bytes any more makes room
+    await shelf.until(LOANS + 1)
+    assert shelf.asked[-1][1] == urgent
+    shelf.give(len(reads))
+    for at, read in enumerate(reads[1:], 1):
+        assert await read == shelf.data[at : at + 1]
+    assert [at for _, at, _ in shelf.asked[-2:]] == [more, late]
 
 
 async def test_unregister_ends_waiting_reads(cluster: Cluster) -> None:

@@ -11,8 +11,10 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["services.node.transport", "shared.errors"]):
+    from services.node.transport.base import NoListener
     from services.node.transport.connection import Connection
     from services.node.transport.direct import Place
+    from services.node.transport.loans import Loans
     from services.node.transport.pacing import Port
     from services.node.transport.reads import ReadChannel, ReadServer, Way, Work
     from services.node.transport.regions import Regions
@@ -134,6 +136,7 @@ async def serving(said: "atheris.FuzzedDataProvider") -> None:
     server = ReadServer(
         peer.connection,
         regions,
+        Loans(NoListener()),
         Port(0, width=1),
         peer.spawn,
         Way("instant", way, Port(0, width=2)),

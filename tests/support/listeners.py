@@ -1,13 +1,15 @@
 """Listeners made of functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from services.node.moving.events import Arrival, PullFailure
-from services.node.transport.base import NoListener
+from services.node.transport.base import Brought, NoListener
 from shared.errors import TransportError
 
 OnMessage = Callable[[str, memoryview, memoryview], None]
 OnPeerLost = Callable[[str, TransportError], None]
+Bring = Callable[[str, int, int], Coroutine[Any, Any, Brought]]
 
 
 class Hears(NoListener):
@@ -16,8 +18,13 @@ class Hears(NoListener):
         message: OnMessage = lambda *_: None,
         lost: OnPeerLost = lambda *_: None,
         dialled: Callable[[str], None] = lambda _: None,
+        bring: Bring | None = None,
     ) -> None:
         self._message, self._lost, self._dialled = message, lost, dialled
+        self._bring = bring or super().bring
+
+    async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
+        return await self._bring(region, offset, nbytes)
 
     def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
         self._message(sender, header, payload)

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from services.node.checkpoints.disk import (
 from services.node.checkpoints.draft import DRAFT, MANIFEST, Draft
 from services.node.checkpoints.packer import Progress, block_file, empty_manifest, pack
 from services.node.checkpoints.reading import (
+    DEPTH,
     Files,
     Outcome,
     Reading,
@@ -69,6 +71,8 @@ class Store:
         self._root = root
         self._block_files = Files()
         self._verified: dict[ModelId, Manifest] = {}
+        # Threads of its own: a disk that hangs must not take those that others wait for.
+        self._lending = ThreadPoolExecutor(DEPTH, thread_name_prefix="lend")
 
     def import_checkpoint(
         self, path: Path, *, blocks: int = 0, progress: Progress | None = None
@@ -157,7 +161,8 @@ class Store:
     async def piece(self, name: ModelId, block: int, chunks: range) -> memoryview:
         """Some consecutive chunks of a block, with the right digests. NotFound, CorruptCheckpoint
         (the manifest), DigestMismatch, ModelError (the disk fails)."""
-        return await asyncio.to_thread(self._piece, name, block, chunks)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._lending, self._piece, name, block, chunks)
 
     def _piece(self, name: ModelId, block: int, chunks: range) -> memoryview:
         manifest = self._manifest(name)

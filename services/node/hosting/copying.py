@@ -1,10 +1,10 @@
 """Copies that this node makes of models, on its disk or in its host cache, piece by piece.
 
-The registry orders a copy (`KeepCopy`). One task for each asks the sources for pieces in turn
-(`LendPiece`), reads them over the data plane behind everything else, and writes them to a draft. A
-piece that this node's own disk has is read from there. Only one piece of a copy is on its way at a
-time, and it keeps to the rate of its order. A whole draft is a model like any other in its tier. A
-draft outlives failures, and on a disk restarts: the next order goes on with its whole blocks.
+The registry orders a copy (`KeepCopy`). One task for each reads pieces of the sources in turn over
+the data plane, behind everything else that is read there, and writes them to a draft. A piece that
+this node's own disk has is read from there. Only one piece of a copy is on its way at a time, and
+it keeps to the rate of its order. A whole draft is a model like any other in its tier. A draft
+outlives failures, and on a disk restarts: the next order goes on with its whole blocks.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from structlog.stdlib import BoundLogger
 from services.node.hosting.library import Library
 from services.node.hosting.pieces import pieces
 from services.node.hosting.promotion import Spawn
+from services.node.moving.mover import region_of
 from services.node.parts import AnyDataPlane, AnyDraft
-from shared import subjects
-from shared.bus.base import Bus
 from shared.clock import now
 from shared.errors import BadInput, LambdaScaleError, NotFound, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
-from shared.messages.copies import KeepCopy, LendPiece, Lent
+from shared.messages.copies import KeepCopy
 from shared.messages.pool import CopyProgress, Source, Tier
 from shared.threads import to_its_end
 
-LEND_TIMEOUT_S = 10.0
-"""A source may have to read the piece from a busy disk."""
+PIECE_S = 10.0
+"""Seconds after which another source is asked. A source may have to read from a busy disk, or wait
+for the piece itself."""
 ROUNDS = 5
 """How often all sources of a piece are tried, before the copy fails."""
 ROUND_S = 1.0
@@ -74,7 +74,6 @@ class Copying:
     def __init__(
         self,
         node: NodeId,
-        bus: Bus,
         library: Library,
         shelves: Sequence[Shelf],
         data: AnyDataPlane,
@@ -85,7 +84,6 @@ class Copying:
     ) -> None:
         """`changed` is called when a copy has begun, come further, failed or become whole."""
         self._node = node
-        self._bus = bus
         self._library = library
         self._shelves = {shelf.tier: shelf for shelf in shelves}
         self._data = data
@@ -213,19 +211,10 @@ class Copying:
     async def _read(self, copy: _Copy, source: Source, block: int, chunks: range) -> memoryview:
         if source.info.node == self._node:
             return await self._library.piece(copy.draft.model_id, block, chunks)
-        ask = LendPiece(
-            borrower=self._node,
-            model_id=copy.draft.model_id,
-            block=block,
-            first=chunks[0],
-            count=len(chunks),
-            cause="keep_copy",
-        )
-        subject = subjects.node_lend(source.info.node)
-        lent = await self._bus.request(subject, ask, Lent, timeout=LEND_TIMEOUT_S)
-        _, nbytes = copy.draft.manifest.run_range(block, chunks)
+        offset, nbytes = copy.draft.manifest.run_range(block, chunks)
         piece = memoryview(bytearray(nbytes))
-        await self._data.fetch(source.info.address, lent.region, lent.offset, piece)
+        region = region_of(copy.draft.model_id, block)
+        await self._data.fetch(source.info.address, region, offset, piece, within=PIECE_S)
         return piece
 
     async def _expire(self, copy: _Copy) -> None:

@@ -99,13 +99,6 @@ class Hosting:
         arena = [h for hosted in self._hosted.values() for h in hosted.residency.holdings()]
         return [*arena, *self.cache.holdings()]
 
-    def holds(self, model: ModelId, block: int) -> bool:
-        """Whether the whole block is in memory, so that peers can read it."""
-        hosted = self._hosted.get(model)
-        if hosted is None:
-            return self.cache.lends(model)
-        return block in hosted.residency.held
-
     @property
     def arena_free(self) -> int:
         return self._arena.free_bytes

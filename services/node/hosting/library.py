@@ -116,11 +116,15 @@ class Library:
                     self._on_damaged(model, outcome.block)
                 yield outcome
 
-    async def piece(self, model: ModelId, block: int, chunks: range) -> memoryview:
-        """Some consecutive chunks of a block. NotFound; DigestMismatch, ModelError: the block does
-        not count as stored any more."""
+    def stored(self, model: ModelId, block: int) -> Manifest:
+        """The manifest of a model. NotFound if the disk does not have this block of it."""
         if block not in self._disk.get(model, ()):
             raise NotFound(f"block {block} of model {model} is not on this node's disk")
+        return self._manifests[model]
+
+    async def piece(self, model: ModelId, block: int, chunks: range) -> memoryview:
+        """Some consecutive chunks of a stored block. DigestMismatch, ModelError: the block does not
+        count as stored any more."""
         try:
             return await self._store.piece(model, block, chunks)
         except LambdaScaleError:

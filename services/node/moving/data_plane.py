@@ -19,12 +19,12 @@ from services.node.memory.arena import ModelSpace
 from services.node.moving.events import PlaneListener
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
-from services.node.transport.base import Buffer
+from services.node.transport.base import Buffer, Transport
 from services.node.transport.direct import Direct
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.tls import Tls
 from shared import telemetry
-from shared.errors import Conflict
+from shared.errors import Conflict, TransportTimeout
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 LAST = (1 << 31) - 1
 """The priority of reads that go behind all others of their flow."""
-COPIES = "copies"
-"""The flow of pieces that are lent."""
 
 
 class DataPlane:
@@ -126,19 +124,12 @@ class DataPlane:
     async def drop(self, model: ModelId) -> None:
         await self._await(self._mover.drop(model))
 
-    async def lend(self, region: str, buffer: memoryview) -> None:
-        """Makes a buffer outside of the arena readable by peers. Conflict if the name is taken."""
-        await self._call(
-            lambda: self._transport.register(region, buffer, ready=len(buffer), flow=COPIES)
-        )
-
-    async def reclaim(self, region: str) -> None:
-        """Once this returns, nothing touches the buffer that was lent."""
-        await self._await(self._transport.unregister(region))
-
-    async def fetch(self, address: str, region: str, offset: int, into: memoryview) -> None:
-        """Reads a part of a peer's region, behind everything that plans ask for. TransportError."""
-        await self._await(self._transport.read(address, region, offset, into, priority=LAST))
+    async def fetch(
+        self, address: str, region: str, offset: int, into: memoryview, *, within: float
+    ) -> None:
+        """Reads a part of a peer's region, behind everything that plans ask for. TransportTimeout
+        after `within` seconds; TransportError."""
+        await self._await(fetch(self._transport, address, region, offset, into, within))
 
     async def connect(self, address: str) -> None:
         await self._await(self._transport.connect(address))
@@ -213,6 +204,16 @@ class DataPlane:
         task = self._group.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+
+async def fetch(
+    transport: Transport, address: str, region: str, offset: int, into: memoryview, within: float
+) -> None:
+    try:
+        async with asyncio.timeout(within):
+            await transport.read(address, region, offset, into, priority=LAST)
+    except TimeoutError:
+        raise TransportTimeout(f"{address}: no bytes of {region} for {within} s") from None
 
 
 def _milestone() -> "concurrent.futures.Future[None]":

@@ -28,7 +28,14 @@ from services.node.moving.run_digests import RunDigests
 from services.node.transport.base import Transport
 from shared import telemetry
 from shared.clock import now, wall_ns
-from shared.errors import Conflict, DigestMismatch, LambdaScaleError, NotFound, RegionUnknown
+from shared.errors import (
+    BadInput,
+    Conflict,
+    DigestMismatch,
+    LambdaScaleError,
+    NotFound,
+    RegionUnknown,
+)
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -320,6 +327,14 @@ def _arrival(model: _Model, pulling: Pulling) -> Arrival:
 def region_of(model_id: ModelId, block: int) -> str:
     """The name of the region that a block of a hosted model is."""
     return f"{model_id}/{block}"
+
+
+def block_of(region: str) -> tuple[ModelId, int]:
+    """The block that a region's name means. BadInput if it is no name of a block."""
+    model, _, block = region.rpartition("/")
+    if not block.isdecimal():
+        raise BadInput(f"region {region!r} is no block of a model")
+    return ModelId(model), int(block)
 
 
 def _user(model_id: ModelId) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from shared.errors import TransportError
+from shared.errors import RegionUnknown, TransportError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -49,8 +49,21 @@ class Chunks(ABC):
         loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The bytes of one read, in a buffer of their own."""
+
+    flow: str
+    """See `Transport.register`."""
+    buffer: memoryview
+
+
 class Listener(Protocol):
     """Who hears what happens on a transport. Called on the transport's loop; must not block."""
+
+    async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
+        """A peer reads these bytes of a region that is not registered here. RegionUnknown if they
+        are not to be had by other means either."""
 
     def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
         """`sender`: the address at which the peer says that it listens; nothing proves it. Both
@@ -74,6 +87,9 @@ class Listener(Protocol):
 class NoListener:
     """A listener that does nothing: for a transport of which nobody wants to hear, and as a base
     for listeners that want to hear only some of it."""
+
+    async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
+        raise RegionUnknown(f"no region {region} here")
 
     def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None:
         pass

@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
+from services.node.transport.loans import Loans
 from services.node.transport.pacing import Port
-from services.node.transport.regions import Regions
+from services.node.transport.regions import Region, Regions
 from shared.clock import wall_ns
 from shared.errors import BadInput, Conflict, PeerLost
 
@@ -51,6 +52,7 @@ class MemoryTransport:
         self._address = address
         self._hears = listener
         self._regions = Regions()
+        self._loans = Loans(listener)
         self._egress = Port(link_bytes_per_s, width=1)
         self._ingress = Port(link_bytes_per_s)
         self._links: set[MemoryTransport] = set()
@@ -161,21 +163,35 @@ class MemoryTransport:
         priority: int,
         received: OnReceived | None,
     ) -> ReadResult:
-        region = peer._regions.find(name, offset, len(into))
+        if peer._regions.has(name):
+            region = peer._regions.find(name, offset, len(into))
+            return await self._copy_of(region, peer, offset, into, priority, received)
+        async with peer._loans.region(name, offset, len(into), priority) as loan:
+            return await self._copy_of(loan, peer, offset, into, priority, received)
+
+    async def _copy_of(
+        self,
+        region: Region,
+        peer: "MemoryTransport",
+        offset: int,
+        into: memoryview,
+        priority: int,
+        received: OnReceived | None,
+    ) -> ReadResult:
         sending, receiving = (
             peer._egress.arrive(priority, region.flow),
             self._ingress.arrive(priority),
         )
-        position, first_byte_ns = 0, 0
+        first, position, first_byte_ns = offset - region.first, 0, 0
         while position < len(into):
-            ready = await region.beyond(offset + position) - offset
+            ready = await region.beyond(first + position) - first
             end = min(ready, position + peer._egress.grant_bytes, len(into))
             async with (
                 peer._egress.grant(self, sending, end - position),
                 self._ingress.grant(peer, receiving, end - position),
             ):
                 with region.use() as buffer:
-                    into[position:end] = buffer[offset + position : offset + end]
+                    into[position:end] = buffer[first + position : first + end]
             first_byte_ns = first_byte_ns or wall_ns()
             if received is not None:
                 received(into[position:end])

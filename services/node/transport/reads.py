@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from services.node.transport.base import Buffer, OnReceived, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import DirectReader, DirectSource, Place
+from services.node.transport.loans import Loans
 from services.node.transport.pacing import PATIENCE_S, Port, Turn
 from services.node.transport.regions import Region, Regions
 from services.node.transport.wire import (
@@ -274,11 +275,12 @@ def _fault(code: str, message: str) -> TransportError:
 @dataclass(slots=True, eq=False)
 class Serving:
     request: ReadRequest
-    region: Region
     port: Port
-    turn: Turn
     source: DirectSource | None
     """Tells where the peer takes the bytes from; None if they are sent as DATA."""
+    region: Region = field(init=False)
+    """Set as soon as the bytes are in a region."""
+    turn: Turn = field(init=False)
     task: asyncio.Task[None] | None = None
     sent: int = 0
     began: float = 0.0
@@ -288,6 +290,10 @@ class Serving:
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     refused: bool = False
+
+    def admit(self, region: Region) -> None:
+        self.region = region
+        self.turn = self.port.arrive(self.request.priority, region.flow)
 
     @property
     def answered(self) -> bool:
@@ -303,6 +309,7 @@ class ReadServer:
         self,
         connection: Connection,
         regions: Regions,
+        loans: Loans,
         egress: Port,
         spawn: Spawn,
         way: Way[DirectSource] | None = None,
@@ -311,6 +318,7 @@ class ReadServer:
     ) -> None:
         self._connection = connection
         self._regions = regions
+        self._loans = loans
         self._egress = egress
         self._spawn = spawn
         self._way = way
@@ -344,29 +352,25 @@ class ReadServer:
             raise ProtocolViolation(f"read {identity} was asked for twice")
         if len(self._serving) + self._connection.posted >= MAX_READS:  # refusals are posted frames
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
+        if not self._regions.has(request.region):
+            serving = self._serving[identity] = Serving(request, self._egress, None)
+            serving.task = self._spawn(partial(self._serve_loan, identity, serving))
+            return
         try:
             region = self._regions.find(request.region, request.offset, request.nbytes)
         except RegionUnknown as error:
             self._refuse(identity, error)
             return
-        port, source = self._egress, None
+        serving = self._serving[identity] = Serving(request, *self._way_of(request, region))
+        serving.admit(region)
+        serving.task = self._spawn(partial(self._serve, identity, serving))
+
+    def _way_of(self, request: ReadRequest, region: Region) -> tuple[Port, DirectSource | None]:
         if request.direct and self._way is not None:
             asked = region.buffer[request.offset : request.offset + request.nbytes]
             if self._way.end.place(asked) is not None:
-                port, source = self._way.port, self._way.end
-        self._admit(identity, request, region, port, source)
-
-    def _admit(
-        self,
-        identity: int,
-        request: ReadRequest,
-        region: Region,
-        port: Port,
-        source: DirectSource | None,
-    ) -> None:
-        turn = port.arrive(request.priority, region.flow)
-        serving = self._serving[identity] = Serving(request, region, port, turn, source)
-        serving.task = self._spawn(partial(self._serve, identity, serving))
+                return self._way.port, self._way.end
+        return self._egress, None
 
     def _refuse(self, identity: int, error: RegionUnknown) -> None:
         self._connection.post(encode_fault(identity, error.code, str(error)))
@@ -393,6 +397,19 @@ class ReadServer:
         if serving.task is not None and not serving.in_part:
             serving.task.cancel()
 
+    async def _serve_loan(self, identity: int, serving: Serving) -> None:
+        asked = serving.request
+        try:
+            async with self._loans.region(
+                asked.region, asked.offset, asked.nbytes, asked.priority
+            ) as region:
+                serving.admit(region)
+                await self._serve(identity, serving)
+        except RegionUnknown as error:
+            self._refuse(identity, error)
+        finally:
+            self._serving.pop(identity, None)
+
     async def _serve(self, identity: int, serving: Serving) -> None:
         try:
             await self._answer(identity, serving)
@@ -410,7 +427,8 @@ class ReadServer:
 
     async def _serve_part(self, identity: int, serving: Serving) -> None:
         request, region, port = serving.request, serving.region, serving.port
-        position, end = request.offset + serving.sent, request.offset + request.nbytes
+        begin = request.offset - region.first
+        position, end = begin + serving.sent, begin + request.nbytes
         ready = min(await region.beyond(position), end)
         nbytes = min(port.grant_bytes, ready - position)
         lane = serving if serving.source else self

@@ -23,8 +23,12 @@ class Mirror(Protocol):
 class Region:
     """A buffer whose first `ready` bytes may be sent, with the users that touch it now."""
 
-    def __init__(self, name: str, buffer: memoryview, ready: int, flow: str) -> None:
+    def __init__(
+        self, name: str, buffer: memoryview, ready: int, flow: str, *, first: int = 0
+    ) -> None:
+        """`first`: where the buffer begins in the region, if it is only a part of it."""
         self.name = name
+        self.first = first
         self.flow = flow
         self.buffer = buffer
         self.ready = ready
@@ -129,6 +133,10 @@ class Regions:
         finally:
             if self._regions.get(name) is region:
                 del self._regions[name]
+
+    def has(self, name: str) -> bool:
+        region = self._regions.get(name)
+        return region is not None and not region.closed
 
     def find(self, name: str, offset: int, nbytes: int) -> Region:
         """The region that a peer asks for. RegionUnknown if it does not exist or the range lies

@@ -27,6 +27,7 @@ from services.node.transport.connection import (
     set_buffer,
 )
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
+from services.node.transport.loans import Loans
 from services.node.transport.native.hub import Hub
 from services.node.transport.native.reads import NativeChannel, NativeServer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
@@ -96,6 +97,7 @@ class TcpTransport:
         self._handshake_s = handshake_s
         self._max_payload = max_payload
         self._regions = Regions()
+        self._loans = Loans(listener)
         self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
         self._link_bytes_per_s = link_bytes_per_s
         self._paced = link_bytes_per_s > 0
@@ -379,16 +381,16 @@ class TcpTransport:
     async def _serve(
         self, connection: Connection, spawn: Spawn, way: Way[DirectSource] | None
     ) -> None:
-        out, on_sent = self._link.out, self._hears.on_sent
+        parts = (connection, self._regions, self._loans, self._link.out, spawn)
+        on_sent = self._hears.on_sent
         if self._hub is None:
-            await ReadServer(connection, self._regions, out, spawn, way, on_sent=on_sent).run()
+            await ReadServer(*parts, way, on_sent=on_sent).run()
         elif way is None:
-            server = NativeServer(connection, self._regions, out, spawn, self._hub, on_sent=on_sent)
-            await server.run()
+            await NativeServer(*parts, self._hub, on_sent=on_sent).run()
         else:
             self._hub.serve_directly(+1)
             try:
-                await ReadServer(connection, self._regions, out, spawn, way, on_sent=on_sent).run()
+                await ReadServer(*parts, way, on_sent=on_sent).run()
             finally:
                 self._hub.serve_directly(-1)
 

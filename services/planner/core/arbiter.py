@@ -138,10 +138,6 @@ def make_room(
         return Room(why_not=_too_large(claimant, devices))
     open_ = [d for d in fit if not d.taken]
     free = [d.node for d in open_ if d.node in claimant.space or d.free >= claimant.nbytes]
-    if not claimant.in_memory and not claimant.on_disk.intersection(free):
-        # A disk feeds others only through its own node's memory: the first copy has to lie there.
-        open_ = [d for d in open_ if d.node in claimant.on_disk]
-        free, count = [], 1
     free.sort(key=lambda node: node not in claimant.on_disk)
     soon = {d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free)
     busy = len(soon)

@@ -146,7 +146,7 @@ class _Judge:
     def fixed(self, name: str) -> Choice:
         schedule = strategy(name)(self._task)
         outlook = self._simulate(schedule, self._task)
-        considered = Considered(name, 1, _score(outlook), outlook, "")
+        considered = Considered(name, 1, score(outlook), outlook, "")
         return Choice(name, 1, schedule, outlook, (considered,))
 
     def best(self) -> Choice:
@@ -159,7 +159,7 @@ class _Judge:
                 judged.append(Considered(name, unit, candidate.score, candidate.floor, RULED_OUT))
                 continue
             made, outlook = self._evaluate(candidate)
-            found = Considered(name, unit, _score(outlook), outlook, "")
+            found = Considered(name, unit, score(outlook), outlook, "")
             judged.append(found)
             if found.score < (best.score if best else math.inf):
                 best, schedule = found, made
@@ -177,7 +177,7 @@ class _Judge:
             best.unit,
             schedule,
             best.outlook,
-            (best, *(replace(c, verdict=_why_not(c, best)) for c in others)),
+            (best, *(replace(c, verdict=why_not(c, best)) for c in others)),
         )
 
     def _candidates(self) -> Iterator[_Candidate]:
@@ -196,7 +196,7 @@ class _Judge:
                     fill = _fill(name, task)
                     floor = floors.get(fill) or _floor(task, fill)
                     floors[fill] = floor
-                yield _Candidate(name, size, task, floor, _score(floor), exact)
+                yield _Candidate(name, size, task, floor, score(floor), exact)
 
     def _on_equal_links(self, name: str, task: Task) -> Outlook:
         """The exact time, and a capacity that no schedule can exceed."""
@@ -265,12 +265,13 @@ def _floor(task: Task, fill: int) -> Outlook:
     return Outlook(all_complete_s=least_seconds(task, fill=fill), mean_capacity=1.0)
 
 
-def _score(outlook: Outlook) -> float:
+def score(outlook: Outlook) -> float:
+    """See `Considered.score`."""
     over = outlook.all_complete_s
     return math.inf if over is None else over * (1 - EARLY * (outlook.mean_capacity or 0.0))
 
 
-def _why_not(other: Considered, best: Considered) -> str:
+def why_not(other: Considered, best: Considered) -> str:
     over, best_over = other.outlook.all_complete_s, best.outlook.all_complete_s
     if other.verdict or over is None or best_over is None:
         return other.verdict or "does not reach every node over these links"

@@ -21,7 +21,7 @@ from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import pool
-from shared.messages.pool import ModelRecord, NodeGone
+from shared.messages.pool import MEMORY, ModelRecord, NodeGone, Tier
 from shared.messages.scaling import EventRecord, EventState, PullFailed
 
 STALL_S = 5.0
@@ -59,7 +59,10 @@ class EventBase:
         """Arrivals whose bytes have been counted."""
         self._incomplete: dict[NodeId, None] = {}
         """Targets that lack blocks, as the cluster says."""
-        self._promoting: set[NodeId] = set()
+        self._promoting: dict[NodeId, frozenset[int]] = {}
+        """For each target, the blocks that it loads from its own lower tiers."""
+        self._unreadable: set[tuple[NodeId, int]] = set()
+        """(target, block) that could not be loaded."""
         self._out: set[NodeId] = set()
         """Nodes that the event goes on without: gone, silent, or unable."""
         self._troubles: list[PullFailed | NodeGone] = []
@@ -82,7 +85,7 @@ class EventBase:
         if self.over or self._roles is None:
             return False
         if self.record.state is EventState.DECIDED:
-            return node in self._roles.sources
+            return node in self._roles.memory or node in self._roles.disk
         return node in self._senders()
 
     @property
@@ -96,7 +99,13 @@ class EventBase:
         return {node: self._held(node) for node in self.record.targets}
 
     def _receiving(self) -> tuple[NodeId, ...]:
-        return tuple(node for node in self._incomplete if node not in self._promoting)
+        """Targets that lack blocks which they do not load themselves."""
+        held, nothing = self._of_targets(), frozenset[int]()
+        return tuple(
+            node
+            for node in self._incomplete
+            if self._every - held[node] - self._promoting.get(node, nothing)
+        )
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""
@@ -113,7 +122,16 @@ class EventBase:
             {node: cluster.profile(node) for node in cluster.nodes},
             settings.link_bytes_per_s,
             settings.step_overhead_s,
+            frozenset(node for node in self._on_disk() if node not in self.record.targets),
         )
+
+    def _on_disk(self) -> dict[NodeId, frozenset[int]]:
+        """What nodes have on their disks, if memory does not hold all of it there."""
+        holders, id_ = self._desk.cluster.holders, self._model.model_id
+        in_memory, nothing = holders(id_, MEMORY), frozenset[int]()
+        disks = holders(id_, [Tier.DISK]).items()
+        left = {node: blocks - in_memory.get(node, nothing) for node, blocks in disks}
+        return {node: blocks & self._every for node, blocks in left.items() if blocks}
 
     @property
     def revisions_left(self) -> int:
@@ -146,7 +164,7 @@ class EventBase:
     def _drop(self, nodes: Collection[NodeId]) -> None:
         for node in sorted(nodes):
             self._out.add(node)
-            self._promoting.discard(node)
+            self._promoting.pop(node, None)
             if node in self.record.targets:
                 self._incomplete.pop(node, None)
                 targets = tuple(n for n in self.record.targets if n != node)
@@ -271,7 +289,7 @@ class EventBase:
             lacking = {n for n in self.record.targets if self._held(n) != self._every}
             assert lacking == set(self._incomplete)
         assert not self._out & set(self.record.targets)
-        assert self._promoting <= set(self.record.targets)
+        assert self._promoting.keys() <= set(self.record.targets)
         waiting = (Phase.RESERVING, Phase.PLANNING, Phase.JUDGING, Phase.REPAIRING)
         assert bool(self._waits) == (self.phase in waiting)
         if self.phase is Phase.LOADING:

@@ -67,10 +67,11 @@ class EventMachine(Growing):
         they hold by now is known. A node that has not got its part is found when it stalls."""
         self._tell("goes on under another planner")
         targets, nodes = self.record.targets, self._desk.cluster.nodes
-        receiving = tuple(n for n in targets if any(t.dst == n for t in self.record.transfers))
-        promoting = tuple(n for n in targets if n not in receiving)
-        self._roles = Roles(self.record.sources, promoting, receiving, from_disk=False)
-        self._promoting = set(promoting)
+        transfers = self.record.transfers
+        pulled = {node: {t.block for t in transfers if t.dst == node} for node in targets}
+        receiving = tuple(node for node in targets if pulled[node])
+        self._roles = Roles(self.record.sources, (), (), receiving)
+        self._promoting = {n: self._every - self._held(n) - pulled[n] for n in targets}
         self._orders.sent = dict.fromkeys(targets, self.record.revision)
         self._trust.begin(self._desk.at)
         self.record = msgspec.structs.replace(self.record, bytes_moved=0)
@@ -153,7 +154,7 @@ class EventMachine(Growing):
             model=self._model,
             links=self._links(),
             strategy=settings.strategy,
-            executing={*targets, *(n for n in roles.sources if self._held(n))},
+            executing={*targets, *(n for n in roles.memory if self._held(n))},
             max_stages=settings.max_stages,
             cause=self.record.id,
         )
@@ -164,11 +165,11 @@ class EventMachine(Growing):
         if roles is None:
             raise self._desk.story.illegal(self.record.id, "a plan without roles")
         self._step(Phase.FORMING)
-        self._promoting = {*roles.promoting, *plan.loading}
+        self._promoting = dict(plan.loading)
         since_decision_s = (now.wall_ns - self.record.decided_ns) / 1e9
         record = msgspec.structs.replace(
             self.record,
-            sources=roles.sources,
+            sources=plan.sources,
             targets=(*roles.promoting, *roles.receiving),
             strategy=plan.strategy,
             transfers=plan.transfers,
@@ -257,8 +258,8 @@ class EventMachine(Growing):
         for block in self._every.intersection(gained):
             self._trust.land(node, block, self._desk.at)
             self._news_at, self._stalls = self._desk.at, 0
-            pulled = node not in self._promoting
-            self._count(node, block, self._model.block_bytes[block] if pulled else 0)
+            loaded = block in self._promoting.get(node, ())
+            self._count(node, block, 0 if loaded else self._model.block_bytes[block])
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")

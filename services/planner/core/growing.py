@@ -163,7 +163,7 @@ class Growing(Mending):
         theirs."""
         self._wanted, now = None, self._desk.now
         nodes = tuple(info.node for info in wanted.infos)
-        self._promoting |= self._with_copies(nodes)
+        self._promoting |= dict.fromkeys(self._with_copies(nodes), self._every)
         growth = Growth(now.wall_ns, wanted.cause, nodes, wanted.since_ns)
         since_decision_s = (now.wall_ns - self.record.decided_ns) / 1e9
         over, limit = plan.forecast.predicted.all_complete_s, plan.forecast.physical_limit_s

@@ -1,9 +1,10 @@
 """The network, the disks and the engines, in the form that the cost model takes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from services.planner.core.cluster import LOAD_BYTES_PER_S
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo, Profile
@@ -23,6 +24,20 @@ class Links:
     default_bytes_per_s: int
     """The rate of nodes that do not say; 0: not known."""
     default_overhead_s: float
+    disks: frozenset[NodeId] = frozenset()
+    """Nodes that send from their disks, and so no faster than these are read."""
+
+    def reading(self, disks: Collection[NodeId]) -> "Links":
+        """The same links, with these nodes sending from their disks."""
+        return replace(self, disks=frozenset(disks))
+
+    def disk_rate(self, node: NodeId) -> float:
+        """bytes/s of the node's disk: what is assumed of disks if it has not been measured."""
+        return self.profiles.get(node, _UNMEASURED).load_bytes_per_s or LOAD_BYTES_PER_S
+
+    def are_timed(self, nodes: Iterable[NodeId]) -> bool:
+        """Whether the rates of these nodes' disks have been measured."""
+        return all(self.profiles.get(n, _UNMEASURED).load_bytes_per_s for n in nodes)
 
     def port(self, node: NodeId) -> Port | None:
         """The node's port; None if a rate is not known. A node keeps to the rate that it states for
@@ -34,6 +49,8 @@ class Links:
         into = stated or profile.in_bytes_per_s or self.default_bytes_per_s
         if not out or not into:
             return None
+        if node in self.disks:
+            out = min(out, self.disk_rate(node))
         return Port(out, into, info.rack if info else "", info.host if info else "")
 
     def fabric(self, nodes: Sequence[NodeId]) -> Fabric | None:
@@ -65,9 +82,8 @@ class Links:
         }
 
     def load_rates(self, nodes: Sequence[NodeId]) -> dict[int, float]:
-        """By index of node, bytes/s from the node's own lower tiers, where known."""
-        rates = {i: self.profiles.get(n, _UNMEASURED).load_bytes_per_s for i, n in enumerate(nodes)}
-        return {index: rate for index, rate in rates.items() if rate}
+        """By index of node, bytes/s from the node's own lower tiers."""
+        return {index: self.disk_rate(node) for index, node in enumerate(nodes)}
 
     def expected(self, block_bytes: Sequence[int]) -> Callable[[Transfer], float]:
         """Seconds of a transfer that has its links for itself; inf where a rate is not known."""

@@ -17,6 +17,7 @@ from services.planner.core.event_phases import Case, Phase
 from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
 from services.planner.core.tickets import Ticket
+from services.planner.core.tiers import shares
 from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import MEMORY, NodeGone
@@ -62,7 +63,11 @@ class Mending(EventBase):
         if not whys:
             self._out |= gone - set(self.record.targets)
             return
-        self._promoting -= {f.node for f in failures if f.source == f.node}
+        for failure in failures:
+            if failure.source == failure.node:
+                self._unreadable.add((failure.node, failure.block))
+                loads = self._promoting.get(failure.node, frozenset())
+                self._promoting[failure.node] = loads - {failure.block}
         case = Case("; ".join(dict.fromkeys(whys)), failures, gone)
         self._judge(case, {f.source for f in failures})
 
@@ -151,8 +156,9 @@ class Mending(EventBase):
         broken = {(f.source, f.node) for f in case.failures}
         case.kept = tuple(t for t in self._to_come() if (t.src, t.dst) not in broken)
         coming = {node: {t.block for t in case.kept if t.dst == node} for node in case.receiving}
-        lacked = {node: self._every - self._held(node) - coming[node] for node in case.receiving}
-        self._append(self._ask(THINK_S), case.kept, lacked, self._to_send())
+        held = self._to_send()
+        lacked = {node: self._every - held[node] - coming[node] for node in case.receiving}
+        self._append(self._ask(THINK_S), case.kept, lacked, held)
 
     def _append(
         self,
@@ -182,9 +188,11 @@ class Mending(EventBase):
         return tuple(t for t in self.record.transfers if t.block not in held.get(t.dst, every))
 
     def _replan_all(self, case: Case) -> None:
+        held = self._to_send()
+        self._fall_back_on_disks(held)
         repair = commands.Repair(
             ticket=self._ask(THINK_S),
-            held=self._to_send(),
+            held=held,
             targets=case.receiving,
             model=self._model,
             links=self._links(),
@@ -197,7 +205,7 @@ class Mending(EventBase):
         """For each node that may send, the blocks it can send. Targets may also send what they load
         themselves."""
         held = {
-            node: self._every if node in self._promoting else blocks
+            node: blocks | self._promoting.get(node, frozenset())
             for node, blocks in self._of_targets().items()
         }
         holders = self._desk.cluster.holders(self._model.model_id, MEMORY)
@@ -206,6 +214,25 @@ class Mending(EventBase):
             if node not in held and fit:
                 held[node] = blocks & self._every
         return held
+
+    def _fall_back_on_disks(self, held: dict[NodeId, frozenset[int]]) -> None:
+        """Adds to what nodes can send what only disks have: the disks of targets, which then load
+        it themselves, and of others. Disks that were in the way before are the last resort."""
+        links, at = self._links(), self._desk.at
+        disks = {
+            node: frozenset(b for b in blocks if (node, b) not in self._unreadable)
+            for node, blocks in self._on_disk().items()
+            if node not in self._out and self._standing.fit(node, at)
+        }
+        trusted = disks.keys() - self._trust.distrusted
+        for nodes in (trusted, disks.keys() - trusted):
+            lost = self._every.difference(*held.values())
+            rates = {node: links.disk_rate(node) for node in sorted(nodes)}
+            there = {node: disks[node] & lost for node in rates}
+            for node, blocks in shares(rates, self._model.block_bytes, there).items():
+                held[node] = held.get(node, frozenset()) | blocks
+                if node in self.record.targets:
+                    self._promoting[node] = self._promoting.get(node, frozenset()) | blocks
 
     def _on_repaired(self, transfers: tuple[Transfer, ...]) -> None:
         case = self._case

@@ -1,7 +1,6 @@
 """Gives the targets of an event their parts of one revision of its plan."""
 
-from collections.abc import Collection, Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping
 
 from services.planner.core.commands import SendPlan
 from services.planner.core.desk import Desk
@@ -18,6 +17,9 @@ MANIFEST_WAIT_S = 2.0
 not know the model yet."""
 NEVER = float("inf")
 
+Promoting = Mapping[NodeId, frozenset[int]]
+"""For each target, the blocks that it loads from its own lower tiers."""
+
 
 class Orders:
     def __init__(self, desk: Desk, model: ModelRecord) -> None:
@@ -27,7 +29,6 @@ class Orders:
         """Targets that did not take the current revision."""
         self._desk = desk
         self._model = model
-        self._every = frozenset(range(model.n_blocks))
         self._open: dict[int, NodeId] = {}
         """The open questions, with the node that was asked."""
         self._again: dict[NodeId, float] = {}
@@ -43,17 +44,14 @@ class Orders:
     def next_wake(self) -> float:
         return min(self._again.values(), default=NEVER)
 
-    def send(
-        self, record: EventRecord, targets: Iterable[NodeId], promoting: AbstractSet[NodeId]
-    ) -> None:
-        """Sends the record's revision. `promoting`: targets that load what they lack from their own
-        lower tiers."""
+    def send(self, record: EventRecord, targets: Iterable[NodeId], promoting: Promoting) -> None:
+        """Sends the record's revision."""
         self.refused, self._open, self._again = {}, {}, {}
         self._give_up_at = self._desk.at + MANIFEST_WAIT_S
         for node in targets:
             self._send(record, node, promoting)
 
-    def _send(self, record: EventRecord, node: NodeId, promoting: Collection[NodeId]) -> None:
+    def _send(self, record: EventRecord, node: NodeId, promoting: Promoting) -> None:
         nodes = self._desk.cluster.nodes
         if node not in nodes:
             self.refused[node] = PlanError(f"node {node} is gone")
@@ -73,7 +71,7 @@ class Orders:
             generation=nodes[node].generation,
             model_id=record.model_id,
             pulls=pulls,
-            promote=tuple(sorted(self._every - held)) if node in promoting else (),
+            promote=tuple(sorted(promoting.get(node, frozenset()) - held)),
             peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
             trace=record.trace,
             cause=record.id,
@@ -102,7 +100,7 @@ class Orders:
         for number in asked:
             del self._open[number]
 
-    def wake(self, record: EventRecord, promoting: AbstractSet[NodeId]) -> None:
+    def wake(self, record: EventRecord, promoting: Promoting) -> None:
         for node in [node for node, at in self._again.items() if at <= self._desk.at]:
             del self._again[node]
             self._send(record, node, promoting)

@@ -1,26 +1,33 @@
 """Decides, among the nodes that the registry names, who sends, who receives and who loads by
-itself."""
+itself.
+
+Where a model lies in several tiers, there are several *ways* to bring it to the targets: from the
+copies in memory, from the disks of other nodes, from the targets' own disks, or from all of these
+together, each of which then supplies a share of the blocks (`tiers`). Each way is planned, and the
+way with the best score is taken.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.planner.core.append import append
-from services.planner.core.choose import Considered, choose
+from services.planner.core.choose import AUTO, LARGE, Considered, choose, score, why_not
 from services.planner.core.costs import (
+    Arrivals,
     arrival_times,
     copy_seconds,
     physical_limit,
-    schedule_arrivals,
 )
 from services.planner.core.forecast import NO_FORECAST, Forecast, forecast
 from services.planner.core.links import Links
 from services.planner.core.multicast.fabric import Task, uniform
-from services.planner.core.multicast.schedule import Move, Schedule, by_step
-from services.planner.core.outlook import Serving, predict
+from services.planner.core.multicast.schedule import Move, by_step
+from services.planner.core.outlook import Outlook, Serving, predict
 from services.planner.core.replan import repair_soonest
+from services.planner.core.tiers import apart, load_times, shares
 from shared.errors import PlanError
 from shared.ids import NodeId
-from shared.messages.pool import MEMORY, ModelRecord, Source, Tier
+from shared.messages.pool import MEMORY, ModelRecord, Source
 from shared.messages.scaling import Timings, Transfer
 
 Held = Mapping[NodeId, frozenset[int]]
@@ -28,21 +35,20 @@ APPEND = "append"
 """The name of a plan for newcomers only. An event that grows keeps its own strategy's name."""
 REPAIR = "repair"
 """The strategy's name, in an event's record, for a schedule that starts from partial holdings."""
+SHARES = "shares"
+"""The strategy's name if several tiers supply a share of the blocks each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    sources: tuple[NodeId, ...]
-    """Nodes that hold every block, or bring it up from their own lower tier."""
+    memory: tuple[NodeId, ...]
+    """Nodes with every block in memory, best first."""
+    disk: tuple[NodeId, ...]
+    """Other nodes with every block on disk, best first. Targets may be among them."""
     promoting: tuple[NodeId, ...]
-    """Targets that fetch nothing from others, because they have a copy in a lower tier of their
-    own."""
+    """Targets that fetch nothing, because they have a copy in memory."""
     receiving: tuple[NodeId, ...]
-    """Targets that pull."""
-    from_disk: bool
-    """Whether promoted copies come from disks, which are slow."""
-    loadable: frozenset[NodeId] = frozenset()
-    """Receiving targets with a whole copy on their disk, for a strategy that loads it."""
+    """The other targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,10 @@ class Plan:
     transfers: tuple[Transfer, ...]
     """The transfers, in order of steps."""
     strategy: str
-    loading: tuple[NodeId, ...] = ()
-    """Receiving targets that load from their own disk instead."""
+    sources: tuple[NodeId, ...] = ()
+    """Nodes that send, or load, what the others get."""
+    loading: Held = field(default_factory=dict)
+    """The blocks that targets load from their own lower tiers."""
     setup_s: float = 0.0
     forecast: Forecast = NO_FORECAST
     considered: tuple[Considered, ...] = ()
@@ -60,27 +68,20 @@ class Plan:
 
 
 def assign_roles(sources: Iterable[Source], targets: Iterable[NodeId]) -> Roles:
-    """Complete copies in memory feed the multicast. If there are none, the targets with a copy on
-    disk promote it, and feed the others.
-
-    A target with its own copy in memory promotes it. PlanError if nobody can feed the multicast.
-    """
+    """Sorts the complete copies by tier, and the targets by whether they need any bytes. PlanError
+    if nobody has a complete copy."""
     complete = [source for source in sources if source.complete]
-    memory = [s.info.node for s in complete if s.tier in MEMORY]
-    disk = [s.info.node for s in complete if s.tier is Tier.DISK]
+    memory = dict.fromkeys(s.info.node for s in complete if s.tier in MEMORY)
+    disk = dict.fromkeys(s.info.node for s in complete if s.info.node not in memory)
+    if not complete:
+        raise PlanError("no node that could send the model has all of its blocks")
     targets = tuple(targets)
-    if memory:
-        promoting = tuple(node for node in targets if node in memory)
-        feeding = tuple(dict.fromkeys(memory))
-    else:
-        promoting = tuple(node for node in targets if node in disk)
-        feeding = promoting
-    if not feeding:
-        where = f"; its only copies are on the disks of {', '.join(disk)}" if disk else ""
-        raise PlanError(f"no node that could send the model has all of its blocks{where}")
-    receiving = tuple(node for node in targets if node not in promoting)
-    loadable = frozenset(disk).intersection(receiving)
-    return Roles(feeding, promoting, receiving, from_disk=not memory, loadable=loadable)
+    return Roles(
+        tuple(memory),
+        tuple(disk),
+        tuple(node for node in targets if node in memory),
+        tuple(node for node in targets if node not in memory),
+    )
 
 
 def plan_transfers(
@@ -93,97 +94,194 @@ def plan_transfers(
     executing: Collection[NodeId],
     max_stages: int,
 ) -> Plan:
-    """The multicast from the sources to the receiving targets, and its forecast.
+    """How the receiving targets get their blocks, and the forecast.
 
     `held`: what receiving targets hold already from an earlier event. Then the strategies for empty
     targets do not apply, and the multicast is planned like one that was interrupted. `executing`:
     the nodes that run what they hold (a source in host memory does not). PlanError if the strategy
     lets nodes load a copy that they do not have.
     """
-    nodes = tuple(dict.fromkeys((*roles.sources, *roles.receiving)))
-    index = {node: i for i, node in enumerate(nodes)}
-    fabric = links.fabric(nodes)
-    task = Task(
-        fabric or uniform(len(nodes)),
-        model.block_bytes,
-        tuple(range(len(roles.sources))),
-        model.chunk_bytes,
-    )
-    serving = Serving(
-        max_stages,
-        [index[node] for node in executing if node in index],
-        links.block_s(nodes, model.model_id, model.n_blocks),
-    )
+    every = frozenset(range(model.n_blocks))
+    promoting = dict.fromkeys(roles.promoting, every)
     if not roles.receiving:
-        plan = Plan((), strategy)
-    elif any(held.get(node) for node in roles.receiving):
-        plan = _from_holdings(roles, held, nodes, task, serving)
-    else:
-        plan = _from_nothing(roles, nodes, task, serving, strategy, links.load_rates(nodes))
-    if plan.transfers and fabric is None:
-        return replace(plan, forecast=NO_FORECAST, considered=())
-    if roles.from_disk:
-        found = _from_disks(roles, plan, nodes, task, serving, links.load_rates(nodes))
-        return replace(plan, forecast=found)
-    return plan
+        return Plan((), strategy, roles.memory, promoting)
+    ways = _Ways(roles, held, model, links, strategy, executing, max_stages).all()
+    taken, *others = sorted(ways, key=lambda way: way.best.score)
+    plan = replace(taken.plan, loading={**promoting, **taken.plan.loading})
+    lost = (replace(way.best, verdict=why_not(way.best, taken.best)) for way in others)
+    return replace(plan, considered=(*plan.considered, *lost))
 
 
-def _from_nothing(
-    roles: Roles,
-    nodes: Sequence[NodeId],
-    task: Task,
-    serving: Serving,
-    strategy: str,
-    load_rates: Mapping[int, float],
-) -> Plan:
-    choice = choose(task, serving, name=strategy, load_bytes_per_s=load_rates)
-    schedule = choice.schedule
-    loading = tuple(nodes[node] for node in schedule.own)
-    if lacking := sorted(set(loading) - roles.loadable):
-        raise PlanError(
-            f"strategy {choice.strategy}: {', '.join(lacking)} has no copy of its own to load"
+@dataclass(frozen=True, slots=True)
+class _Way:
+    plan: Plan
+    best: Considered
+    """What it comes to."""
+
+
+class _Ways:
+    """The ways to bring a model to the targets. The arguments are those of `plan_transfers`."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        held: Held,
+        model: ModelRecord,
+        links: Links,
+        strategy: str,
+        executing: Collection[NodeId],
+        max_stages: int,
+    ) -> None:
+        self._roles = roles
+        self._held = held
+        self._model = model
+        self._links = links
+        self._strategy = strategy
+        self._executing = executing
+        self._max_stages = max_stages
+        self._every = frozenset(range(model.n_blocks))
+
+    def all(self) -> list[_Way]:
+        """At least one way; among equals the first is preferred.
+
+        If a strategy is named, or the links' rates are not known, there is only one: memory before
+        the targets' own disks before other disks. Disks that were never timed do not compete with
+        memory.
+        """
+        roles, links = self._roles, self._links
+        own = tuple(node for node in roles.disk if node in roles.receiving)
+        away = tuple(node for node in roles.disk if node not in roles.receiving)
+        nodes = tuple(dict.fromkeys((*roles.memory, *roles.disk, *roles.receiving)))
+        if self._strategy != AUTO or links.fabric(nodes) is None:
+            if roles.memory:
+                return [self._feed(roles.memory, ())]
+            return [self._feed((), own) if own else self._feed(away, ())]
+        ways: list[_Way] = []
+        if roles.memory or away:
+            ways.append(self._feed(roles.memory or away, ()))
+        if own and (not roles.memory or links.are_timed(own)):
+            ways.append(self._feed(roles.memory, own))
+        disks = apart(links.nodes, (*own, *away))
+        several = len(disks) + len(roles.memory) > 1 and len(nodes) * self._model.n_blocks < LARGE
+        if disks and several and (not roles.memory or links.are_timed(disks)):
+            ways.append(self._share(disks))
+        return ways
+
+    def _feed(self, senders: tuple[NodeId, ...], own: tuple[NodeId, ...]) -> _Way:
+        """From `senders`, which have every block in memory, or else on their disks. `own`: targets
+        that load every block from their own disks, and send it on."""
+        sources = (*senders, *own)
+        receiving = tuple(node for node in self._roles.receiving if node not in own)
+        nodes, disks = (*sources, *receiving), {*sources} - {*self._roles.memory}
+        task = self._task(nodes, disks, tuple(range(len(sources))))
+        if not receiving:
+            way = _way(Plan((), self._strategy, sources), Outlook())
+        elif any(self._held.get(node) for node in receiving):
+            way = self._from_holdings(sources, nodes, task)
+        else:
+            way = self._from_nothing(sources, nodes, task)
+        if own:
+            loading = dict.fromkeys(own, self._every)
+            way = self._while_loading(replace(way.plan, loading=loading), nodes)
+        return self._as_known(way, nodes, disks)
+
+    def _from_nothing(
+        self, sources: tuple[NodeId, ...], nodes: Sequence[NodeId], task: Task
+    ) -> _Way:
+        rates = self._links.load_rates(nodes)
+        choice = choose(task, self._serving(nodes), name=self._strategy, load_bytes_per_s=rates)
+        schedule = choice.schedule
+        loading = [nodes[node] for node in schedule.own]
+        if lacking := sorted({*loading} - {*self._roles.disk}):
+            raise PlanError(
+                f"strategy {choice.strategy}: {', '.join(lacking)} has no copy of its own to load"
+            )
+        first_byte_s = task.fabric.overhead_s + schedule.setup_s
+        plan = Plan(
+            _transfers(choice.moves(task.blocks), nodes),
+            choice.strategy,
+            sources,
+            dict.fromkeys(loading, self._every),
+            schedule.setup_s,
+            forecast(choice.outlook, first_byte_s, physical_limit(task)),
+            choice.considered,
         )
-    first_byte_s = task.fabric.overhead_s + schedule.setup_s
-    return Plan(
-        _transfers(choice.moves(task.blocks), nodes),
-        choice.strategy,
-        loading,
-        schedule.setup_s,
-        forecast(choice.outlook, first_byte_s, physical_limit(task)),
-        choice.considered,
-    )
+        return _Way(plan, choice.considered[0])
+
+    def _from_holdings(
+        self, sources: tuple[NodeId, ...], nodes: Sequence[NodeId], task: Task
+    ) -> _Way:
+        now = [self._every if n in sources else self._held.get(n, frozenset()) for n in nodes]
+        wanted = [i for i, node in enumerate(nodes) if node not in sources]
+        moves = repair_soonest(now, wanted, task)
+        outlook = predict(now, task.blocks, arrival_times(moves, task), self._serving(nodes))
+        found = forecast(outlook, task.fabric.overhead_s, None)
+        return _way(Plan(_transfers(moves, nodes), REPAIR, sources, forecast=found), outlook)
+
+    def _share(self, disks: tuple[NodeId, ...]) -> _Way:
+        """From memory and these disks together, each of which supplies a share of the blocks."""
+        memory, receiving = self._roles.memory, self._roles.receiving
+        nodes = tuple(dict.fromkeys((*memory, *disks, *receiving)))
+        task = self._task(nodes, {*disks} - {*receiving}, ())
+        rates = {
+            node: self._links.disk_rate(node) if node in receiving else port.out
+            for node, port in zip(nodes, task.fabric.ports, strict=True)
+            if node in memory or node in disks
+        }
+        dealt = shares(rates, task.block_bytes, dict.fromkeys(rates, self._every))
+        now = [dealt.get(n, frozenset()) | self._held.get(n, frozenset()) for n in nodes]
+        wanted = [i for i, node in enumerate(nodes) if node in receiving]
+        moves = repair_soonest(now, wanted, task)
+        loading = {n: dealt[n] - self._held.get(n, frozenset()) for n in disks if n in receiving}
+        sources = tuple(rates)
+        plan = Plan(_transfers(moves, nodes), SHARES, sources, loading)
+        return self._as_known(self._while_loading(plan, nodes), nodes, disks)
+
+    def _while_loading(self, plan: Plan, nodes: Sequence[NodeId]) -> _Way:
+        """The plan, timed with what targets load from their disks meanwhile."""
+        away = {*plan.sources} - {*self._roles.memory} - {*plan.loading}
+        task = self._task(nodes, away, ())
+        index = {node: i for i, node in enumerate(nodes)}
+        loading = {index[node]: blocks for node, blocks in plan.loading.items()}
+        ready = load_times(loading, self._links.load_rates(nodes), task.block_bytes)
+        moves = [Move(t.step, index[t.src], index[t.dst], t.block) for t in plan.transfers]
+        arrivals = _after(ready, arrival_times(moves, task, ready), plan.setup_s)
+        full = {*self._roles.memory}
+        now = [self._every if n in full else self._held.get(n, frozenset()) for n in nodes]
+        outlook = predict(now, task.blocks, arrivals, self._serving(nodes))
+        return _way(replace(plan, forecast=forecast(outlook, None, None)), outlook)
+
+    def _as_known(self, way: _Way, nodes: Sequence[NodeId], disks: Collection[NodeId]) -> _Way:
+        """Without what is predicted from rates that are not known."""
+        plan = way.plan
+        if self._links.fabric(nodes) is None and plan.transfers:
+            plan = replace(plan, considered=())
+        if not (plan.considered and self._links.are_timed({*disks, *plan.loading})):
+            plan = replace(plan, forecast=NO_FORECAST)
+        return replace(way, plan=plan)
+
+    def _task(
+        self, nodes: Sequence[NodeId], disks: Collection[NodeId], sources: tuple[int, ...]
+    ) -> Task:
+        """`disks`: nodes that send from their disks."""
+        fabric = self._links.reading(disks).fabric(nodes) or uniform(len(nodes))
+        return Task(fabric, self._model.block_bytes, sources, self._model.chunk_bytes)
+
+    def _serving(self, nodes: Sequence[NodeId]) -> Serving:
+        return Serving(
+            self._max_stages,
+            [i for i, node in enumerate(nodes) if node in self._executing],
+            self._links.block_s(nodes, self._model.model_id, self._model.n_blocks),
+        )
 
 
-def _from_holdings(
-    roles: Roles, held: Held, nodes: Sequence[NodeId], task: Task, serving: Serving
-) -> Plan:
-    every = frozenset(range(task.blocks))
-    now_held = [every if n in roles.sources else held.get(n, frozenset()) for n in nodes]
-    wanted = [i for i, node in enumerate(nodes) if node in roles.receiving]
-    moves = repair_soonest(now_held, wanted, task)
-    outlook = predict(now_held, task.blocks, arrival_times(moves, task), serving)
-    found = forecast(outlook, task.fabric.overhead_s, None)
-    return Plan(_transfers(moves, nodes), REPAIR, forecast=found)
+def _way(plan: Plan, outlook: Outlook) -> _Way:
+    considered = Considered(plan.strategy, 1, score(outlook), outlook, "")
+    return _Way(replace(plan, considered=(considered,)), considered)
 
 
-def _from_disks(
-    roles: Roles,
-    plan: Plan,
-    nodes: Sequence[NodeId],
-    task: Task,
-    serving: Serving,
-    load_rates: Mapping[int, float],
-) -> Forecast:
-    """The forecast if the sources bring the model up while they send it."""
-    index = {node: i for i, node in enumerate(nodes)}
-    own = tuple(index[node] for node in (*roles.sources, *plan.loading))
-    if not load_rates.keys() >= set(own):
-        return NO_FORECAST
-    moves = tuple(Move(t.step, index[t.src], index[t.dst], t.block) for t in plan.transfers)
-    schedule = Schedule(len(nodes), task.blocks, task.sources, moves, own, plan.setup_s)
-    arrivals = schedule_arrivals(schedule, task, load_rates)
-    outlook = predict([frozenset()] * len(nodes), task.blocks, arrivals, serving)
-    return forecast(outlook, None, None)
+def _after(ready: Arrivals, moved: Arrivals, setup_s: float) -> Arrivals:
+    return {**ready, **{key: at + setup_s for key, at in moved.items()}}
 
 
 def repair_transfers(

@@ -32,11 +32,11 @@ def planned(
     strategy: str = "binomial",
     chunk_bytes: int = 0,
 ) -> Plan:
-    receiving = tuple(node for node, blocks in held.items() if blocks != EVERY)
+    receiving = tuple(node for node, blocks in held.items() if blocks != EVERY or from_disk)
     infos = {n: msgspec.structs.replace(info(n), link_bytes_per_s=r) for n, r in rates.items()}
     return plan_transfers(
-        Roles((A,), (), receiving, from_disk=from_disk),
-        held,
+        Roles((), (A,), (), receiving) if from_disk else Roles((A,), (), (), receiving),
+        {} if from_disk else held,
         msgspec.structs.replace(MODEL, chunk_bytes=chunk_bytes),
         Links(infos, profiles or {}, 0, 0.5),
         strategy=strategy,

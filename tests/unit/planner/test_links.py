@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from services.planner.core.cluster import LOAD_BYTES_PER_S
 from services.planner.core.links import PROMPT_TOKENS, Links
 from services.planner.core.multicast.fabric import Port
 from shared.ids import ModelId, NodeId
@@ -63,4 +64,15 @@ def test_times_of_a_block_and_rates_of_disks_where_they_are_known() -> None:
         1: pytest.approx((0.2 + 0.001 * (PROMPT_TOKENS - 1)) / 10)
     }
     assert found.block_s([A, B], ModelId("other"), 10) == {}
-    assert found.load_rates([A, B]) == {1: 9.0}
+    assert found.load_rates([A, B]) == {0: LOAD_BYTES_PER_S, 1: 9.0}
+    assert found.are_timed([B])
+    assert not found.are_timed([A, B])
+
+
+def test_a_node_that_sends_from_its_disk_sends_no_faster_than_that_is_read() -> None:
+    rates = Profile(out_bytes_per_s=50.0, in_bytes_per_s=50.0, load_bytes_per_s=9.0)
+    found = links(profiles={A: rates})
+    memory, disk = found.port(A), found.reading([A]).port(A)
+    assert memory is not None
+    assert disk is not None
+    assert (memory.out, disk.out, disk.into) == (50.0, 9.0, 50.0)

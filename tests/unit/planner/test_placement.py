@@ -67,31 +67,20 @@ def after(transfers: tuple[Transfer, ...], held: Held) -> dict[NodeId, set[int]]
     return have
 
 
-def test_memory_feeds_and_targets_with_a_copy_promote_it() -> None:
-    roles = assign_roles([source(A, Tier.GPU), source(B, Tier.HOST)], [B, C])
-    assert roles == Roles(sources=(A, B), promoting=(B,), receiving=(C,), from_disk=False)
-
-
-def test_a_disk_is_read_only_when_no_memory_has_a_copy() -> None:
-    both = [source(A, Tier.GPU), source(B, Tier.DISK)]
-    assert assign_roles(both, [B, C]) == Roles((A,), (), (B, C), False, loadable=frozenset({B}))
-    assert assign_roles(both[1:], [C, B]) == Roles((B,), (B,), (C,), from_disk=True)
-
-
-def test_a_node_with_copies_in_two_tiers_is_one_source() -> None:
-    assert assign_roles([source(A, Tier.GPU), source(A, Tier.HOST)], [B]).sources == (A,)
+def test_copies_are_sorted_by_tier() -> None:
+    copies = [source(A, Tier.GPU), source(B, Tier.HOST), source(B, Tier.DISK), source(C, Tier.DISK)]
+    roles = assign_roles([*copies, source(D, Tier.GPU, 0, 1)], [D, C, B])
+    assert roles == Roles(memory=(A, B), disk=(C,), promoting=(B,), receiving=(D, C))
 
 
 def test_without_a_complete_copy_there_is_no_plan() -> None:
     with pytest.raises(PlanError, match="no node that could send the model has all of its blocks"):
         assign_roles([source(A, Tier.GPU, 0, 1)], [B])
-    with pytest.raises(PlanError, match="its only copies are on the disks of a"):
-        assign_roles([source(A, Tier.DISK)], [B])
 
 
 @pytest.mark.parametrize("strategy", ["auto", *sorted(STRATEGIES.keys() - {"local"})])
 def test_every_strategy_fills_the_receivers(strategy: str) -> None:
-    made = plan(Roles((A,), (A,), (B, C, D), from_disk=True), strategy=strategy)
+    made = plan(Roles((A,), (), (A,), (B, C, D)), strategy=strategy)
     done = after(made.transfers, {A: EVERY})
     assert set(map(frozenset, done.values())) == {EVERY}
     assert made.strategy == (strategy if strategy != "auto" else "binomial")
@@ -100,30 +89,30 @@ def test_every_strategy_fills_the_receivers(strategy: str) -> None:
 
 def test_the_multicast_is_the_best_there_is() -> None:
     links = rates(a=400, b=400, c=400, d=400)
-    made = plan(Roles((A,), (), (B, C, D), from_disk=False), links=links)
+    made = plan(Roles((A,), (), (), (B, C, D)), links=links)
     assert max(t.step for t in made.transfers) == lower_bound(4, BLOCKS, 1)
     assert made.considered[0].strategy == "binomial"
     assert {each.strategy for each in made.considered} == {"binomial", "head", "taps", "chain"}
 
 
 def test_who_receives_nothing_needs_no_transfers() -> None:
-    assert plan(Roles((A,), (A,), (), from_disk=True)).transfers == ()
+    assert plan(Roles((A,), (), (A,), ())).transfers == ()
 
 
 def test_a_strategy_that_loads_needs_copies_on_disk() -> None:
-    roles = Roles((A,), (), (B, C), from_disk=False, loadable=frozenset({B, C}))
+    roles = Roles((A,), (B, C), (), (B, C))
     made = plan(roles, strategy="local")
     assert (made.transfers, set(made.loading)) == ((), {B, C})
     with pytest.raises(PlanError, match="strategy local: b has no copy of its own to load"):
-        plan(Roles((A,), (), (B, C), False, loadable=frozenset({C})), strategy="local")
+        plan(Roles((A,), (C,), (), (B, C)), strategy="local")
 
 
 def test_a_slow_target_is_left_at_the_end() -> None:
     """It relays to nobody: the fast ones are as soon complete as without it."""
     links = rates(a=400, b=400, c=400, d=40)
-    made = plan(Roles((A,), (), (D, C, B), from_disk=False), links=links)
+    made = plan(Roles((A,), (), (), (D, C, B)), links=links)
     assert D not in {t.src for t in made.transfers}
-    without = plan(Roles((A,), (), (C, B), from_disk=False), links=links)
+    without = plan(Roles((A,), (), (), (C, B)), links=links)
     first = made.forecast.predicted.first_complete_s
     alone = without.forecast.predicted.first_complete_s
     assert first is not None
@@ -133,7 +122,7 @@ def test_a_slow_target_is_left_at_the_end() -> None:
 
 def test_what_targets_hold_already_is_not_sent_again() -> None:
     held = {B: frozenset({0, 1, 2}), C: frozenset[int]()}
-    made = plan(Roles((A,), (), (B, C), from_disk=False), held)
+    made = plan(Roles((A,), (), (), (B, C)), held)
     assert made.strategy == REPAIR
     assert [t.block for t in made.transfers if t.dst == B] == [3]
     done = after(made.transfers, {A: EVERY, **held})

@@ -4,11 +4,11 @@ without it: `reads.py`."""
 import asyncio
 import os
 from collections import deque
-from typing import Any
 
 from services.node.memory.views import address
 from services.node.transport.base import Chunks, ReadResult
 from services.node.transport.connection import Connection
+from services.node.transport.loans import Loans
 from services.node.transport.native import CHUNKS, FRAME, LOST, READ, SERVED, Event
 from services.node.transport.native.hub import Half, Hub
 from services.node.transport.pacing import Port
@@ -139,13 +139,14 @@ class NativeServer(ReadServer):
         self,
         connection: Connection,
         regions: Regions,
+        loans: Loans,
         egress: Port,
         spawn: Spawn,
         hub: Hub,
         *,
         on_sent: OnSent,
     ) -> None:
-        super().__init__(connection, regions, egress, spawn, on_sent=on_sent)
+        super().__init__(connection, regions, loans, egress, spawn, on_sent=on_sent)
         self._hub = hub
         self._ends: dict[int, asyncio.Future[Event]] = {}
         self._half = Half(hub, connection, self._on_event, receives=False, max_payload=0)
@@ -157,8 +158,8 @@ class NativeServer(ReadServer):
         finally:
             self._half.close()
 
-    def _admit(self, identity: int, request: ReadRequest, region: Region, *_: Any) -> None:
-        super()._admit(identity, request, region, self._egress, None)
+    def _way_of(self, request: ReadRequest, region: Region) -> tuple[Port, None]:
+        return self._egress, None
 
     async def _answer(self, identity: int, serving: Serving) -> None:
         request, region = serving.request, serving.region
@@ -173,7 +174,7 @@ class NativeServer(ReadServer):
                     "serve_begin",
                     identity,
                     self._hub.region(region),
-                    request.offset,
+                    request.offset - region.first,
                     request.nbytes,
                     request.priority,
                     self._hub.flow(region.flow),
@@ -190,7 +191,10 @@ class NativeServer(ReadServer):
             raise RegionUnknown(f"region {region.name} was unregistered")
 
     def _halt(self, identity: int, serving: Serving) -> None:
-        self._half.call("serve_stop", identity)
+        if serving.in_part:
+            self._half.call("serve_stop", identity)
+        else:
+            super()._halt(identity, serving)
 
     def _on_event(self, event: Event) -> None:
         if event.kind == LOST:

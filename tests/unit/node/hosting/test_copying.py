@@ -10,11 +10,10 @@ import pytest
 
 from services.node.checkpoints.draft import Draft
 from services.node.checkpoints.store import Store
-from services.node.hosting import lending
 from shared import subjects
-from shared.errors import BadInput, CapacityExceeded, NotFound, StaleEpoch
+from shared.errors import BadInput, CapacityExceeded, StaleEpoch
 from shared.ids import Generation, NodeId
-from shared.messages.copies import KeepCopy, LendPiece, Lent
+from shared.messages.copies import KeepCopy
 from shared.messages.pool import CopyProgress, ModelRemove, NodeStatus, Source, Tier
 from tests.unit.node.cluster import ALL, BLOCKS, NAME, Nodes, nodes
 
@@ -179,27 +178,3 @@ async def test_orders_that_make_no_sense_are_refused(tmp_path: Path, checkpoint:
             await up.request(subject, order(up, "b", "a", generation=99))
         with pytest.raises(BadInput, match="bytes/s"):
             await up.request(subject, order(up, "b", "a", bytes_per_s=0))
-
-
-async def test_a_node_lends_what_it_has_and_not_too_much(tmp_path: Path, checkpoint: Path) -> None:
-    async with nodes(tmp_path, checkpoint, "a") as up:
-
-        async def lend(borrower: str, block: int = 0, first: int = 0, count: int = 1) -> Lent:
-            ask = LendPiece(
-                borrower=NodeId(borrower),
-                model_id=up.record.model_id,
-                block=block,
-                first=first,
-                count=count,
-            )
-            lent: Lent = await up.request(subjects.node_lend(NodeId("a")), ask, Lent)
-            return lent
-
-        for wrong in ({"block": BLOCKS}, {"first": 99}, {"first": -1}, {"count": 0}):
-            with pytest.raises(NotFound):
-                await lend("z", **wrong)
-        for each in range(lending.LENT_MAX):
-            await lend(f"n{each}")
-        with pytest.raises(CapacityExceeded):
-            await lend("z")
-        assert (await lend("n0")).region != (await lend("n0")).region  # instead of the last
