@@ -44,7 +44,8 @@ class LeaseWatch:
         async for entry in leases.watch():
             now = clock.now()
             if entry is None:
-                self._follow(self._pool.leases_are(first, now))
+                with self._service.contain("following the list of leases"):
+                    self._follow(self._pool.leases_are(first, now))
                 self.complete.set()
                 continue
             with self._service.contain("following a lease", node=entry.key):

@@ -11,14 +11,15 @@ from typing import ClassVar
 
 from services.registry.core.catalog import WISHES
 from services.registry.core.copies_view import copies_view
-from services.registry.core.durable import CopyOrdered, Durability
+from services.registry.core.durable import CopyOrdered, Durability, ModelSkipped
 from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
 from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
 from shared.bus.base import Bus, On
 from shared.config import RegistryConfig
-from shared.errors import BusError, LambdaScaleError
+from shared.containment import is_containable
+from shared.errors import BusError, LambdaScaleError, Superseded
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import CopiesQuery, KeepCopy, Leave, MayLeave, PoolCopies
 from shared.messages.pool import (
@@ -126,7 +127,12 @@ class RegistryService(Service):
         saved = await self._store.load()
         for record, reason in self.pool.catalog.restore(saved.models):
             self.log.warning("stored model ignored", model=record.name, reason=reason)
-        self.pool.restore(saved.nodes, saved.reservations, clock.now())
+        for info in saved.nodes:
+            with self.contain("restoring a node", node=info.node):
+                self.pool.restore([info], [], clock.now())
+        for held in saved.reservations:
+            with self.contain("restoring a reservation", node=held.node, event_id=held.event):
+                self.pool.restore([], [held], clock.now())
         self.log.info(
             "state restored",
             models=len(saved.models),
@@ -241,7 +247,8 @@ class RegistryService(Service):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._follow(self.pool.tick(clock.now()))
+            with self.contain("the tick"):
+                self._follow(self.pool.tick(clock.now()))
 
     async def _reconcile(self) -> None:
         await self._leases.complete.wait()
@@ -255,27 +262,34 @@ class RegistryService(Service):
 
     def _follow(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case NodeJoined(info=info, cause=cause):
-                    self.log.info(
-                        "node joined", node=info.node, generation=info.generation, cause=cause
-                    )
-                    self._store.node(info.node, self.pool.leases.info(info.node))
-                    self._send(subjects.POOL_NODES, effect)
-                case NodeGone(node=node):
-                    self._on_gone(effect)
-                    self._store.node(node, self.pool.leases.info(node))
-                    self._send(subjects.POOL_NODES, effect)
-                case CopyOrdered():
-                    self.spawn(self._order(effect), name="order a copy", contained=True)
-                case ReservationMade(reservation=held):
-                    self.log.info("node reserved", node=held.node, event_id=held.event)
-                    self._store.reservation(held.node, self.pool.reservations.of(held.node))
-                case ReservationEnded(reservation=held, reason=reason):
-                    self.log.info(
-                        "reservation ended", node=held.node, event_id=held.event, reason=reason
-                    )
-                    self._store.reservation(held.node, self.pool.reservations.of(held.node))
+            with self.contain("what follows", effect=type(effect).__name__):
+                self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case NodeJoined(info=info, cause=cause):
+                self.log.info(
+                    "node joined", node=info.node, generation=info.generation, cause=cause
+                )
+                self._store.node(info.node, self.pool.leases.info(info.node))
+                self._send(subjects.POOL_NODES, effect)
+            case NodeGone(node=node):
+                self._store.node(node, self.pool.leases.info(node))
+                self._send(subjects.POOL_NODES, effect)
+                self._on_gone(effect)
+            case CopyOrdered():
+                self.spawn(self._order(effect), name="order a copy", contained=True)
+            case ReservationMade(reservation=held):
+                self.log.info("node reserved", node=held.node, event_id=held.event)
+                self._store.reservation(held.node, self.pool.reservations.of(held.node))
+            case ReservationEnded(reservation=held, reason=reason):
+                self.log.info(
+                    "reservation ended", node=held.node, event_id=held.event, reason=reason
+                )
+                self._store.reservation(held.node, self.pool.reservations.of(held.node))
+            case ModelSkipped(model_id=model, error=error):
+                with self.contain("seeing to durable copies", model_id=model):
+                    raise error
 
     async def _order(self, order: CopyOrdered) -> None:
         info = order.info
@@ -315,15 +329,27 @@ class RegistryService(Service):
         self._outbox.put_nowait((subject, message))
 
     async def _announce(self) -> None:
-        """Publishes in order. A message that the bus does not take is offered again until it
-        does."""
+        """Publishes in order. A message that the bus does not take now is offered again until it
+        does; one that cannot be published is logged and left out. Who listens asks for the whole
+        now and then."""
         while True:
             subject, message = await self._outbox.get()
-            while True:
-                try:
-                    await self._bus.publish(subject, message)
-                    break
-                except BusError as error:
-                    self.log.warning("announcement held back", subject=subject, error=str(error))
-                    await asyncio.sleep(RETRY_S)
+            try:
+                await self._publish_patiently(subject, message)
+            except Superseded:
+                raise  # this process has lost its role, and ends
+            except BaseException as error:
+                if not is_containable(error):
+                    raise
+                self.failures += 1
+                self.log.error("an announcement failed", subject=subject, exc_info=error)
             self._outbox.task_done()
+
+    async def _publish_patiently(self, subject: str, message: Message) -> None:
+        while True:
+            try:
+                await self._bus.publish(subject, message)
+                return
+            except BusError as error:
+                self.log.warning("announcement held back", subject=subject, error=str(error))
+                await asyncio.sleep(RETRY_S)

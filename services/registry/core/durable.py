@@ -14,8 +14,10 @@ this is remembered here:
 and which nodes went lately with copies: they are waited for, because restarts move nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +27,8 @@ from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Leases
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import CopyProgress, ModelRecord, NodeInfo, Source, Tier
+
+T = TypeVar("T")
 
 EVERY_S = 1.0
 ASKED_S = 15.0
@@ -58,6 +62,14 @@ class CopyOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSkipped:
+    """A bug was met at one model's copies. The other models' were seen to all the same."""
+
+    model_id: ModelId
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class _Left:
     """A node that went."""
 
@@ -84,6 +96,8 @@ class DurableCopies:
         self.settings = settings
         self.reasons: dict[ModelId, str] = {}
         """Why models lack copies that nobody makes, as of the last step."""
+        self.skipped: list[ModelSkipped] = []
+        """The pool tells of them, and empties the list."""
         self._catalog = catalog
         self._leases = leases
         self._holdings = holdings
@@ -176,13 +190,25 @@ class DurableCopies:
 
     # --- what follows ---
 
+    def attempt(self, model: ModelId, act: Callable[[], T], otherwise: T) -> T:
+        """What `act` returns, which concerns this model only; `otherwise` if it raises."""
+        try:
+            return act()
+        except Exception as error:
+            self.skipped.append(ModelSkipped(model, error))
+            return otherwise
+
     def due(self, now: float) -> bool:
         return now >= self._next_at
 
     def step(self, models: Mapping[ModelId, frozenset[NodeId]], now: float) -> Goals:
         """The copies to order now. `models`: those that lack some (see `lacking`), each with the
         nodes that can give its blocks."""
-        needs = [self._need(self._catalog.identified(m), models[m]) for m in models]
+        needs = [
+            need
+            for model, givers in models.items()
+            if (need := self.attempt(model, partial(self._need_of, model, givers), None))
+        ]
         under_way = self._asked.keys() | self._coming.keys()
         busy = {node for _, node, _ in under_way}
         most = self.settings.at_a_time - len(under_way)
@@ -206,25 +232,28 @@ class DurableCopies:
             (progress.model_id, info.node, info.generation): progress
             for info, progress in self.copying()
         }
-        for order, asked_at in list(self._asked.items()):
-            progress = reported.get(order)
-            if not self._stands(order) or self._is_made(order):
-                del self._asked[order]
-            elif progress is not None and progress.running:
-                del self._asked[order]
-                self._progress[order] = _Progress(progress.done, now)
-            elif progress is not None and progress.error:
-                del self._asked[order]
-                self._refuse(order, progress.error, now)
-            elif now - asked_at >= ASKED_S:
-                del self._asked[order]
-                self._refuse(order, "it does not answer", now)
+        for order in list(self._asked):
+            self.attempt(order[0], partial(self._settle, order, reported.get(order), now), None)
         self._hurried &= reported.keys()
         self._coming = {order: found for order, found in reported.items() if found.running}
         for order in [order for order in self._progress if order not in reported]:
             del self._progress[order]
         for order, progress in reported.items():
-            self._follow(order, progress, now)
+            self.attempt(order[0], partial(self._follow, order, progress, now), None)
+
+    def _settle(self, order: _Order, progress: CopyProgress | None, now: float) -> None:
+        """What has become of a copy that was asked for."""
+        if not self._stands(order) or self._is_made(order):
+            del self._asked[order]
+        elif progress is not None and progress.running:
+            del self._asked[order]
+            self._progress[order] = _Progress(progress.done, now)
+        elif progress is not None and progress.error:
+            del self._asked[order]
+            self._refuse(order, progress.error, now)
+        elif now - self._asked[order] >= ASKED_S:
+            del self._asked[order]
+            self._refuse(order, "it does not answer", now)
 
     def _follow(self, order: _Order, progress: CopyProgress, now: float) -> None:
         known = self._progress.get(order)
@@ -281,6 +310,9 @@ class DurableCopies:
             status = self._holdings.of(info)
             for progress in status.copying if status else ():
                 yield info, progress
+
+    def _need_of(self, model: ModelId, sources: frozenset[NodeId]) -> Need:
+        return self._need(self._catalog.identified(model), sources)
 
     def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
         model = record.model_id

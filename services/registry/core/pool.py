@@ -5,12 +5,20 @@ present; only nodes with a standing lease are sources or targets.
 """
 
 from collections.abc import Collection, Iterable
+from functools import partial
 
 import msgspec
 
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
-from services.registry.core.durable import SOURCES, CopyOrdered, Durability, DurableCopies
+from services.registry.core.durable import (
+    SOURCES,
+    CopyOrdered,
+    Durability,
+    DurableCopies,
+    ModelSkipped,
+)
+from services.registry.core.goals import Choice
 from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Change, Leases
 from services.registry.core.placement import Target, choose, sender_rank
@@ -45,8 +53,8 @@ class ReservationEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyOrdered
-"""An effect has to be announced, stored, or sent to a node."""
+Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyOrdered | ModelSkipped
+"""An effect has to be announced, stored, sent to a node, or logged."""
 
 
 class Pool:
@@ -119,26 +127,36 @@ class Pool:
             if self.durable.hands_over(record, node, self._givers(record))
         )
 
-    def _copies_to_order(self, now: float) -> list[CopyOrdered]:
+    def _copies_to_order(self, now: float) -> list[CopyOrdered | ModelSkipped]:
         durable = self.durable
         if not durable.due(now):
             return []
         durable.settle(now)
-        lacking = {
-            record.model_id: self._givers(record)
-            for record in self.catalog.records
-            if durable.lacking(record, now)
-        }
-        orders: list[CopyOrdered] = []
+        lacking: dict[ModelId, frozenset[NodeId]] = {}
+        for record in self.catalog.records:
+            givers = durable.attempt(
+                record.model_id, partial(self._givers_if_lacking, record, now), None
+            )
+            if givers is not None:
+                lacking[record.model_id] = givers
+        orders: list[CopyOrdered | ModelSkipped] = []
         for choice in (*durable.step(lacking, now).choices, *durable.hurried()):
-            model, info = choice.model_id, choice.info
-            sources = [source for source in self.sources(model) if source.info.node != info.node]
-            best = tuple(sources[:SOURCES])
-            rate = durable.rate(model, info, [source.info for source in best])
-            orders.append(CopyOrdered(info, model, best, rate))
-            why = f"ordered a durable copy from {', '.join(s.info.node for s in best)}"
-            self.story.tell(now, "tick", why, info.node, model)
-        return orders
+            if order := durable.attempt(choice.model_id, partial(self._order, choice, now), None):
+                orders.append(order)
+        skipped, durable.skipped = durable.skipped, []
+        return [*orders, *skipped]
+
+    def _givers_if_lacking(self, record: ModelRecord, now: float) -> frozenset[NodeId] | None:
+        return self._givers(record) if self.durable.lacking(record, now) else None
+
+    def _order(self, choice: Choice, now: float) -> CopyOrdered:
+        model, info = choice.model_id, choice.info
+        sources = [source for source in self.sources(model) if source.info.node != info.node]
+        best = tuple(sources[:SOURCES])
+        rate = self.durable.rate(model, info, [source.info for source in best])
+        why = f"ordered a durable copy from {', '.join(s.info.node for s in best)}"
+        self.story.tell(now, "tick", why, info.node, model)
+        return CopyOrdered(info, model, best, rate)
 
     def _givers(self, record: ModelRecord) -> frozenset[NodeId]:
         """Nodes that hold the model whole in some tier, or else those that do so together."""

@@ -1,5 +1,6 @@
 """The registry goes on serving, whatever it is asked, told, or let down by."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.registry.core.durable import DurableCopies
+from services.registry.core.leases import Leases
 from services.registry.core.pool import Pool
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.config import RegistryConfig
-from shared.errors import BusTimeout, LambdaScaleError, NoResponders, ServiceFailed
+from shared.errors import BusTimeout, LambdaScaleError, NoResponders, ServiceFailed, Superseded
 from shared.ids import EventId
 from shared.messages import Message
 from shared.messages.pool import (
@@ -23,6 +26,7 @@ from shared.messages.pool import (
     ModelSet,
     ModelsQuery,
     NodeInfo,
+    NodeJoined,
     Nodes,
     NodesQuery,
     NodeStatus,
@@ -34,7 +38,7 @@ from shared.messages.pool import (
 from simulation.loop import run
 from tests.support.malformed import ERRORS, well_framed
 from tests.unit.registry.builders import EVENT, MODEL, info, record, reserve
-from tests.unit.registry.cluster import WAIT_S, Node
+from tests.unit.registry.cluster import WAIT_S, Node, Observer
 
 REQUESTS: dict[str, type[Message]] = {
     subjects.REGISTRY_MODEL_ADD: ModelAdd,
@@ -47,6 +51,8 @@ REQUESTS: dict[str, type[Message]] = {
     subjects.REGISTRY_POOL: PoolQuery,
     subjects.REGISTRY_NODES: NodesQuery,
 }
+TICKS_S = 1.5
+"""Seconds, of virtual time, in which the registry ticks and looks at durable copies."""
 LIKELY: dict[str, Any] = {
     "node": ["a"],
     "generation": [1],
@@ -95,7 +101,7 @@ def in_a_world(work: Callable[[World], Any]) -> None:
         ):
             world = World(registry, own, bus)
             await world.ask(subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record()))
-            await Node(bus, info()).join()
+            await Node(bus, info(), ttl=100_000).join()
             await world.ask(subjects.REGISTRY_POOL, PoolQuery())
             await work(world)
             await world.serves()
@@ -163,11 +169,19 @@ QUESTIONS: list[tuple[str, Message]] = [
 ]
 
 
+POOL = (
+    "status", "lease_put", "lease_dropped", "leases_are", "copies_after", "reserve", "unreserve",
+    "sources", "view", "tick",
+)  # fmt: skip
+DURABLE = ("due", "settle", "step", "lacking", "joined", "gone", "there")
+
+
 @pytest.mark.parametrize(
-    "method", ["status", "lease_put", "lease_dropped", "reserve", "unreserve", "sources", "view"]
+    ("owner", "method"),
+    [*((Pool, method) for method in POOL), *((DurableCopies, method) for method in DURABLE)],
 )
 def test_a_bug_in_the_core_costs_no_more_than_what_met_it(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(world: World) -> None:
         leases = await world.bus.kv(subjects.KV_LEASES)
@@ -177,12 +191,13 @@ def test_a_bug_in_the_core_costs_no_more_than_what_met_it(
                 raise error
 
             with monkeypatch.context() as patched:
-                patched.setattr(Pool, method, fail)
+                patched.setattr(owner, method, fail)
                 other = info(f"b{number}")
                 await Node(world.bus, other).join()
                 await leases.delete(other.node)
                 for subject, request in QUESTIONS:
                     await asked(world, subject, request)
+                await asyncio.sleep(TICKS_S)
             await world.serves()
 
     in_a_world(work)
@@ -192,6 +207,72 @@ async def asked(world: World, subject: str, request: Message) -> None:
     """Answered, with whatever was injected."""
     with suppress(LambdaScaleError):
         await world.bus.request(subject, request, Message, timeout=WAIT_S)
+
+
+def test_a_bus_that_takes_no_announcement_costs_that_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = MemoryBus.publish
+
+    async def work(world: World) -> None:
+        raised: list[BaseException] = []
+
+        async def publish(bus: MemoryBus, subject: str, message: Message) -> None:
+            if bus is world.own and subject == subjects.POOL_NODES and len(raised) <= number:
+                raised.append(error)
+                raise error
+            await real(bus, subject, message)
+
+        monkeypatch.setattr(MemoryBus, "publish", publish)
+        others = [error for error in ERRORS if not isinstance(error, Superseded)]
+        for number, error in enumerate(others):
+            await Node(world.bus, info(f"b{number}")).join()
+            await asyncio.sleep(TICKS_S)
+            assert raised[number:] == [error]
+            await world.serves()
+        told = await Observer.of(world.bus, subjects.POOL_NODES)
+        await Node(world.bus, info("c")).join()
+        assert isinstance(await told.next(), NodeJoined)
+
+    in_a_world(work)
+
+
+def test_a_registry_that_has_lost_its_role_ends_when_it_would_announce_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(world: World) -> None:
+        async def publish(*_: object) -> None:
+            raise Superseded("injected")
+
+        monkeypatch.setattr(world.own, "publish", publish)
+        await world.ask(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=record().name))
+        await asyncio.sleep(TICKS_S)
+
+    with pytest.raises(Superseded):
+        in_a_world(work)
+
+
+def test_stored_records_that_meet_a_bug_cost_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Leases.restore
+
+    def restore(leases: Leases, info: NodeInfo, now: float) -> None:
+        if info.node == "bad":
+            raise ZeroDivisionError("injected")
+        real(leases, info, now)
+
+    async def work() -> None:
+        broker = MemoryBroker()
+        async with MemoryBus(broker, "registry") as own, MemoryBus(broker) as bus:
+            async with RegistryService(own, RegistryConfig(report_s=0.0)):
+                for node in ("a", "bad", "c"):
+                    await Node(bus, info(node)).join()
+                await bus.request(subjects.REGISTRY_NODES, NodesQuery(), Nodes, timeout=WAIT_S)
+            monkeypatch.setattr(Leases, "restore", restore)
+            async with RegistryService(own, RegistryConfig(report_s=0.0)) as again:
+                assert {"a", "c"} <= {each.node for each in again.pool.leases.present}
+                assert again.failures == 1
+
+    run(work())
 
 
 def test_a_store_that_fails_in_any_way_delays_what_it_keeps(

@@ -1,6 +1,7 @@
 """The registry's orders of durable copies, second by second."""
 
 import msgspec
+import pytest
 
 from services.registry.core.copies_view import copies_view
 from services.registry.core.durable import (
@@ -11,12 +12,14 @@ from services.registry.core.durable import (
     UNKNOWN_RATE,
     CopyOrdered,
     Durability,
+    DurableCopies,
+    ModelSkipped,
 )
-from services.registry.core.pool import Pool
+from services.registry.core.pool import Effect, Pool
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.copies import ModelCopies
-from shared.messages.pool import CopyProgress, NodeInfo, Tier
-from tests.unit.registry.builders import MODEL, holding, info, record, status
+from shared.messages.pool import CopyProgress, ModelRecord, NodeInfo, Tier
+from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
 WHOLE = holding(Tier.DISK, 0, 1, 2, 3)
 AFTER_S = 60.0
@@ -31,6 +34,7 @@ class Nodes:
         self.seq = 0
         self.infos: dict[str, NodeInfo] = {}
         self.stored: set[str] = set()
+        self.held = [WHOLE]
         self.copying: dict[str, CopyProgress] = {}
         for name in names:
             self.join(name)
@@ -59,7 +63,7 @@ class Nodes:
             self.pool.lease_put(each, self.now)
             said = status(
                 name,
-                *([WHOLE] if name in self.stored else []),
+                *(self.held if name in self.stored else []),
                 generation=each.generation,
                 seq=self.seq,
             )
@@ -74,13 +78,13 @@ class Nodes:
 
     def tick(self, seconds: float = 1.0) -> list[CopyOrdered]:
         """What is ordered within this time."""
-        orders: list[CopyOrdered] = []
-        for _ in range(round(seconds)):
-            self.now += 1.0
-            self.report()
-            effects = self.pool.tick(self.now)
-            orders += [effect for effect in effects if isinstance(effect, CopyOrdered)]
-        return orders
+        effects = [effect for _ in range(round(seconds)) for effect in self.second()]
+        return [effect for effect in effects if isinstance(effect, CopyOrdered)]
+
+    def second(self) -> list[Effect]:
+        self.now += 1.0
+        self.report()
+        return self.pool.tick(self.now)
 
     def view(self) -> ModelCopies:
         (model,) = copies_view(self.pool).models
@@ -257,3 +261,24 @@ def test_a_model_that_is_removed_is_forgotten() -> None:
     up.pool.catalog.remove(record().name)
     assert not up.tick(30)
     up.pool.validate()
+
+
+@pytest.mark.parametrize("method", ["_need_of", "lacking", "_is_made", "rate"])
+def test_a_bug_at_one_model_s_copies_holds_up_no_other_model_s(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(DurableCopies, method)
+
+    def failing(durable: DurableCopies, about: object, *args: object) -> object:
+        model = about.model_id if isinstance(about, ModelRecord) else about
+        if MODEL in (model if isinstance(model, tuple) else (model,)):
+            raise ZeroDivisionError("injected")
+        return real(durable, about, *args)
+
+    monkeypatch.setattr(DurableCopies, method, failing)
+    up = Nodes("a", "b", "c").start("a")
+    up.held.append(holding(Tier.DISK, 0, 1, 2, 3, model_id=OTHER))
+    up.pool.catalog.put(record("other", OTHER))
+    effects = [effect for _ in range(5) for effect in up.second()]
+    assert OTHER in {each.model_id for each in effects if isinstance(each, CopyOrdered)}
+    assert {each.model_id for each in effects if isinstance(each, ModelSkipped)} == {MODEL}
