@@ -32,7 +32,8 @@ from services.planner.store import Store
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
-from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders
+from shared.containment import is_containable
+from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, Superseded
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.instances import InstanceSet
@@ -82,15 +83,21 @@ class Shell:
             del self._asked[number]
 
     async def send_outbox(self) -> None:
-        """Publishes in order. A message that the bus does not take is dropped: instance sets are
+        """Publishes in order. A message that cannot be published is dropped: instance sets are
         repeated."""
         while True:
             message = await self._outbox.get()
             subject = subjects.INSTANCES if isinstance(message, InstanceSet) else subjects.EVENTS
             try:
                 await self._bus.publish(subject, message)
+            except Superseded:
+                raise  # this process has lost its role, and ends
             except BusError as error:
                 self._log.warning("not published", subject=subject, error=str(error))
+            except BaseException as error:
+                if not is_containable(error):
+                    raise
+                self._log.error("not published", subject=subject, exc_info=error)
 
     def close(self) -> None:
         if self._timer is not None:

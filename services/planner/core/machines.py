@@ -30,6 +30,8 @@ class Machines:
         self.broken: set[ModelId] = set()
         """Models whose machines raised, until they are made anew."""
         self._times_broken: dict[ModelId, int] = {}
+        self._failed: list[tuple[ModelMachine, Exception]] = []
+        """Machines that raised while another was told something. They break after that."""
         self.rooms = Rooms(desk, self._claims, self._loading)
         self._desk = desk
         self._alarms = alarms
@@ -47,8 +49,20 @@ class Machines:
             if not event.over:
                 yield from event.record.targets
 
-    def _claims(self) -> list[Claim]:
-        return [m.claim() for id_, m in self.by_id.items() if id_ not in self.broken]
+    def _claims(self, asker: ModelId) -> list[Claim]:
+        """What each model has and wants. A machine that fails to say so breaks, not the one that
+        asks."""
+        claims: list[Claim] = []
+        for id_, model in self.by_id.items():
+            if id_ in self.broken:
+                continue
+            try:
+                claims.append(model.claim())
+            except Exception as error:
+                if id_ == asker:
+                    raise
+                self._failed.append((model, error))
+        return claims
 
     def events(self) -> Iterator[EventMachine]:
         """The last event of each model, over or not."""
@@ -68,6 +82,10 @@ class Machines:
             self._break(model, error)
         else:
             self._alarms.set(id_, model.next_wake)
+        failed, self._failed = self._failed, []
+        for other, why in failed:
+            if other.record.model_id not in self.broken:
+                self._break(other, why)
 
     def tell_all(self, act: Callable[[ModelMachine], None]) -> None:
         for model in list(self.named.values()):

@@ -29,10 +29,11 @@ class Rooms:
     def __init__(
         self,
         desk: Desk,
-        claims: Callable[[], list[Claim]],
+        claims: Callable[[ModelId], list[Claim]],
         loading: Callable[[], Iterable[NodeId]],
     ) -> None:
-        """`claims`: asks all models. `loading`: the targets of all running events."""
+        """`claims`: asks all models on behalf of this one. `loading`: the targets of all running
+        events."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
@@ -54,7 +55,7 @@ class Rooms:
     def ask(self, model: ModelId, count: int) -> Room:
         """Room for up to `count` more replicas. If there is too little, what should give way is
         told to, and its room is promised."""
-        claims = self._claims()
+        claims = self._claims(model)
         claimant = next(claim for claim in claims if claim.model == model)
         self._renew(claimant)
         taken = self.taken(model).union(self._loading())

@@ -1,5 +1,6 @@
 """Nothing that arrives, and nothing that the planner calls, ends it or holds other models up."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 
 from services.planner import shell
 from services.planner.core import commands
+from services.planner.core.arbiter import Claim
 from services.planner.core.model import ModelMachine
 from services.planner.core.stimuli import Asked, Failed
 from shared import subjects, telemetry
 from shared.bus.memory import MemoryBus
 from shared.config import TelemetryConfig
-from shared.errors import LambdaScaleError, PlanError
+from shared.errors import LambdaScaleError, PlanError, Superseded
 from shared.ids import Generation, NodeId
 from shared.messages import Message
 from shared.messages.load import GatewayLoad
@@ -36,7 +38,8 @@ from shared.messages.scaling import (
     PullFailed,
     SetInstances,
 )
-from tests.support.malformed import Likely, well_framed, with_every_error
+from simulation.checked import CheckedPlanner
+from tests.support.malformed import ERRORS, Likely, well_framed, with_every_error
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.driver import EVERY, Driver, id_of, model
 from tests.unit.planner.scripted import MODEL, NAME, record
@@ -121,7 +124,9 @@ def test_an_operator_who_asks_for_nonsense_is_answered(message: SetInstances) ->
     still_scales(driver)
 
 
-@pytest.mark.parametrize("method", ["on_load", "on_answer", "on_block", "on_gone", "settle"])
+@pytest.mark.parametrize(
+    "method", ["on_load", "on_answer", "on_block", "on_gone", "settle", "claim"]
+)
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("injected"), AssertionError("injected"), PlanError("injected")]
 )
@@ -142,6 +147,30 @@ def test_a_core_that_raises_for_one_model_serves_the_others(
     driver.arrived("b", 0, "a", event)
     driver.feed(NodeGone(node=NodeId("b"), generation=Generation(1), reason=""))
     still_scales(driver)
+
+
+def test_a_model_whose_claim_fails_keeps_no_other_from_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(checked=False)
+    driver.join("a")
+    on_disk = [Holding(id_of(name), Tier.DISK, EVERY) for name in ("one", "two", "three")]
+    for name in ("one", "two", "three"):
+        driver.publish(model(name))
+    asleep = [Holding(id_of(name), Tier.HOST, EVERY) for name in ("one", "two")]
+    driver.status("a", *asleep, *on_disk, free=200)
+    real = ModelMachine.claim
+
+    def claim(machine: ModelMachine) -> Claim:
+        if machine.record.name == "one":
+            raise ZeroDivisionError("injected")
+        return real(machine)
+
+    monkeypatch.setattr(ModelMachine, "claim", claim)
+    driver.load(1, name="three")
+    assert [r.message.model_id for r in driver.all_asked(commands.Release)] == [id_of("two")]
+    complaints = [c for c in driver.said if isinstance(c, commands.Log) and c.error is not None]
+    assert {c.fields["model"] for c in complaints} == {"one"}
 
 
 @with_every_error
@@ -175,6 +204,13 @@ class RaisingBus(MemoryBus):
 
     error: BaseException | None = None
     begin = ""
+    raised = 0
+
+    async def publish(self, subject: str, message: Message) -> None:
+        if self.error is not None and subject == self.begin:
+            self.raised += 1
+            raise self.error.with_traceback(None)
+        await super().publish(subject, message)
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         if self.error is not None and subject.startswith(self.begin):
@@ -199,6 +235,43 @@ async def test_the_service_outlives_whatever_the_bus_raises(
     assert len(cluster.sets) > before
     bus.error = None
     await cluster.until_replicas("n0", "n1")
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    "error", [e for e in ERRORS if not isinstance(e, Superseded)], ids=lambda e: type(e).__name__
+)
+async def test_what_cannot_be_published_is_dropped_and_the_next_goes_out(
+    cluster: Cluster, error: BaseException
+) -> None:
+    bus = RaisingBus(cluster.world.broker, "planner")
+    await cluster.add_nodes(2)
+    await cluster.start_planner(bus)
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+    bus.error, bus.begin = error, subjects.INSTANCES
+    await cluster.scale(2)
+    await asyncio.sleep(2.0)
+    assert bus.raised > 0
+    bus.error = None
+    await cluster.until_replicas("n0", "n1")
+
+
+@pytest.mark.virtual_time
+async def test_a_planner_that_has_lost_its_role_ends_when_it_would_publish(
+    cluster: Cluster,
+) -> None:
+    await cluster.add_nodes(1)
+    bus = RaisingBus(cluster.world.broker, "planner")
+    bus.error, bus.begin = Superseded("injected"), subjects.INSTANCES
+
+    async def live() -> None:
+        async with bus, CheckedPlanner(bus, cluster.config):
+            await cluster.publish_model(record(min_instances=1))
+            await asyncio.sleep(5.0)
+
+    with pytest.raises(Superseded, match="injected"):
+        await live()
 
 
 @pytest.mark.virtual_time
