@@ -6,11 +6,11 @@ run that is in it is not made again, so that the benchmark goes on where it was 
 file for a new tree.
 
 Every system is a whole one, with its own scaler and gateway (docs/simulation.md), at several
-settings: how long replicas are kept, how many always stay, and for scalers of others how full a
-replica is meant to be, for ours which objective models have. Two systems are compared on their
-frontiers, at equal device seconds: our TTFT p90 as a share of a baseline's, at every point of the
-baseline's frontier. The bar is held against the point where we do worst. Figures are medians over
-seeds, with the lowest and the highest.
+settings: how long replicas are kept, how many always stay, how full a replica is meant to be, and
+for ours which objective models have. Two systems are compared on their frontiers, at equal device
+seconds: our TTFT p90 as a share of a baseline's, at every point of the baseline's frontier. The bar
+is held against the point where we do worst. Figures are medians over seeds, with the lowest and the
+highest.
 """
 
 import argparse
@@ -76,7 +76,7 @@ WINDOWS = (
     Window("burstgpt", "window_burstgpt1_30min.csv", 200, nodes=4, near_ideal=True),
     Window("azure-code-a100", "window_azure2023_code.csv", 240, "a100-100g", loads=True),
     Window(
-        "27-models", "lmsys_arena27_rescaled_600s.csv", 180,
+        "27-models", "lmsys_arena27_rescaled_600s.csv", 120,
         architecture="llama-3.1-8b", many=True, loads=True,
     ),
     Window(
@@ -93,10 +93,16 @@ def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
     """What a system is run with. The least number of replicas is 0 for many models."""
     least = 0 if at.many else 1
     if system == IDEAL:
-        return tuple(Knobs(2.0, least, 0.5, aim) for aim in AIMS_MS[:2])
+        return tuple(Knobs(2.0, least, 1.0, aim) for aim in AIMS_MS[:2])
     if system == OURS:
-        aims = tuple(Knobs(2.0, least, 0.5, aim) for aim in AIMS_MS)
-        return (*aims, Knobs(15.0, least, 0.5, AIMS_MS[1]))
+        aims = tuple(Knobs(2.0, least, 1.0, aim) for aim in AIMS_MS)
+        filled = tuple(Knobs(2.0, least, share, 0.0) for share in (0.7, 0.5, 0.35))
+        return (
+            Knobs(0.5, least, 1.0, AIMS_MS[-1]),
+            *aims,
+            *filled,
+            Knobs(15.0, least, 1.0, AIMS_MS[1]),
+        )
     full = (1.0, 0.5) if system == BLITZSCALE else (1.0, 0.5, 0.25)
     if at.many:
         return tuple(Knobs(kept_s, 0, full[0]) for kept_s in (2.0, 8.0, 30.0))
@@ -193,13 +199,15 @@ def against(
     ours: Sequence[Point], theirs: Sequence[Point], more: float = 1.0
 ) -> tuple[float, float] | None:
     """Our TTFT as a share of theirs, with `more` times their device seconds: where they do worst
-    and where they do best. Points that cost less than our cheapest are left out. None: there is no
-    other."""
-    shares = [
-        mine / point.ttft_s
-        for point in frontier(theirs)
-        if (mine := ttft_at(ours, point.device_s * more)) is not None
-    ]
+    and where they do best. A point that costs less than our cheapest counts only if it is better
+    than that, too. None: there is no other."""
+    shares = []
+    for point in frontier(theirs):
+        mine = ttft_at(ours, point.device_s * more)
+        if mine is not None:
+            shares.append(mine / point.ttft_s)
+        elif ours and (cheapest := frontier(ours)[0]).ttft_s > point.ttft_s:
+            shares.append(cheapest.ttft_s / point.ttft_s)
     return (min(shares), max(shares)) if shares else None
 
 

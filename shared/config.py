@@ -80,6 +80,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     prefill_wait_s: Positive = 0.5
     """One more instance is justified when the prompts that wait for their prefill would take an
     instance longer than this, at the speed that nodes have measured."""
+    fill: Share = 1.0
+    """The share of an instance that a model's load is meant to fill, where the model has no
+    objective. Less: there is room for a burst before work waits, for more device time."""
     idle_s: Seconds = 2.0
     """An instance is given back when the load has not needed it for this long."""
     scale_up_hold_s: Seconds = 0.2

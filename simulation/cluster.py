@@ -85,8 +85,8 @@ class ClusterSpec:
     objectives: tuple[tuple[str, float, float], ...] = ()
     """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
     idle_s: float = 2.0
-    target: float = 0.5
-    """The share of a replica that is meant to be used, for scalers of other systems."""
+    target: float = 1.0
+    """The share of a replica that the load is meant to fill."""
     disk_copies: int = 0
     """On how many nodes' disks each model is at the beginning: model i on node i and those after
     it. Where that is fewer than the registry keeps, it has the model copied. 0: on every disk."""
@@ -273,6 +273,7 @@ class Cluster:
         return PlannerConfig(
             strategy=spec.system.transfer,
             serving=spec.system.serving,
+            fill=spec.target,
             idle_s=spec.idle_s,
             step_overhead_s=spec.hardware.alpha_s,
         )

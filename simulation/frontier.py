@@ -20,7 +20,7 @@ class Knobs:
 
     keep_alive_s: float
     min_instances: int
-    target: float
+    target: float | None
     ttft_ms: float | None = None
     """Every model's objective for TTFT. 0: no model has an objective. None: as the setting has
     them. Scalers of other systems know no objectives."""
@@ -56,7 +56,7 @@ def all_knobs(
     keep_alives_s: Iterable[float],
     buffers: Iterable[int],
     ttft_ms: Iterable[float | None],
-    target: float,
+    target: float | None,
 ) -> tuple[Knobs, ...]:
     every = product(keep_alives_s, buffers, ttft_ms)
     return tuple(Knobs(kept_s, buffer, target, aim) for kept_s, buffer, aim in every)

@@ -48,7 +48,7 @@ def spec_of(system: str, setting: Setting) -> ClusterSpec:
         slots=setting.slots,
         min_instances=setting.min_instances,
         idle_s=setting.keep_alive_s,
-        target=setting.target,
+        target=named.target if setting.target is None else setting.target,
         disk_copies=0 if named.every_disk else setting.disk_copies,
         seed=setting.seed,
         objectives=setting.objectives,

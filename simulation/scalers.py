@@ -91,6 +91,7 @@ Scaling = Callable[[float], Decide]
 
 
 def ours(_: float) -> Decide:
+    """Takes its target from `planner.fill`."""
     return decide
 
 

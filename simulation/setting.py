@@ -26,8 +26,8 @@ class Setting:
     """What was done to the trace, in words, in order."""
     keep_alive_s: float = 2.0
     """Seconds for which a replica is kept that is not needed."""
-    target: float = 0.5
-    """The share of a replica that scalers of other systems mean to use."""
+    target: float | None = None
+    """The share of a replica that the load is meant to fill. None: the system's own."""
     disk_copies: int = 0
     """On how many nodes' disks each model is; 0: on all. Systems that load from local disks have it
     on all in any case."""

@@ -45,6 +45,8 @@ class System:
     what: str
     """A description in words."""
     scaling: Scaling = ours
+    target: float = 1.0
+    """The share of a replica that its scaler means to fill, unless a setting says otherwise."""
     routing: Routing = OURS
     keep_alive_s: float = 15.0
     """Seconds that an idle model stays in a host's memory, where hosts cache models."""
@@ -120,7 +122,9 @@ OWN = "-own"
 def _with_own(system: System) -> System:
     scaling, routing = _OWN[system.name]
     what = f"{system.what}; with its own scaler and gateway"
-    return replace(system, name=system.name + OWN, what=what, scaling=scaling, routing=routing)
+    return replace(
+        system, name=system.name + OWN, what=what, scaling=scaling, routing=routing, target=0.5
+    )
 
 
 _ALL = (*_STRATEGIES, *(_with_own(system) for system in _STRATEGIES if system.name in _OWN))

@@ -172,9 +172,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         help="seconds for which a replica is kept that is not needed (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--target", type=_share, default=0.5, metavar="SHARE",
-        help="the share of a replica that scalers of systems with their own mean to use "
-        "(default: %(default)s)",
+        "--target", type=_share, metavar="SHARE",
+        help="the share of a replica that the load is meant to fill (default: 1 with our scaler, "
+        "0.5 with others)",
     )  # fmt: skip
     group.add_argument(
         "--min-instances", type=whole, default=1, metavar="N",

@@ -115,6 +115,7 @@ def settings(config: PlannerConfig, epoch: int, decide: Decide = decide) -> Sett
         tick_s=config.tick_s,
         queue_per_instance=config.queue_per_instance,
         prefill_wait_s=config.prefill_wait_s,
+        fill=config.fill,
         idle_s=config.idle_s,
         scale_up_hold_s=config.scale_up_hold_s,
         horizon_s=config.horizon_s,

@@ -36,6 +36,7 @@ class Settings:
     tick_s: float
     queue_per_instance: float
     prefill_wait_s: float
+    fill: float
     idle_s: float
     scale_up_hold_s: float
     horizon_s: float

@@ -76,6 +76,9 @@ class Policy:
     """As nodes measured it. 0: not known, and prefill does not count."""
     fixed: int | None = None
     """The operator's number of replicas, which overrules the load."""
+    fill: float = 1.0
+    """The share of a replica that the load is meant to fill, where no objective says how many there
+    are. Less than 1: more are asked for before work waits."""
     floor_why: str = ""
     """Why `min_instances` is more than the model's own, in words."""
     objectives: Objectives = NO_OBJECTIVES
@@ -210,8 +213,10 @@ def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
     load = fulls(demand, policy)
     objectives = policy.objectives
     if policy.fixed is not None or not (objectives.any and policy.prefill_s_per_token):
+        load /= policy.fill
         want = wanted(load, policy)
-        return _Aim(load, want, want, _is_short(demand, policy, have, total))
+        short = policy.fill < 1 or _is_short(demand, policy, have, total)
+        return _Aim(load, want, want, short)
     work = work_of(demand, policy)
     supply = policy.supply or Supply(have, coming, policy.horizon_s, policy.horizon_s)
     bound = policy.max_instances

@@ -138,6 +138,7 @@ class Sizing:
             prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id) / speed,
             scale_up_hold_s=settings.scale_up_hold_s,
             horizon_s=settings.horizon_s,
+            fill=settings.fill,
             idle_s=settings.idle_s if record.keep_alive_s is None else record.keep_alive_s,
             fixed=self._desk.archive.fixed.get(record.model_id),
             floor_why=scheduled if floor != record.min_instances else "",

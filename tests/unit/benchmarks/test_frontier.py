@@ -35,6 +35,7 @@ def test_frontiers_are_compared_at_equal_device_seconds() -> None:
     theirs = [at("nccl-own", 50, 8.0), at("nccl-own", 150, 3.0), at("nccl-own", 200, 1.25)]
     assert against(MINE, theirs) == (0.5, 0.8)  # at 50 there is nothing of ours
     assert against(MINE, [at("nccl-own", 50, 8.0)]) is None
+    assert against(MINE, [at("nccl-own", 50, 1.0)]) == (2.0, 2.0)  # cheaper and better
     assert against(MINE, [at(IDEAL, 100, 1.0)], more=1.5) == (1.5, 1.5)
 
 

@@ -65,6 +65,7 @@ def settings(scale_up_hold_s: float = 0.0, idle_s: float = 2.0, strategy: str = 
         tick_s=0.1,
         queue_per_instance=0.25,
         prefill_wait_s=0.5,
+        fill=1.0,
         idle_s=idle_s,
         scale_up_hold_s=scale_up_hold_s,
         horizon_s=1.0,

@@ -44,6 +44,16 @@ def policy(
     )
 
 
+def test_replicas_that_are_meant_to_have_room_are_asked_for_before_work_waits() -> None:
+    busy = demand(running=3)
+    for fill, wanted_then in ((1.0, 1), (0.75, 1), (0.5, 2)):
+        rules = replace(policy(), fill=fill)
+        scaler, first = decide(Scaler(), busy, rules, have=1, coming=0, leaving=0, now=0.0)
+        assert first.replicas == 1  # a blip moves nothing
+        _, decision = decide(scaler, busy, rules, have=1, coming=0, leaving=0, now=0.2)
+        assert decision.replicas == wanted_then
+
+
 def test_kv_that_is_not_known_does_not_count() -> None:
     work = demand(queued=1, tokens=2500)
     assert fulls(work, policy()) == 2.5
