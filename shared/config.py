@@ -90,6 +90,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     horizon_s: Seconds = 1.0
     """While load grows, the planner prepares for the load that is expected this much later, which
     should be about as long as loading takes. 0: it does not look ahead."""
+    anticipate: bool = True
+    """Whether replicas are loaded ahead of load that came at this time on both of the last two
+    days, or on this weekday in both of the last two weeks."""
     stray_s: Positive = 10.0
     """Weights in memory that nothing uses (such as a part of a model from an event that was cut
     off) are freed after this long."""

@@ -71,16 +71,25 @@ def run_cluster(
     """Runs any cluster. The trace's models are the spec's."""
     began, cpu_began = time.perf_counter(), time.process_time()
     watch = loop.run(_run(spec, trace, progress), seed=seed, limit_s=LIMIT_S)
+    return result(
+        spec.system.name,
+        watch,
+        wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - cpu_began,
+    )
+
+
+def result(system: str, watch: "Watch", *, wall_s: float = 0.0, cpu_s: float = 0.0) -> SystemRun:
     return SystemRun(
-        system=spec.system.name,
+        system=system,
         requests=tuple(watch.results),
         events=tuple(watch.events()),
         samples=tuple(watch.samples),
         token_bin_s=BIN_S,
         tokens_by_bin=tuple(watch.bins.counts),
         virtual_s=watch.end_s,
-        wall_s=time.perf_counter() - began,
-        cpu_s=time.process_time() - cpu_began,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
@@ -89,16 +98,23 @@ async def _run(
     spec: ClusterSpec, trace: Sequence[Row], progress: Callable[[float], None]
 ) -> "Watch":
     async with Cluster(spec) as cluster:
-        await cluster.serving()
-        await asyncio.sleep(TAIL_S)
-        watch = Watch(cluster)
-        await watch.begin()
-        ticker = asyncio.create_task(watch.tick(progress))
-        await _replay(cluster, trace, watch)
-        await asyncio.sleep(TAIL_S)
-        ticker.cancel()
-        watch.end_s = now() - watch.start
-        return watch
+        return await watched(cluster, trace, progress)
+
+
+async def watched(
+    cluster: Cluster, trace: Sequence[Row], progress: Callable[[float], None] = lambda _: None
+) -> "Watch":
+    """What is seen of a cluster while it serves the trace."""
+    await cluster.serving()
+    await asyncio.sleep(TAIL_S)
+    watch = Watch(cluster)
+    await watch.begin()
+    ticker = asyncio.create_task(watch.tick(progress))
+    await _replay(cluster, trace, watch)
+    await asyncio.sleep(TAIL_S)
+    ticker.cancel()
+    watch.end_s = now() - watch.start
+    return watch
 
 
 async def _replay(cluster: Cluster, trace: Sequence[Row], watch: "Watch") -> None:

@@ -120,6 +120,7 @@ def settings(config: PlannerConfig, epoch: int, decide: Decide = decide) -> Sett
         scale_up_hold_s=config.scale_up_hold_s,
         horizon_s=config.horizon_s,
         stray_s=config.stray_s,
+        anticipate=config.anticipate,
         max_stages=config.max_stages,
         link_bytes_per_s=config.link_bytes_per_s,
         step_overhead_s=config.step_overhead_s,

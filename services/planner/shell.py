@@ -111,7 +111,7 @@ class Shell:
                 self._spawn(self._answer(command), type(command).__name__.lower())
             case Publish():
                 self._outbox.put_nowait(command.message)
-            case commands.StoreEvent() | commands.StoreFixed():
+            case commands.StoreEvent() | commands.StoreFixed() | commands.StoreHistory():
                 self._store.write(command)
             case commands.WakeAt():
                 self._wake_at(command.at)

@@ -1,4 +1,5 @@
-"""What a planner that restarts must know, in JetStream: events, and the operators' numbers.
+"""What a planner that restarts must know, in JetStream: events, the operators' numbers, and
+when load comes.
 
 Writes are coalesced and never waited for: an event goes on while the bus cannot store it.
 """
@@ -10,7 +11,8 @@ import msgspec
 from structlog.stdlib import BoundLogger
 
 from services.planner.core.archive import Archive
-from services.planner.core.commands import StoreEvent, StoreFixed
+from services.planner.core.commands import StoreEvent, StoreFixed, StoreHistory
+from services.planner.core.rhythm import History
 from shared import subjects
 from shared.bus.base import Bus, KeyValue
 from shared.errors import BusError
@@ -35,7 +37,12 @@ class Store:
         """Loads what an earlier planner stored."""
         events = await self._read(subjects.KV_EVENTS, EventRecord)
         fixed = await self._read(subjects.KV_SCALE, int)
-        return Archive(events.values(), {ModelId(key): count for key, count in fixed.items()})
+        histories = await self._read(subjects.KV_RHYTHMS, History)
+        return Archive(
+            events.values(),
+            {ModelId(key): count for key, count in fixed.items()},
+            {ModelId(key): history for key, history in histories.items()},
+        )
 
     async def _read(self, bucket: str, kind: type[_T]) -> dict[str, _T]:
         found: dict[str, _T] = {}
@@ -49,14 +56,16 @@ class Store:
                 )
         return found
 
-    def write(self, change: StoreEvent | StoreFixed) -> None:
+    def write(self, change: StoreEvent | StoreFixed | StoreHistory) -> None:
         """Has a change written soon."""
         if isinstance(change, StoreEvent):
             self._put(subjects.KV_EVENTS, change.event, change.record)
+        elif isinstance(change, StoreHistory):
+            self._put(subjects.KV_RHYTHMS, change.model, change.history)
         else:
             self._put(subjects.KV_SCALE, change.model, change.count)
 
-    def _put(self, bucket: str, key: str, value: EventRecord | int | None) -> None:
+    def _put(self, bucket: str, key: str, value: EventRecord | History | int | None) -> None:
         encoded = None if value is None else msgspec.msgpack.encode(value)
         self._unwritten[bucket, key] = encoded
         self._wake.set()

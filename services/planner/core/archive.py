@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from services.planner.core import events
-from services.planner.core.commands import StoreEvent, StoreFixed
+from services.planner.core.commands import StoreEvent, StoreFixed, StoreHistory
+from services.planner.core.rhythm import History
 from shared.ids import EventId, ModelId
 from shared.messages.scaling import EventRecord, EventState
 
@@ -38,12 +39,16 @@ class Archive:
     """Every change returns what has to be stored."""
 
     def __init__(
-        self, records: Iterable[EventRecord] = (), fixed: Mapping[ModelId, int] | None = None
+        self,
+        records: Iterable[EventRecord] = (),
+        fixed: Mapping[ModelId, int] | None = None,
+        histories: Mapping[ModelId, History] | None = None,
     ) -> None:
         self.events: dict[EventId, EventRecord] = {}
         """All events by id, the oldest first."""
         self.fixed: dict[ModelId, int] = dict(fixed or {})
         """Numbers of replicas that operators asked for."""
+        self.histories: dict[ModelId, History] = dict(histories or {})
         for record in sorted(records, key=lambda r: r.decided_ns):
             self.events[record.id] = record
 
@@ -84,6 +89,14 @@ class Archive:
         else:
             self.fixed[model] = count
         return [StoreFixed(model=model, count=count, cause=cause)]
+
+    def remember(self, model: ModelId, history: History | None, cause: str) -> list[StoreHistory]:
+        """Keeps a model's history. None: forgets it."""
+        if history is not None:
+            self.histories[model] = history
+        elif self.histories.pop(model, None) is None:
+            return []
+        return [StoreHistory(model=model, history=history, cause=cause)]
 
     def newest(self, count: int) -> tuple[EventRecord, ...]:
         newest = sorted(self.events.values(), key=lambda r: r.decided_ns, reverse=True)

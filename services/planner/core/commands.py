@@ -11,6 +11,7 @@ import msgspec
 from services.planner.core.instances import Member, Rules
 from services.planner.core.links import Links
 from services.planner.core.placement import Held, Roles
+from services.planner.core.rhythm import History
 from services.planner.core.tickets import Ticket
 from shared.errors import LambdaScaleError
 from shared.ids import NodeId
@@ -130,6 +131,13 @@ class StoreFixed(Caused, frozen=True, kw_only=True):
     count: int | None
 
 
+class StoreHistory(Caused, frozen=True, kw_only=True):
+    """Keep what is known of the model's rhythm durably. None: forget it."""
+
+    model: str
+    history: History | None
+
+
 class WakeAt(Caused, frozen=True, kw_only=True):
     """Feed `Wake` at this time. Replaces what was asked for before."""
 
@@ -181,6 +189,7 @@ Command = (
     | Publish
     | StoreEvent
     | StoreFixed
+    | StoreHistory
     | WakeAt
     | Answer
     | Ready

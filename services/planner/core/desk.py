@@ -41,6 +41,7 @@ class Settings:
     scale_up_hold_s: float
     horizon_s: float
     stray_s: float
+    anticipate: bool
     max_stages: int
     link_bytes_per_s: int
     step_overhead_s: float

@@ -175,6 +175,7 @@ class Machines:
             self._end(model, LambdaScaleError("the model was removed"))
             self._attempt("a model's gateways were not told", model, model.fleet.close)
         self._desk.do(*self._desk.archive.fix(id_, None, self._desk.cause))
+        self._desk.do(*self._desk.archive.remember(id_, None, self._desk.cause))
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""

@@ -52,7 +52,7 @@ class ModelMachine:
         self._releases = Releases(desk, rooms, record, self.fleet, self.standing)
         self._desk = desk
         self._rooms = rooms
-        self._sizing = Sizing(desk)
+        self._sizing = Sizing(desk, record.model_id)
         self._usage = Usage()
         self._wanted_ns = 0
         """Since when replicas have been wanted for which no event could begin. 0: none are."""

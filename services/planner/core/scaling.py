@@ -251,6 +251,17 @@ def work_of(demand: Demand, policy: Policy) -> Work:
     )
 
 
+def steady(demand: Demand, policy: Policy) -> float:
+    """How many replicas the load needs, as far as it is known, without what has piled up."""
+    work = work_of(demand, policy)
+    usual = work.rate * work.stay_s
+    there = min(work.inside, usual) if usual else work.inside
+    if policy.objectives.any and work.prefill_s:
+        ready = replace(work, waiting_s=0.0, inside=math.ceil(there))
+        return needed(ready, Supply(0.0), policy.objectives, policy.max_instances)
+    return max(there / policy.slots, work.rate * work.prefill_s)
+
+
 def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:
     """How long more must be wanted before it is asked for: the more work waits, the shorter. Weak
     evidence is looked at twice, so that the growth is known."""

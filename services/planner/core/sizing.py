@@ -7,16 +7,19 @@ from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.load_reports import Asked
 from services.planner.core.objectives import FULL, Objectives, Supply, busy
+from services.planner.core.rhythm import Rhythm
 from services.planner.core.scaling import (
     Decision,
     Demand,
     Policy,
     Scaler,
     fulls,
+    steady,
     wanted,
     work_of,
 )
 from services.planner.core.traffic import Arrivals, Traffic
+from shared.ids import ModelId
 from shared.messages.instances import InstanceState
 from shared.messages.pool import MEMORY, ModelRecord
 from shared.messages.scaling import EventRecord
@@ -26,23 +29,26 @@ SPARE_S = 1.0
 """Seconds after which replicas that the load does not fill may give way to other models."""
 START_S = 0.1
 """Seconds of an event before its first bytes move, and after its last."""
-LEAD, LEAD_S = 2.0, 1.0
-"""What a schedule asks for is begun earlier by this many times the time to load, and a second."""
+LEAD, LEAD_S = 1.2, 1.0
+"""What a schedule asks for, or history lets expect, is begun earlier by this many times the time to
+load, and a second."""
 
 
 class Sizing:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, model: ModelId) -> None:
         self.wants = 0
         """How many replicas the model should have at least, as of the last decision, whatever room
         there is."""
         self.floor = 0
-        """How many replicas it keeps even when idle, as of the last decision."""
+        """How many replicas it keeps even when idle, as of the last decision; without those that
+        are expected to be needed."""
         self.spare_at: float | None = None
         """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
         self._scaler = Scaler()
         self._traffic = Traffic()
         self._asked = Asked()
+        self._rhythm = Rhythm(desk.archive.histories.get(model))
 
     @property
     def surplus(self) -> bool:
@@ -64,7 +70,10 @@ class Sizing:
         supply = self._supply(record, coming, fleet, event)
         policy = self._policy(record, fleet.speed, supply)
         demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
-        self.floor = policy.min_instances
+        if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(demand, policy)):
+            archive, history = self._desk.archive, self._rhythm.history
+            self._desk.do(*archive.remember(record.model_id, history, self._desk.cause))
+        policy = self._ahead(policy, supply.horizon_s)
         self._scaler, decision = self._desk.settings.decide(
             self._scaler,
             demand,
@@ -126,7 +135,7 @@ class Sizing:
     def _policy(self, record: ModelRecord, speed: float, supply: Supply) -> Policy:
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
-        floor = self._floor(record, supply.horizon_s)
+        floor = self.floor = self._floor(record, supply.horizon_s)
         scheduled = f"the schedule keeps {floor} replicas" if record.schedule else ""
         return Policy(
             min_instances=floor,
@@ -146,6 +155,21 @@ class Sizing:
             decode_s=cluster.measured.decode_s(record.model_id) / speed,
             supply=supply,
         )
+
+    def _ahead(self, policy: Policy, horizon_s: float) -> Policy:
+        """The policy with what the model's history lets expect."""
+        if not self._desk.settings.anticipate:
+            return policy
+        expected = self._rhythm.ahead(self._desk.now.wall_ns / 1e9, LEAD * horizon_s + LEAD_S)
+        if expected is None or expected.replicas <= policy.min_instances:
+            return policy
+        when = (
+            "on this weekday in both of the last two weeks"
+            if expected.weekly
+            else ("on both of the last two days")
+        )
+        why = f"load that filled {expected.replicas} replicas came at this time {when}"
+        return replace(policy, min_instances=expected.replicas, floor_why=why)
 
     def _floor(self, record: ModelRecord, horizon_s: float) -> int:
         """What the model keeps even when idle, now and when what is asked for now is there."""

@@ -11,6 +11,7 @@ from services.planner.core.commands import Command, Publish, Question
 from services.planner.core.desk import Settings
 from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
 from services.planner.core.planner import Planner
+from services.planner.core.rhythm import History
 from services.planner.core.serving.strategies import SERVING
 from services.planner.core.stimuli import (
     Answer,
@@ -70,6 +71,7 @@ def settings(scale_up_hold_s: float = 0.0, idle_s: float = 2.0, strategy: str = 
         scale_up_hold_s=scale_up_hold_s,
         horizon_s=1.0,
         stray_s=10.0,
+        anticipate=True,
         max_stages=4,
         link_bytes_per_s=10_000,
         step_overhead_s=0.001,
@@ -112,6 +114,7 @@ class Driver:
         questions any more, and the registry is still to answer the new one's."""
         records: dict[EventId, EventRecord] = {}
         fixed: dict[ModelId, int] = {}
+        histories: dict[ModelId, History] = {}
         for command in self.said:
             match command:
                 case commands.StoreEvent(event=event, record=None):
@@ -122,8 +125,10 @@ class Driver:
                     fixed.pop(ModelId(model), None)
                 case commands.StoreFixed(model=model, count=int() as count):
                     fixed[ModelId(model)] = count
+                case commands.StoreHistory(model=model, history=History() as history):
+                    histories[ModelId(model)] = history
         self._settings = replace(self._settings, epoch=self._settings.epoch + 1)
-        self.core = type(self.core)(self._settings, Archive(records.values(), fixed))
+        self.core = type(self.core)(self._settings, Archive(records.values(), fixed, histories))
         self.open, self.wake_at = [], float("inf")
         self.feed(Wake())
 

@@ -1,0 +1,147 @@
+"""A daily rhythm that the planner knows from its history, beside the same day without it.
+
+Run: `.venv/bin/python -m benchmarks.rhythm`, two minutes. The real services run in virtual time on
+modelled hardware (12 H800 nodes, Llama-2-13B, nothing kept when idle). On each of three days
+requests come at the same time of day, at random (Poisson, another seed each day), 20 a second for
+40 s, up to 3 s sooner or later. What the planner remembers of the first two days, in its
+durable store, is there on the third. Only the minutes around the load are simulated. The third day
+is run twice: with what is remembered, and without.
+"""
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+
+from services.planner.core.rhythm import History
+from shared import subjects, telemetry
+from shared.bus.memory import MemoryBus
+from shared.config import TelemetryConfig
+from simulation import loop, systems
+from simulation.bus import SimBroker
+from simulation.cluster import Cluster, ClusterSpec
+from simulation.hardware import hardware
+from simulation.measures import integral
+from simulation.models import model
+from simulation.results import SystemRun
+from simulation.run import CHUNKS, LIMIT_S, result, watched
+from simulation.traces import Row
+
+MODEL, HARDWARE, NODES = "llama-2-13b", "h800-400g", 12
+BEGIN_S, LASTS_S, RATE, SPREAD_S = 60.0, 40.0, 20.0, 3.0
+SLOT_OVER_S = 420.0
+"""A late request keeps the cluster running until the slots with load are kept."""
+DAYS = range(3, 6)
+"""Seeds of third days."""
+Histories = Mapping[str, History]
+
+
+@dataclass(frozen=True)
+class Day:
+    run: SystemRun
+    histories: Histories
+
+    @property
+    def ttft(self) -> list[float]:
+        return sorted(r.ttft_s for r in self.run.requests if r.ttft_s is not None)[:-1]
+
+    @property
+    def gpu_s(self) -> float:
+        return integral(self.run, lambda sample: sample.gpus, SLOT_OVER_S)
+
+
+def cluster(ttft_s: float) -> ClusterSpec:
+    return ClusterSpec(
+        system=systems.named("lambdascale"),
+        hardware=hardware(HARDWARE),
+        models=(model(MODEL),),
+        nodes=NODES,
+        chunks=CHUNKS,
+        slots=32,
+        min_instances=0,
+        objectives=((MODEL, ttft_s, 0.0),) if ttft_s else (),
+    )
+
+
+def load(seed: int) -> list[Row]:
+    draw = random.Random(seed)
+    at = BEGIN_S + draw.uniform(-SPREAD_S, SPREAD_S)
+    end, rows = at + LASTS_S, list[Row]()
+    while at < end:
+        rows.append(Row(at, 1024, 128, MODEL))
+        at += draw.expovariate(RATE)
+    return [*rows, Row(SLOT_OVER_S, 16, 2, MODEL)]
+
+
+def simulate(spec: ClusterSpec, rows: Sequence[Row], seed: int, known: Histories) -> Day:
+    """One day, with what the planner finds in its store, and what it leaves there."""
+
+    async def day() -> Day:
+        broker = SimBroker()
+        async with MemoryBus(broker, "earlier") as bus:
+            bucket = await bus.kv(subjects.KV_RHYTHMS)
+            for key, history in known.items():
+                await bucket.put(key, msgspec.msgpack.encode(history))
+        async with Cluster(spec, broker) as there:
+            watch = await watched(there, rows)
+            stored = await (await there.bus.kv(subjects.KV_RHYTHMS)).entries()
+        found = {e.key: msgspec.msgpack.decode(e.value, type=History) for e in stored}
+        return Day(result(spec.system.name, watch), found)
+
+    return loop.run(day(), seed=seed, limit_s=LIMIT_S)
+
+
+def earlier(histories: Histories, days: int) -> Histories:
+    """The same, but seen some days before."""
+    return {
+        key: History(h.since - days, {day - days: kept for day, kept in h.days.items()})
+        for key, h in histories.items()
+    }
+
+
+def together(first: Histories, second: Histories) -> Histories:
+    return {
+        key: History(min(h.since, second[key].since), {**h.days, **second[key].days})
+        for key, h in first.items()
+        if key in second
+    }
+
+
+def at(values: Sequence[float], share: float) -> float:
+    return values[min(len(values) - 1, int(len(values) * share))]
+
+
+def main() -> int:
+    telemetry.configure("simulation", TelemetryConfig(log_level="off"))
+    met = True
+    for ttft_s in (0.0, 0.3):
+        spec = cluster(ttft_s)
+        print(f"objective: {f'TTFT {1000 * ttft_s:g} ms' if ttft_s else 'none'}")
+        first, second = (simulate(spec, load(seed), seed, {}) for seed in (1, 2))
+        known = together(earlier(first.histories, 2), earlier(second.histories, 1))
+        print(f"  {'day':>4}{'':14}{'TTFT p50':>9}{'p90':>8}{'p99':>8}{'GPU s':>8}")
+        ratios: list[tuple[float, float]] = []
+        for seed in DAYS:
+            days = {
+                "not known": simulate(spec, load(seed), seed, {}),
+                "rhythm known": simulate(spec, load(seed), seed, known),
+            }
+            for name, day in days.items():
+                ttft = "".join(f"{at(day.ttft, share):8.3f}" for share in (0.5, 0.9, 0.99))
+                print(f"  {seed:>4}  {name:<12} {ttft}{day.gpu_s:8.0f}")
+            without, with_ = days.values()
+            sooner = at(with_.ttft, 0.9) / at(without.ttft, 0.9)
+            ratios.append((sooner, with_.gpu_s / without.gpu_s))
+        p90, gpu_s = (median(column) for column in zip(*ratios, strict=True))
+        print(f"  medians of the ratios: TTFT p90 {p90:.2f}, GPU seconds {gpu_s:.3f}")
+        met = met and p90 < 1 and gpu_s <= 1.0
+    verdict = "met" if met else "NOT met"
+    print(f"bar: TTFT p90 lower at no more GPU seconds where the rhythm is known: {verdict}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
