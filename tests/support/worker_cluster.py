@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from services.node.engine.base import Engine, StagePart
-from services.node.execution.worker import Worker
+from services.node.execution.worker import Worker, WorkerLoad
 from services.node.transport.base import Buffer
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.layout import Manifest
@@ -151,6 +151,8 @@ class Cluster:
         self.attempts: dict[tuple[str, int], Attempt] = {}
         self.cut: set[str] = set()
         self.messages: list[tuple[GatewayId, Tokens]] = []
+        self.loads: list[WorkerLoad] = []
+        """The load of the node that said them, as each of `messages` went out."""
         self._loop = asyncio.get_running_loop()
 
     def attempt(self, name: str, number: int = 1) -> Attempt:
@@ -195,6 +197,16 @@ class Cluster:
         await self.workers[message.stages[0].node].submit(message)
         return self.attempt(message.request, message.attempt)
 
+    async def submit_together(self, *messages: Submit) -> list[Attempt]:
+        """All come before their leader's engine begins with any of them."""
+        (leader,) = {message.stages[0].node for message in messages}
+        queued = threading.Event()
+        self.workers[leader]._post(lambda _: _wait(queued))
+        together = asyncio.gather(*map(self.submit, messages))
+        await asyncio.sleep(0)
+        queued.set()
+        return await together
+
     def _send(self, sender: str, address: str, header: bytes, payload: Sequence[Buffer]) -> None:
         target = address.removeprefix("mem://")
         if not {sender, target} & self.cut:
@@ -202,10 +214,12 @@ class Cluster:
             self.workers[target].on_message(f"mem://{sender}", memoryview(header), body)
 
     def _emit(self, gateway: GatewayId, tokens: Tokens) -> None:
-        self._loop.call_soon_threadsafe(self._on_tokens, gateway, tokens)
+        load = self.workers[tokens.node].load()
+        self._loop.call_soon_threadsafe(self._on_tokens, gateway, tokens, load)
 
-    def _on_tokens(self, gateway: GatewayId, message: Tokens) -> None:
+    def _on_tokens(self, gateway: GatewayId, message: Tokens, load: WorkerLoad) -> None:
         self.messages.append((gateway, message))
+        self.loads.append(load)
         for scores in message.scores:
             self.attempt(scores.request, scores.attempt).scores.append(scores)
         for token in message.tokens:
@@ -220,6 +234,10 @@ class Cluster:
     async def all_free(self, *names: str) -> None:
         for name in names or self.engines:
             assert await asyncio.to_thread(self.engines[name].wait_until_free), name
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(20)
 
 
 @asynccontextmanager

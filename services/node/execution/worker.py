@@ -257,8 +257,8 @@ class Worker:
             aside=self._work.put,
             bell=self._bell,
         )
-        self._load = steps.load
         idle = False
+        self._load = steps.load
         while not self._stopping:
             self._take_in(steps, timeout=None if idle else 0)
             until = None if self._stopping else steps.begin(time.monotonic())
@@ -266,8 +266,7 @@ class Worker:
             if until is not None:
                 self._hold(steps, until)
                 steps.finish(time.monotonic())
-            steps.flush()
-            self._load = steps.load
+            self._tell(steps)
 
     def _take_in(self, steps: Steps, timeout: float | None) -> None:
         """Runs the calls that have come. If there are none, waits for one."""
@@ -280,8 +279,12 @@ class Worker:
             if not self._stopping:
                 call(steps)
         if calls:
-            steps.flush()
-            self._load = steps.load
+            self._tell(steps)
+
+    def _tell(self, steps: Steps) -> None:
+        """Whoever hears of a token finds it in the load."""
+        self._load = steps.load
+        steps.flush()
 
     def _hold(self, steps: Steps, until: float) -> None:
         """Takes in what comes until a time, and returns then."""

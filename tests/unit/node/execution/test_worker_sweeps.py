@@ -74,6 +74,13 @@ async def test_the_engine_is_told_that_calls_wait_until_they_are_taken_in() -> N
         assert called == [3]
 
 
+async def test_the_load_has_what_is_told() -> None:
+    async with cluster("a") as nodes:
+        await (await nodes.submit(submit("r", WHOLE, max_tokens=3))).end()
+        assert [load.tokens_out for load in nodes.loads] == [1, 2, 3]
+        assert [load.running for load in nodes.loads] == [1, 1, 0]
+
+
 async def test_a_peer_lost_in_the_middle_of_a_sweep() -> None:
     async with cluster("a", "b", "c", slots=32, step_tokens=64) as nodes:
         gate = nodes.gate("a", "through", 2, 4)

@@ -174,14 +174,18 @@ async def test_preempted_requests_get_the_tokens_of_transformers() -> None:
         buffers=model.buffers,
         make_engine=torch_engine,
     ) as nodes:
-        attempts = [
-            await nodes.submit(submit(f"r{i}", WHOLE, prompt=prompt, max_tokens=40))
-            for i, prompt in enumerate(prompts)
-        ]
+        # Later, when others have grown, a request is refused.
+        attempts = await nodes.submit_together(
+            *(
+                submit(f"r{i}", WHOLE, prompt=prompt, max_tokens=40)
+                for i, prompt in enumerate(prompts)
+            )
+        )
         await asyncio.gather(*(attempt.end() for attempt in attempts))
         for attempt, prompt in zip(attempts, prompts, strict=True):
             assert attempt.failed is None
             assert attempt.ids == model.expected_tokens(list(prompt), 40)
+        assert nodes.workers["a"].load().preemptions > 0
         assert nodes.workers["a"].load().kv_used == 0
 
 
