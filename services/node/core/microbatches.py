@@ -217,8 +217,7 @@ class Prepare:
     context: Context
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """Send this to a gateway."""
 
     gateway: GatewayId

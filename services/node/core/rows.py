@@ -1,7 +1,7 @@
 """The parts of a batch: one row for each sequence, the same from the leader's plan to the
-engine."""
+engine. They are structures of msgspec, which are made several times as fast as dataclasses."""
 
-from dataclasses import dataclass
+import msgspec
 
 from shared.messages.serving import LogitRules, Sampling
 
@@ -14,8 +14,7 @@ def request_of(key: SequenceKey) -> str:
     return key.partition("#")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(msgspec.Struct, frozen=True):
     """What a request's rules need to know: its tokens up to a draw, and the rules themselves."""
 
     tokens: tuple[int, ...]
@@ -30,8 +29,7 @@ class Context:
         return bool(self.rules.grammar)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True):
     """Draw the token with this index of its request, after the row's last position. If tokens are
     proposed, draw first after the position before theirs, and go on as long as the proposed tokens
     are the ones drawn."""
@@ -48,8 +46,7 @@ class Draw:
     next row takes back the tokens behind the last accepted one, since it begins there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(msgspec.Struct, frozen=True):
     """Give the log probabilities of known tokens, which come after consecutive positions of the
     row."""
 
@@ -60,8 +57,7 @@ class Score:
     """How many of the most probable tokens are reported with each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """The part of a sequence in one step: `count` positions from `position` on."""
 
     sequence: SequenceKey

@@ -7,7 +7,9 @@ come, first served, because sharing the budget among all would make all of them 
 sequences that decode, those that have waited longest go first.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from services.node.core.kv import whole_pages
 from services.node.core.microbatches import Finish, Part, Path
@@ -160,11 +162,11 @@ class Sequence:
         stops = self.submit.stop_ids
         end = next((i for i, token in enumerate(proposed) if token in stops), len(proposed))
         if proposed := proposed[:end]:
-            self.row = row = replace(
+            self.row = row = msgspec.structs.replace(
                 row,
                 count=row.count + len(proposed),
                 tokens=row.tokens + proposed,
-                draw=replace(row.draw, proposed=proposed),
+                draw=msgspec.structs.replace(row.draw, proposed=proposed),
             )
         return row
 

@@ -105,19 +105,18 @@ class KernelStep:
         config, a = decoder.config, decoder.attention
         self._compiled, self._experts, self._given = compiled, config.experts, decoder.given
         blocks: list[tuple[int, int, int, int]] = []
-        pages, slots, positions = array("i"), array("i"), array("i")
+        pages, rows, longest = array("i"), 0, 0
         for sequence, first, count in spans:
-            size = min(BLOCK, max(1, SCORES // (a.group * pages_of(first + count) * PAGE)))
+            own = pages_of(first + count)
+            size = min(BLOCK, max(1, SCORES // (a.group * own * PAGE))) if count > 1 else 1
             for done in range(0, count, size):
-                n = min(size, count - done)
-                blocks.append((len(slots) + done, n, first + done, len(pages)))
-            pages.extend(sequence.pages[: pages_of(first + count)])
-            slots.extend(sequence.slots(first, count))
-            positions.extend(range(first, first + count))
+                blocks.append((rows + done, min(size, count - done), first + done, len(pages)))
+            pages.extend(sequence.pages[:own])
+            rows, longest = rows + count, max(longest, first + count)
         # The longest spans go first, so that threads that end with short ones end together.
         blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
         scratch = a.group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks)
-        rows, width = len(slots), config.hidden_size
+        width = config.hidden_size
         self._threads = kernels.threads_for(rows * width, width)
         narrow = decoder.dtype == torch.bfloat16
         # Pairs and tiles are of bfloat16. Without them, activations inside a layer stay in float32.
@@ -130,16 +129,15 @@ class KernelStep:
         )
         # What the experts take lies first in the workspace's memory; this keeps it alive, too.
         self._normed = (workspace.memory, inner)
-        cos, sin = decoder.rotations.until(max(positions) + 1)
+        cos, sin = decoder.rotations.until(longest)
         placed = array("i", chain.from_iterable(blocks))
         # The kernels know these only by address: this keeps the memory alive.
-        self._kept = (cos, sin, positions, slots, placed, pages)
+        self._kept = (cos, sin, placed, pages)
         attention = kernels.Attention(
             rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
             narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
             eps=a.norm_eps, scale=a.scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-            positions=_address(positions), slots=_address(slots), queries=queries,
-            spans=_address(placed), pages=_address(pages), n_spans=len(blocks),
+            queries=queries, spans=_address(placed), pages=_address(pages), n_spans=len(blocks),
             scratch=scores, scratch_size=scratch,
         )  # fmt: skip
         self._attention = attention

@@ -78,6 +78,8 @@ def sample(
     drawn = [Drawn(token) if token >= 0 else NOT_FINITE for token in ids.tolist()]
     if there:
         _score_there(logits, draws, done, drawn)
+    if len(done) == len(draws) and all(due is None for due in proposed or ()):
+        return drawn
     rest = [row for row, one in enumerate(drawn) if row not in done and one.error is None]
     values = dict(zip(rest, logits[rest].cpu(), strict=True)) if rest else {}
     for row, due in enumerate(proposed or [None] * len(draws)):

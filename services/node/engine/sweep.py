@@ -5,21 +5,24 @@ not matter which rows share a sweep.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from services.node.checkpoints.architecture import AnyConfig
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import (
     Bell,
+    Draw,
     PartResult,
     Row,
     RowsRefused,
+    Score,
     SequenceKey,
     StagePart,
     Weights,
@@ -27,11 +30,12 @@ from services.node.engine.base import (
 from services.node.engine.copies import to_device, to_host
 from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.linear import Form
-from services.node.engine.processors import Processors
+from services.node.engine.processors import Processor, Processors
 from services.node.engine.sampling import Drawn, sample, score
-from shared.errors import BadInput, Conflict, NotFound
+from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
+from shared.messages.serving import Logprobs
 
 SCORED_AT_ONCE = 64
 """Positions scored at a time. Their logits take 32 MiB for 128k tokens; those of a whole step would
@@ -148,19 +152,17 @@ class _Rider:
     @property
     def result(self) -> PartResult:
         hidden = None if self.ends else to_host(self.hidden)
-        drawn = self.drawn or ((),) * len(self.rows)
-        sampled = tuple(tuple(one.token for one in ones if one.token is not None) for ones in drawn)
-        logprobs = {
-            row.sequence: found
-            for row, ones in zip(self.rows, drawn, strict=True)
-            if (found := tuple(one.logprobs for one in ones if one.logprobs))
-        }
-        failed = {
-            row.sequence: error
-            for row, ones in zip(self.rows, drawn, strict=True)
-            if (error := next((one.error for one in ones if one.error), None))
-        }
-        return PartResult(tuple(self.rows), hidden, sampled, logprobs, failed)
+        sampled: list[tuple[int, ...]] = []
+        logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
+        failed: dict[SequenceKey, LambdaScaleError] = {}
+        for row, ones in zip(self.rows, self.drawn or ((),) * len(self.rows), strict=True):
+            sampled.append(tuple([one.token for one in ones if one.token is not None]))
+            for one in ones:
+                if one.logprobs:
+                    logprobs[row.sequence] = (*logprobs.get(row.sequence, ()), one.logprobs)
+                if one.error:
+                    failed.setdefault(row.sequence, one.error)
+        return PartResult(tuple(self.rows), hidden, tuple(sampled), logprobs, failed)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
@@ -302,9 +304,10 @@ class TorchSweep:
         """Scores and draws for everybody aboard. The head is the last unit, so all parts leave
         after it."""
         rows = [row for rider in self._aboard for row in rider.rows]
-        scored = _scored(model, unit, self._hidden, rows)
         drawn = _drawn(model, unit, self._hidden, rows)
-        drawn = tuple((*known, *new) for known, new in zip(scored, drawn, strict=True))
+        if any(row.score for row in rows):
+            scored = _scored(model, unit, self._hidden, rows)
+            drawn = tuple((*known, *new) for known, new in zip(scored, drawn, strict=True))
         for rider in self._aboard:
             rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 
@@ -368,15 +371,19 @@ class TorchSweep:
         if missing:
             raise NotFound(f"blocks {missing} of model {self._model_id} are not held here")
         ends: dict[SequenceKey, int] = {}
+        whole, vocab_size = model.network.whole, model.manifest.config.get("vocab_size", 0)
         for row in part.rows:
             self._check_row(row, part, ends)
-            if (whole := model.network.whole) and (row.position, row.count) != (0, whole):
+            if whole and (row.position, row.count) != (0, whole):
                 why = BadInput(
                     f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
                     f"expected all {whole} of an image"
                 )
                 raise RowsRefused((row.sequence,), why)
-            _check_ids(row, model)
+            if not whole:
+                _check_ids(row, vocab_size)
+            if row.score is not None:
+                _check_score(row, row.score, vocab_size)
 
     def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
         """Checks one row. `ends`: the length that each sequence with earlier rows in the part will
@@ -384,8 +391,8 @@ class TorchSweep:
         sequence = self._kv.find(row.sequence)
         if sequence is None and row.position > 0 and row.sequence not in ends:
             raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
-        stage = (self._model_id, part.start, part.stop)
-        if sequence and (sequence.model_id, *sequence.blocks) != stage:
+        stage = (self._model_id, (part.start, part.stop))
+        if sequence and (sequence.model_id, sequence.blocks) != stage:
             raise Conflict(f"sequence {row.sequence} was begun by another stage here")
         end = ends.get(row.sequence, sequence.length if sequence else 0)
         unsure = sequence.proposed if sequence and row.sequence not in ends else 0
@@ -394,7 +401,7 @@ class TorchSweep:
                 f"sequence {row.sequence} has {end} positions here; a row cannot start at "
                 f"{row.position}"
             )
-        if row.count <= row.proposed or row.position + row.count > row.limit:
+        if row.position + row.count > row.limit or row.count <= row.proposed:
             raise BadInput(
                 f"sequence {row.sequence}: {row.count} positions from {row.position} on, "
                 f"{row.proposed} of them proposed; expected at least one that is not, and an end "
@@ -403,25 +410,26 @@ class TorchSweep:
         ends[row.sequence] = row.position + row.count
 
 
-def _check_ids(row: Row, model: Model) -> None:
-    """RowsRefused for positions or tokens out of range: a GPU would read outside of its memory."""
-    vocab_size, known = model.manifest.config.get("vocab_size", 0), row.score
-    if not model.network.whole and not _are_ids(row.tokens, vocab_size):
+def _check_ids(row: Row, vocab_size: int) -> None:
+    """RowsRefused for tokens out of range: a GPU would read outside of its memory."""
+    if not _are_ids(row.tokens, vocab_size):
         why = BadInput(f"sequence {row.sequence}: ids go from 0 to {vocab_size - 1}")
         raise RowsRefused((row.sequence,), why)
-    if known is None:
-        return
-    placed = known.first >= 0 and known.first + len(known.tokens) <= row.count
-    if not placed or not _are_ids(known.tokens, vocab_size):
+
+
+def _check_score(row: Row, score: Score, vocab_size: int) -> None:
+    """RowsRefused for positions or tokens out of range."""
+    placed = score.first >= 0 and score.first + len(score.tokens) <= row.count
+    if not placed or not _are_ids(score.tokens, vocab_size):
         why = BadInput(
-            f"sequence {row.sequence}: {len(known.tokens)} tokens to score from position "
-            f"{known.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
+            f"sequence {row.sequence}: {len(score.tokens)} tokens to score from position "
+            f"{score.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
         )
         raise RowsRefused((row.sequence,), why)
 
 
 def _are_ids(tokens: Sequence[int], vocab_size: int) -> bool:
-    return min(tokens, default=0) >= 0 and max(tokens, default=-1) < vocab_size
+    return not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size)
 
 
 def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
@@ -455,28 +463,37 @@ def _drawn(
     model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
 ) -> tuple[tuple[Drawn, ...], ...]:
     """What is drawn after each row; empty for a row without a draw."""
-    draws, positions, processors, proposed = [], [], [], []
+    draws: list[Draw] = []
+    positions: list[int] = []
+    processors: list[Processor | None] = []
+    proposed: list[int | None] = []
     end = 0
     for row in rows:
         end += row.count
         draw = row.draw
         if draw is None:
             continue
-        first = end - 1 - row.proposed
-        for number, due in enumerate((None, *draw.proposed)):
-            draws.append(replace(draw, index=draw.index + number) if number else draw)
-            positions.append(first + number)
-            processors.append(model.processors.of(row.sequence))
+        draws.append(draw)
+        positions.append(end - 1 - len(draw.proposed))
+        processors.append(model.processors.of(row.sequence))
+        proposed.append(None)
+        for number, due in enumerate(draw.proposed, start=1):
+            draws.append(replace(draw, index=draw.index + number))
+            positions.append(positions[-1] + 1)
+            processors.append(processors[-1])
             proposed.append(due)
     if not draws:
         return ((),) * len(rows)
     logits = model.network.head(unit, hidden, positions)
     drawn = iter(sample(logits, draws, processors, proposed, model.network.largest_ids))
-    return tuple(_accepted(islice(drawn, 1 + row.proposed)) if row.draw else () for row in rows)
+    return tuple([_accepted(drawn, row.draw) if row.draw else () for row in rows])
 
 
-def _accepted(drawn: Iterable[Drawn]) -> tuple[Drawn, ...]:
-    """The drawn tokens up to the first that fails, or that failure alone if it comes first. A
-    failure after tokens is left to the next step."""
-    first, *rest = drawn
+def _accepted(drawn: Iterator[Drawn], draw: Draw) -> tuple[Drawn, ...]:
+    """Takes what was drawn for a row: the tokens up to the first that fails, or that failure alone
+    if it comes first. A failure after tokens is left to the next step."""
+    first = next(drawn)
+    if not draw.proposed:
+        return (first,)
+    rest = list(islice(drawn, len(draw.proposed)))
     return (first, *(one for one in rest if one.token is not None))

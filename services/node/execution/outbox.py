@@ -20,7 +20,9 @@ class Outbox:
         self._boxes: dict[GatewayId, _Box] = {}
 
     def put(self, command: Emit) -> None:
-        box = self._boxes.setdefault(command.gateway, _Box())
+        box = self._boxes.get(command.gateway)
+        if box is None:
+            box = self._boxes[command.gateway] = _Box()
         match command.what:
             case Token():
                 box.tokens.append(command.what)

@@ -51,7 +51,7 @@ class Attention(ctypes.Structure):
     _fields_ = _fields(
         "integers rows heads kv_heads head_dim narrow narrow_kv",
         "numbers eps scale",
-        "pointers cos sin positions slots queries spans pages",
+        "pointers cos sin queries spans pages",
         "integers n_spans",
         "pointers scratch",
         "integers scratch_size",

@@ -65,10 +65,10 @@ INLINE float *queries_of(const Attention *a, int64_t head, int64_t row) {
 /* One head of one row: normed if there is a norm, then rotated. RoPE pairs dimension i with
    i + head_dim / 2. */
 INLINE void turned(const Attention *a, const void *qkv, const void *qk_norm, int64_t row,
-                   int64_t head, float *out, int narrow, int narrow_kv) {
+                   int64_t position, int64_t head, float *out, int narrow, int narrow_kv) {
     int64_t dim = a->head_dim, half = dim / 2;
     int64_t at = (row * (a->heads + 2 * a->kv_heads) + head) * dim;
-    const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
+    const float *cos = a->cos + position * half, *sin = a->sin + position * half;
     float x[dim];
     for (int64_t i = 0; i < dim; i++) x[i] = get(qkv, at + i, narrow);
     if (qk_norm) {
@@ -81,24 +81,33 @@ INLINE void turned(const Attention *a, const void *qkv, const void *qk_norm, int
     }
 }
 
+INLINE void prepare_row(const Attention *a, const void *qkv, const void *qk_norm, void *cache,
+                        int64_t row, int64_t position, int64_t page, int narrow, int narrow_kv) {
+    int64_t dim = a->head_dim, group = a->heads / a->kv_heads, at = position % PAGE;
+    int64_t values = (row * (a->heads + 2 * a->kv_heads) + a->heads + a->kv_heads) * dim;
+    float key[dim];
+    for (int64_t head = 0; head < a->kv_heads; head++) {
+        float *queries = queries_of(a, head, row);
+        void *kv = head_of(a, cache, page, head);
+        for (int64_t g = 0; g < group; g++)
+            turned(a, qkv, qk_norm, row, position, head * group + g, queries + g * dim, narrow,
+                   narrow_kv);
+        turned(a, qkv, qk_norm, row, position, a->heads + head, key, narrow, narrow_kv);
+        for (int64_t i = 0; i < dim; i++) put(kv, i * PAGE + at, key[i], narrow_kv);
+        for (int64_t i = 0; i < dim; i++)
+            put(kv, (PAGE + at) * dim + i, get(qkv, values + head * dim + i, narrow), narrow_kv);
+    }
+}
+
 INLINE void prepare(const Attention *a, const void *qkv, const void *qk_norm, void *cache,
                     int64_t *next, int narrow, int narrow_kv) {
-    int64_t row, dim = a->head_dim, group = a->heads / a->kv_heads;
-    float key[dim];
-    while ((row = taken(next)) < a->rows) {
-        int64_t page = a->slots[row] / PAGE, at = a->slots[row] % PAGE;
-        int64_t values = (row * (a->heads + 2 * a->kv_heads) + a->heads + a->kv_heads) * dim;
-        for (int64_t head = 0; head < a->kv_heads; head++) {
-            float *queries = queries_of(a, head, row);
-            void *kv = head_of(a, cache, page, head);
-            for (int64_t g = 0; g < group; g++)
-                turned(a, qkv, qk_norm, row, head * group + g, queries + g * dim, narrow,
-                       narrow_kv);
-            turned(a, qkv, qk_norm, row, a->heads + head, key, narrow, narrow_kv);
-            for (int64_t i = 0; i < dim; i++) put(kv, i * PAGE + at, key[i], narrow_kv);
-            for (int64_t i = 0; i < dim; i++)
-                put(kv, (PAGE + at) * dim + i, get(qkv, values + head * dim + i, narrow),
-                    narrow_kv);
+    int64_t number;
+    while ((number = taken(next)) < a->n_spans) {
+        const int32_t *span = a->spans + 4 * number, *pages = a->pages + span[3];
+        for (int64_t i = 0; i < span[1]; i++) {
+            int64_t position = span[2] + i;
+            prepare_row(a, qkv, qk_norm, cache, span[0] + i, position, pages[position / PAGE],
+                        narrow, narrow_kv);
         }
     }
 }

@@ -28,7 +28,6 @@ typedef struct {
     int64_t narrow_kv;      /* the cache is bfloat16, and the norms of queries and keys are */
     double eps, scale;
     const float *cos, *sin; /* [positions, head_dim / 2] */
-    const int32_t *positions, *slots; /* [rows] */
     float *queries;         /* [kv heads, rows, group x head_dim] */
     const int32_t *spans;   /* [n_spans, 4]: first row, number of rows, position of the first
                                row, where its sequence's pages begin in `pages` */

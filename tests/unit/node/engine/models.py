@@ -1,11 +1,11 @@
 """Random models of any family and config: in memory as blocks, and as transformers runs them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.node.checkpoints.architecture import read_config

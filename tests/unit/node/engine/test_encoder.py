@@ -1,11 +1,11 @@
 """Images give transformers' logits, on one node and over stages, whoever else is in the step."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 

@@ -1,12 +1,12 @@
 """The engine's contract: what it holds, what it refuses, and that a refusal changes nothing."""
 
-from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaForCausalLM
 
 from services.local.demo_model import make_checkpoint

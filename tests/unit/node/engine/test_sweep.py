@@ -1,12 +1,13 @@
 """Sweeps of parts with different blocks: transformers' tokens, each block once, whoever rides."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from services.node.engine import kernels
 from services.node.engine.base import (

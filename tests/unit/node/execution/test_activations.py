@@ -1,4 +1,3 @@
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -6,6 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.node.core.microbatches import (
     Admit,
