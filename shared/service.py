@@ -40,6 +40,8 @@ class Service(ABC):
         """It is open and not about to end."""
         self.stands_by = False
         """It waits until it is the active process of its role."""
+        self.term = 0
+        """Its term as such; 0: it is not, or needs not be."""
         self._owner: asyncio.Task[Any] | None = None
         self.failures = 0
         """Bugs that were contained: see the log."""
@@ -63,6 +65,7 @@ class Service(ABC):
             await election.win()
         finally:
             self.stands_by = False
+        self.term = election.term
         self.resources.push_async_callback(election.resign)
         self.spawn(election.keep(), name="lease")
         return ActiveBus(bus, election, self.role)

@@ -118,10 +118,15 @@ class Watch:
             model: manifest.n_blocks
             for model, manifest in zip(self._names.values(), cluster.manifests, strict=True)
         }
-        pooled = cluster.spec.system.transfer != LOCAL
-        self.pool = invariants.Pool(self._blocks if pooled else {})
+        spec = cluster.spec
+        # Where memory is short, the last copy of a model gives way to a model that is asked for.
+        ample = sum(model.nbytes for model in spec.models) <= spec.arena_bytes
+        pooled = spec.system.transfer != LOCAL
+        self.pool = invariants.Pool(self._blocks if pooled else {}, ample)
         self._events = invariants.Events()
         self._sets: dict[ModelName, InstanceSet] = {}
+        self._terms: dict[str, int] = {}
+        """The latest term that was heard, by role."""
         for subject in (
             subjects.EVENTS,
             subjects.INSTANCES,
@@ -164,7 +169,7 @@ class Watch:
         if name in nodes:
             self._look()
             self.pool.crashed(nodes[name])
-        elif name == PLANNER:
+        elif name == self._cluster.active(PLANNER):
             self._events.planner_died()
 
     async def look(self) -> None:
@@ -189,6 +194,11 @@ class Watch:
 
     def _hear(self, data: bytes, _: object) -> None:
         message = decode(data)
+        if (term := message.term) is not None:
+            if term.number < self._terms.get(term.role, 0):
+                self.say(f"too late: {type(message).__name__} of {term.role} {term.number}")
+                return
+            self._terms[term.role] = term.number
         wrong: list[str] = []
         match message:
             case EventChanged(record=record):
@@ -324,7 +334,7 @@ class Play:
             planner = await ask(subjects.PLANNER_STATE, PlannerQuery(events=100), PlannerState)
         except BusError as error:
             return [str(error)]
-        registry: RegistryService = cluster.processes[REGISTRY].running
+        registry: RegistryService = cluster.processes[cluster.active(REGISTRY)].running
         names = {ModelName(name): model for name, model in cluster.model_ids.items()}
         return invariants.Rest(
             nodes=cluster.nodes,

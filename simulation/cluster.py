@@ -81,6 +81,8 @@ class ClusterSpec:
     """Chunks of the largest block. A relay forwards chunks before it has the block."""
     slots: int = 16
     step_tokens: int = 2048
+    standbys: int = 0
+    """How many processes stand by for the planner's role, and for the registry's."""
     min_instances: int = 1
     objectives: tuple[tuple[str, float, float], ...] = ()
     """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
@@ -237,7 +239,9 @@ class Cluster:
         await self._stack.enter_async_context(self.bus)
         await self._stack.enter_async_context(self._group)
         self._stack.push_async_exit(self._stop)
-        for name in (REGISTRY, PLANNER, GATEWAY, *map(node_name, range(self.spec.nodes))):
+        nodes = map(node_name, range(self.spec.nodes))
+        registries, planners = self.candidates(REGISTRY), self.candidates(PLANNER)
+        for name in (*registries, *planners, GATEWAY, *nodes):
             await self.begin(name)
         await self._publish_models()
         return self
@@ -260,6 +264,15 @@ class Cluster:
     def gateway(self) -> GatewayService:
         gateway: GatewayService = self.processes[GATEWAY].running
         return gateway
+
+    def candidates(self, role: str) -> list[str]:
+        """The names of the processes that are active or stand by in a role."""
+        return [role, *(f"{role}-{n + 2}" for n in range(self.spec.standbys))]
+
+    def active(self, role: str) -> str:
+        """The name of the process that has a role, as far as it is up."""
+        up = {name: self.processes[name].service for name in self.candidates(role)}
+        return max(up, key=lambda name: service.term if (service := up[name]) else -1)
 
     @property
     def nodes(self) -> dict[str, NodeService]:
@@ -302,6 +315,7 @@ class Cluster:
         system = self.spec.system
         registry = CheckedRegistry if self.spec.checked else RegistryService
         planner = CheckedPlanner if self.spec.checked else PlannerService
+        name = next((role for role in (REGISTRY, PLANNER) if name in self.candidates(role)), name)
         if name == REGISTRY and system.cache is Cache.KEEP_ALIVE:
             return lambda bus: LocalityRegistry(bus, RegistryConfig(), self._cached)
         if name == REGISTRY:

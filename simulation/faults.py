@@ -249,20 +249,38 @@ class Jitter(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart(Fault):
-    """The planner or the registry ends, killed or in good order, and comes back."""
+    """The active planner or registry ends, killed or in good order, and comes back."""
 
-    process: str
+    role: str
     killed: bool
 
     async def happen(self, field: Field) -> None:
+        name = field.cluster.active(self.role)
         if self.killed:
-            field.say(f"{self.process} dead")
-            field.crashed(self.process)
-            field.cluster.crash(self.process)
+            field.say(f"{name} dead")
+            field.crashed(name)
+            field.cluster.crash(name)
         else:
-            field.say(f"{self.process} stops")
-            await field.cluster.stop(self.process)
-            field.crashed(self.process)
+            field.say(f"{name} stops")
+            await field.cluster.stop(name)
+            field.crashed(name)
         await asyncio.sleep(self.lasts)
-        await field.cluster.begin(self.process)
-        field.say(f"{self.process} back")
+        await field.cluster.begin(name)
+        field.say(f"{name} back")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence(Fault):
+    """The active planner or registry is stopped (SIGSTOP) or cut off from the bus for a while, and
+    then goes on as if nothing had happened."""
+
+    role: str
+    stopped: bool
+
+    async def happen(self, field: Field) -> None:
+        name, broker = field.cluster.active(self.role), field.cluster.broker
+        field.say(f"{name} {'paused' if self.stopped else 'cut off from the bus'}")
+        (broker.stop if self.stopped else broker.cut)(name)
+        await asyncio.sleep(self.lasts)
+        (broker.resume if self.stopped else broker.heal)(name)
+        field.say(f"{name} goes on")

@@ -95,12 +95,14 @@ class _Copies:
 @dataclass(slots=True)
 class Pool:
     """A model that was loaded stays in some node's memory, unless a crash takes the last copy.
+    This holds where memory is ample.
 
     Decisions that the planner takes before it can know of a crash are the crash's fault.
     """
 
     models: Mapping[ModelId, int]
     """Number of blocks of each model."""
+    ample: bool
     _copies: dict[ModelId, _Copies] = field(default_factory=dict)
     _crashed: dict[tuple[str, int], tuple[ModelId, ...]] = field(default_factory=dict)
     """(node, generation) whose end nobody knows yet -> the models that it held a copy of."""
@@ -119,7 +121,11 @@ class Pool:
             holders = frozenset(n for n, s in nodes.items() if has_copy(s, model, blocks))
             if copies.was and not holders:
                 excused = any(model in held for held in self._crashed.values())
-                if not excused and now() - self._learnt_at.get(model, float("-inf")) > LEARN_S:
+                if (
+                    self.ample
+                    and not excused
+                    and now() - self._learnt_at.get(model, float("-inf")) > LEARN_S
+                ):
                     last = ", ".join(sorted(copies.nodes))
                     wrong.append(f"no copy of {model} in memory any more; the last: {last}")
             copies.nodes, copies.was = holders, bool(holders)

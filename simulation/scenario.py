@@ -14,6 +14,7 @@ import msgspec
 from simulation import systems
 from simulation.cluster import PLANNER, REGISTRY, ClusterSpec, node_name
 from simulation.faults import (
+    Absence,
     BusCut,
     Corrupt,
     Crash,
@@ -65,7 +66,7 @@ class Scenario:
             f"{spec.slots} slots, {spec.hardware.memory_bytes / 1e6:.0f} MB a node, "
             f"links {spec.hardware.nic_bytes_per_s / 1e6:.1f} MB/s, "
             f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
-            f"at least {spec.min_instances} instances",
+            f"at least {spec.min_instances} instances, {spec.standbys} standbys",
             f"{len(self.requests)} requests, "
             f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up",
             *(f"{fault.at:7.3f} s: {fault}" for fault in self.faults),
@@ -99,6 +100,7 @@ def _spec(draw: random.Random) -> ClusterSpec:
         chunks=draw.randint(2, 5),
         slots=draw.choice((2, 4, 8)),
         min_instances=1 if draw.random() < 0.8 else 0,
+        standbys=draw.choice((0, 1, 2)),
     )
 
 
@@ -174,12 +176,17 @@ def _corrupt(draw: random.Random, spec: ClusterSpec) -> Fault:
 
 def _planner(draw: random.Random) -> Fault:
     killed = draw.random() < 0.7
-    return Restart(at=_at(draw), lasts=_lasts(draw, 8), process=PLANNER, killed=killed)
+    return Restart(at=_at(draw), lasts=_lasts(draw, 8), role=PLANNER, killed=killed)
 
 
 def _registry(draw: random.Random) -> Fault:
     killed = draw.random() < 0.7
-    return Restart(at=_at(draw), lasts=_lasts(draw, 8), process=REGISTRY, killed=killed)
+    return Restart(at=_at(draw), lasts=_lasts(draw, 8), role=REGISTRY, killed=killed)
+
+
+def _absence(draw: random.Random) -> Fault:
+    role, stopped = draw.choice((PLANNER, REGISTRY)), draw.random() < 0.5
+    return Absence(at=_at(draw), lasts=_lasts(draw, 20), role=role, stopped=stopped)
 
 
 def _outage(draw: random.Random) -> Fault:
@@ -198,5 +205,5 @@ _OF_NODES: tuple[Callable[[random.Random, ClusterSpec], Fault], ...] = (
     *(_crash,) * 3, _leave, _pause, _bus_cut, _peer_cut, _slow_link, _corrupt,
 )  # fmt: skip
 _OF_ALL: tuple[Callable[[random.Random], Fault], ...] = (
-    _planner, _registry, _outage, _loss, _jitter,
+    _planner, _registry, _absence, _absence, _outage, _loss, _jitter,
 )  # fmt: skip

@@ -17,6 +17,8 @@ from simulation.bus import SimBroker
 
 S = TypeVar("S", bound=Service)
 
+LOOK_S = 0.001
+"""Seconds between looks at whether a process is up."""
 RESTART_S = 1.0
 """A process that finds no bus when it starts, or that loses its role, ends and is started again
 after this time, as by systemd (`deploy/systemd`)."""
@@ -35,6 +37,8 @@ class Process(Generic[S]):
         self._up = asyncio.Event()
         """Set when it is up, or has ended."""
         self._opened = False
+        self._begun: S | None = None
+        """The service, from the time when it begins to open."""
         self._ending = asyncio.Event()
         self._dead = False
         self._task: asyncio.Task[None] | None = None
@@ -46,16 +50,23 @@ class Process(Generic[S]):
             raise Conflict(f"{self.name} is not up")
         return self.service
 
+    @property
+    def _stands_by(self) -> bool:
+        return self._begun is not None and self._begun.stands_by
+
     async def begin(self, group: asyncio.TaskGroup) -> None:
-        """Returns once it is up, or has been ended."""
+        """Returns once it is up or stands by, or has been ended."""
         self._task = group.create_task(self._run(), name=self.name)
-        await self._up.wait()
+        while not (self._up.is_set() or self._stands_by):  # noqa: ASYNC110 - a service does not tell
+            await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> None:
         """Ends it as SIGTERM does: in good order, as far as possible. Returns when it is over."""
         self._ending.set()
         self._up.set()
         if self._task is not None:
+            if self.service is None:  # it has not opened yet, and perhaps stands by
+                self._task.cancel()
             await asyncio.wait([self._task])
 
     def kill(self) -> None:
@@ -87,7 +98,12 @@ class Process(Generic[S]):
                 return
 
     async def _live(self) -> None:
-        async with MemoryBus(self._broker, self.name) as self.bus, self._make(self.bus) as service:
+        async with MemoryBus(self._broker, self.name) as self.bus:
+            self._begun = self._make(self.bus)
+            await self._serve(self._begun)
+
+    async def _serve(self, opening: S) -> None:
+        async with opening as service:
             self.service, self._opened = service, True
             self._up.set()
             try:

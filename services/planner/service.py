@@ -57,7 +57,7 @@ class PlannerService(Service):
         bus = await self.become_active(self._bus)
         self._store = Store(bus, self.log)
         archive = await self._store.load()
-        self.core = self.core_type(settings(self._config, bus.term, self._decide), archive)
+        self.core = self.core_type(settings(self._config, self.term, self._decide), archive)
         self._shell = Shell(bus, self.core, self._store, self.log, self._spawn)
         self.resources.callback(self._shell.close)
         self.spawn(self._store.run(), name="store")

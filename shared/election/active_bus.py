@@ -22,10 +22,6 @@ class ActiveBus:
         self._election = election
         self._term = Term(role, election.term)
 
-    @property
-    def term(self) -> int:
-        return self._term.number
-
     async def __aenter__(self) -> Self:
         return self
 

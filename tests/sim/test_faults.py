@@ -150,14 +150,14 @@ def test_messages_come_in_another_order() -> None:
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
 def test_another_planner_takes_over_what_loads(killed: bool) -> None:
-    log = log_of(Restart(at=LOADING_S, lasts=1, process=PLANNER, killed=killed))
+    log = log_of(Restart(at=LOADING_S, lasts=1, role=PLANNER, killed=killed))
     assert count(log, "planner back") == 1
     assert count(log, "is complete, revision") >= 2
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
 def test_another_registry_knows_what_this_one_knew(killed: bool) -> None:
-    log = log_of(Restart(at=LOADING_S, lasts=3, process=REGISTRY, killed=killed))
+    log = log_of(Restart(at=LOADING_S, lasts=3, role=REGISTRY, killed=killed))
     assert count(log, "registry back") == 1
     assert count(log, "is complete, revision") == 2
     assert count(log, "expired") == 0
@@ -167,7 +167,7 @@ def test_a_node_comes_back_to_a_registry_that_never_knew_it_gone() -> None:
     """It goes on as the generation that was over, as nobody tells it; the planner must agree."""
     log = log_of(
         BusCut(at=1, lasts=14, whom=node(4)),
-        Restart(at=8, lasts=1, process=REGISTRY, killed=True),
+        Restart(at=8, lasts=1, role=REGISTRY, killed=True),
         requests=[replace(each, at=each.at + 20) for each in BURST],
     )
     (gone,) = {line.split()[3] for line in log if line.startswith("node-4 gone")}

@@ -54,7 +54,7 @@ def test_a_bursts_event_is_accounted_for_from_its_first_request_to_its_last_node
 
 def test_a_planner_that_comes_late_finds_since_when_requests_wait() -> None:
     late_s = 2.0
-    away = Restart(at=AT - 1, lasts=1 + late_s, process=PLANNER, killed=True)
+    away = Restart(at=AT - 1, lasts=1 + late_s, role=PLANNER, killed=True)
     together = tuple(Arrival(AT, "model", 20, 30) for _ in range(24))
     verdict = play(Scenario(0, replace(SPEC, nodes=2), together, (away,)))
     assert not verdict.violations

@@ -87,7 +87,7 @@ def test_a_node_dies_while_requests_stay_on_a_path_over_it(stays: Stays, node: s
 
 
 def test_a_planner_that_does_not_know_a_path_ends_it_and_no_request(stays: Stays) -> None:
-    told = moving(log_of(Restart(at=20, lasts=1, process=PLANNER, killed=True)))
+    told = moving(log_of(Restart(at=20, lasts=1, role=PLANNER, killed=True)))
     assert told[0] < 20
     assert "gone" in stays.resumed
 

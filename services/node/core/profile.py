@@ -25,6 +25,11 @@ REDRAW = 32
 """After this many new passes, the line through them is computed anew."""
 ABOUT = 1.25
 """Shares of a model that differ by less than this factor are about the same."""
+APART = 2.0
+"""Two passes tell what further tokens cost if one has this many times the other's tokens. The line
+through passes of 40 and 50 tokens says nothing about a pass of one."""
+FEW = 16
+"""Passes of so many tokens or fewer are about as fast as a pass of one."""
 SAMPLES = 5
 """How many passes of each size are kept. Counting sizes apart, many passes of one token do not push
 out passes of many."""
@@ -121,8 +126,10 @@ class EngineTimes:
     def line(self) -> tuple[float, float]:
         """(seconds of a pass of one token, seconds for each further token); 0: not known yet.
 
-        If all passes have the same number of tokens, the two cannot be told apart. The passes are
-        then taken for decode steps of that batch.
+        If all passes have about the same number of tokens, the two cannot be told apart. The passes
+        are then taken for decode steps of that batch. If none had few tokens, a pass of one token
+        is said to take as long as the smallest: it reads the same weights, and the line would
+        promise less.
         """
         if self._new >= min(REDRAW, sum(map(len, self._passes.values()))) > 0:
             self._line, self._new = self._draw(), 0
@@ -133,10 +140,12 @@ class EngineTimes:
         slopes = [
             ((y2 - y1) / (x2 - x1), abs(x2 - x1))
             for (x1, y1), (x2, y2) in combinations(passes, 2)
-            if x1 != x2
+            if max(x1, x2) >= APART * min(x1, x2)
         ]
         slope = max(0.0, _weighted_median(slopes)) if slopes else 0.0
-        one = median(y - slope * (x - 1) for x, y in passes) if passes else 0.0
+        least = min((x for x, _ in passes), default=1.0)
+        start = 1.0 if least <= FEW else least
+        one = median(y - slope * (x - start) for x, y in passes) if passes else 0.0
         return max(0.0, one), slope
 
 

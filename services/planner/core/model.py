@@ -307,8 +307,8 @@ class ModelMachine:
 
     def _grow(self, decision: Decision, missing: int) -> None:
         for node in self.standing.in_state(State.DRAINING):
-            promised = self._rooms.promised(node, self.record.model_id)
-            if missing > 0 and not promised:  # the cheapest capacity there is
+            leaves = self._rooms.must_leave(node, self.record.model_id)
+            if missing > 0 and not leaves:  # the cheapest capacity there is
                 self.standing.stay(node)
                 self.fleet.drain(node, False)
                 self._tell(f"needed again: {decision.cause}", node)

@@ -77,7 +77,7 @@ class Releases:
             staying = self._standing.of(other) is None
             if other != node and staying and len(held) == self._record.n_blocks:
                 return None
-        if not self._rooms.promised(node, self._record.model_id):
+        if not self._rooms.must_leave(node, self._record.model_id):
             return Tier.HOST
         info = self._desk.cluster.nodes.get(node)
         return Tier.CACHE if info is not None and info.host_bytes else None

@@ -43,14 +43,21 @@ class Rooms:
         self._loading = loading
         self._promises: dict[NodeId, _Promise] = {}
 
-    def promised(self, node: NodeId, model: ModelId) -> bool:
-        """Whether room on the node is promised to another model than this one."""
-        promise = self._promises.get(node)
-        return promise is not None and promise.model != model and self._desk.at < promise.until
+    def must_leave(self, node: NodeId, model: ModelId) -> bool:
+        """Whether room is made on the node for another model than this one. (What was free there
+        is promised, too, but nothing has to leave for it.)"""
+        promise = self._promised(node, model)
+        return promise is not None and promise.made
 
     def taken(self, model: ModelId) -> frozenset[NodeId]:
         """Nodes whose room is promised to other models."""
-        return frozenset(node for node in self._promises if self.promised(node, model))
+        return frozenset(node for node in self._promises if self._promised(node, model))
+
+    def _promised(self, node: NodeId, model: ModelId) -> "_Promise | None":
+        """The promise of room on the node to another model than this one."""
+        promise = self._promises.get(node)
+        other = promise is not None and promise.model != model and self._desk.at < promise.until
+        return promise if other else None
 
     def ask(self, model: ModelId, count: int) -> Room:
         """Room for up to `count` more replicas. If there is too little, what should give way is

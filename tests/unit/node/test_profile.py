@@ -90,6 +90,29 @@ def test_passes_of_one_size_are_decode_steps() -> None:
     assert times.line() == (0.03, 0.0)
 
 
+def test_passes_of_about_the_same_size_tell_nothing_about_smaller_passes() -> None:
+    """Noise between 40 and 52 tokens would make a pass of one token seem to take 9 ms."""
+    times = EngineTimes()
+    times.add(40, 0.060)
+    times.add(52, 0.075)
+    one, more = times.line()
+    assert one >= 0.060
+    assert more == 0.0
+
+
+def test_a_pass_of_one_token_takes_no_less_than_the_line_says_of_the_smallest() -> None:
+    """The passes of a node that has only computed prompts: few tokens are bound by the weights."""
+    times = EngineTimes()
+    times.add(60, 0.065)
+    times.add(120, 0.101)
+    assert times.line() == pytest.approx((0.065, 0.0006))
+    times = EngineTimes()
+    times.add(4, 0.060)
+    times.add(120, 0.101)
+    one, _ = times.line()
+    assert one == pytest.approx(0.060, abs=0.002)
+
+
 def test_far_apart_sizes_tell_more_than_near_ones() -> None:
     """Decode steps of a few tokens differ by noise alone."""
     times = EngineTimes()

@@ -104,7 +104,7 @@ class Node:
 
 def test_the_last_copy_that_goes_without_a_crash() -> None:
     async def work() -> None:
-        pool, a, b = Pool({MODEL: BLOCKS}), Node(info("a")), Node(info("b"))
+        pool, a, b = Pool({MODEL: BLOCKS}, ample=True), Node(info("a")), Node(info("b"))
         nodes = {"a": a.service, "b": b.service}
         assert pool.look(nodes) == []
         a.blocks.clear()
@@ -122,7 +122,7 @@ def test_what_is_decided_before_a_crash_is_known_is_the_crashs_fault(
     after: float, excused: bool
 ) -> None:
     async def work() -> None:
-        pool, a, b = Pool({MODEL: BLOCKS}), Node(info("a")), Node(info("b"))
+        pool, a, b = Pool({MODEL: BLOCKS}, ample=True), Node(info("a")), Node(info("b"))
         pool.look({"a": a.service, "b": b.service})
         pool.crashed(a.service)
         await asyncio.sleep(60)
@@ -136,7 +136,7 @@ def test_what_is_decided_before_a_crash_is_known_is_the_crashs_fault(
 
 def test_a_crash_may_take_the_last_copy() -> None:
     async def work() -> None:
-        pool, a = Pool({MODEL: BLOCKS}), Node(info("a"))
+        pool, a = Pool({MODEL: BLOCKS}, ample=True), Node(info("a"))
         pool.look({"a": a.service})
         pool.crashed(a.service)
         assert pool.look({}) == []
