@@ -49,7 +49,7 @@ def eos_of(config: Mapping[str, Any]) -> int | None:
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
-    """A grammar of JSON that is valid by a JSON Schema."""
+    """A grammar of JSON that is valid by a JSON Schema. BadInput if the schema cannot be used."""
     try:
         text = msgspec.json.encode(schema).decode()
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})

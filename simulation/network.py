@@ -132,13 +132,6 @@ class Network:
             if rate is not None:
                 self._set_port(port, rate)
 
-    def set_trunk(self, rack: str, rate: float) -> None:
-        """Sets the trunk's rate in both directions."""
-        if rack not in self._trunks:
-            raise NotFound(f"rack {rack} has no trunk")
-        for port in self._trunks[rack]:
-            self._set_port(port, rate)
-
     def block(self, one: str, other: str) -> None:
         """Lets nothing pass between the two until `unblock`. What is under way waits."""
         self._blocked.add(frozenset((one, other)))

@@ -128,8 +128,8 @@ def silence_logs() -> None:
 
 
 def say(text: str) -> None:
-    """Tells the person at the terminal, if there still is one. Standard output stays free for
-    programs."""
+    """Tells the person at the terminal; does nothing if it is gone. Standard output stays free
+    for programs."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
 

@@ -1,5 +1,4 @@
-"""Makes checkpoints of Llama and of image classifiers (ViT) with random weights: real files in
-every respect but their training.
+"""Makes checkpoints of Llama with random weights: real files in every respect but their training.
 
 They are for trying the system where no model can be downloaded, and for tests. Such a model says
 nonsense, but it is a hard case for a serving system: random attention is sharp, so that every token
@@ -25,9 +24,7 @@ from services.local.demo_tokenizer import (
     train_tokenizer,
 )
 from services.node.checkpoints.config import EMBEDDING, HEAD, ModelConfig
-from services.node.checkpoints.vit_config import CLASS_TOKEN, CLASSIFIER, POSITIONS, VitConfig
 from shared.errors import BadInput
-from shared.vision import CHANNELS, IN_CONFIG, PREPROCESSOR
 
 ROPE_THETA = 10000.0
 
@@ -69,21 +66,6 @@ class CheckpointSpec:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierSpec:
-    """Sizes of a ViT. The defaults are those of ViT-B."""
-
-    layers: int = 12
-    hidden: int = 768
-    intermediate: int = 3072
-    heads: int = 12
-    image_size: int = 224
-    patch_size: int = 16
-    labels: int = 1000
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-
 def make_demo_model(path: Path, *, layers: int = 14, hidden: int = 256, seed: int = 0) -> None:
     """The model of the quick start: 48 MB in fp32, `layers` + 2 units of nearly equal size.
 
@@ -116,33 +98,12 @@ def make_checkpoint(path: Path, spec: CheckpointSpec) -> None:
     config = _config(spec)
     tokenizer = train_tokenizer(spec.vocab_size)
     path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", _SPECIAL_IDS)
+    write_json(path / "config.json", config)
+    write_json(path / "generation_config.json", _SPECIAL_IDS)
     (path / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     (path / "tokenizer_config.json").write_text(tokenizer_config(spec.context_length))
     weights = _weights(spec, ModelConfig.from_hf(config), tokenizer)
-    _save(path, spec.shards, weights)
-
-
-def make_classifier(path: Path, spec: ClassifierSpec) -> None:
-    """Writes config, image processor and weights into the directory `path`."""
-    processor = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": spec.image_size, "width": spec.image_size},
-        "resample": 2,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5] * CHANNELS,
-        "image_std": [0.5] * CHANNELS,
-    }
-    raw_config = _classifier_config(spec)
-    config = VitConfig.from_hf(raw_config | {IN_CONFIG: processor})
-    path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", raw_config)
-    _write_json(path / PREPROCESSOR, processor)
-    _save(path, 1, _classifier_weights(spec, config))
+    save_weights(path, spec.shards, weights)
 
 
 def _config(spec: CheckpointSpec) -> dict[str, Any]:
@@ -173,49 +134,6 @@ def _config(spec: CheckpointSpec) -> dict[str, Any]:
         }
     scaling = spec.rope_scaling or {"rope_type": "default"}
     return config | {"dtype": dtype, "rope_parameters": {"rope_theta": ROPE_THETA, **scaling}}
-
-
-def _classifier_config(spec: ClassifierSpec) -> dict[str, Any]:
-    labels = [f"class {index}" for index in range(spec.labels)]
-    return {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "image_size": spec.image_size,
-        "patch_size": spec.patch_size,
-        "num_channels": CHANNELS,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "qkv_bias": True,
-        "id2label": {str(index): label for index, label in enumerate(labels)},
-        "label2id": {label: index for index, label in enumerate(labels)},
-        "dtype": str(spec.dtype).removeprefix("torch."),
-    }
-
-
-def _classifier_weights(spec: ClassifierSpec, config: VitConfig) -> dict[str, torch.Tensor]:
-    """The weights, by their names in checkpoints."""
-    tensors = {
-        name: shape
-        for unit in range(config.n_units)
-        for name, shape in config.unit_tensors(unit).items()
-    }
-    weights: dict[str, torch.Tensor] = {}
-    for index, (name, shape) in enumerate(tensors.items()):
-        random = np.random.default_rng([spec.seed, index])
-        tensor = torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
-        if len(shape) == 1:
-            tensor = tensor / 10 + ("layernorm" in name and name.endswith(".weight"))
-        elif name not in (CLASS_TOKEN, POSITIONS):
-            kind = name.split(".")[-2]
-            gain = HEAD_GAIN if kind == CLASSIFIER else GAINS.get(kind, 1.0)
-            tensor *= gain / tensor[0].numel() ** 0.5
-        (stored,) = config.sources(name, shape)[-1]
-        weights[stored] = tensor.to(spec.dtype)
-    return weights
 
 
 def _weights(
@@ -254,7 +172,8 @@ def _voices(random: np.random.Generator, vocab_size: int, tokenizer: Tokenizer) 
     return voices
 
 
-def _save(path: Path, shards: int, weights: dict[str, torch.Tensor]) -> None:
+def save_weights(path: Path, shards: int, weights: dict[str, torch.Tensor]) -> None:
+    """Writes the weights into the directory `path`, in this number of files."""
     metadata = {"format": "pt"}
     if shards == 1:
         save_file(weights, path / "model.safetensors", metadata=metadata)
@@ -267,11 +186,11 @@ def _save(path: Path, shards: int, weights: dict[str, torch.Tensor]) -> None:
         save_file({name: weights[name] for name in part}, path / file, metadata=metadata)
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in weights.values())
-    _write_json(
+    write_json(
         path / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

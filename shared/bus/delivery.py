@@ -58,6 +58,7 @@ class Tasks:
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Runs `work` until it ends or `close` cancels it; after `close`, not at all."""
         if self._closed:
             work.close()
             return
@@ -85,7 +86,8 @@ class Delivery:
         self.ignored = 0
         """Broadcasts of a kind that their subscriber has no handler for."""
         self.failed = 0
-        """Handler calls that raised something (in `serve`: something untyped)."""
+        """Calls of handlers that raised: any error for a broadcast, and an untyped error for a
+        request."""
         self.dropped = 0
         """Messages lost because their handler was too slow."""
         self.stale = 0

@@ -361,6 +361,7 @@ class MemoryObjectStore:
         return name
 
     async def get(self, name: str) -> bytes:
+        """NotFound if no object of this name was put."""
         data = await self._bus.exchange(f"object {name}", lambda: self._blobs.get(name))
         if data is None:
             raise NotFound(f"object {name} is not in the store")

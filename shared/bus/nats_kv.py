@@ -21,7 +21,7 @@ from shared.errors import BusError, KeyExists
 _MARKER_TTL_S = 60
 _RETRY_S = 0.2
 _WRONG_SEQUENCE = (10071, 10164)
-"""JetStream's codes for an expected revision that is not the last one."""
+"""JetStream's error codes where a write expects another revision than the key's last."""
 _EXPECT = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE
 
 

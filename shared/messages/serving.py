@@ -3,7 +3,8 @@ path.
 
 The gateway owns the prompt, the sampling and the tokens so far. An *attempt* is one try of one
 instance at the rest of the request. Switch, drain and failure are handled alike: the gateway
-cancels the attempt and submits the next attempt elsewhere.
+submits prompt and tokens so far elsewhere, as the next attempt. While the present attempt still
+runs, it is cancelled only after the next one was accepted.
 """
 
 import msgspec

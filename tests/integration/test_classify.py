@@ -15,12 +15,11 @@ from PIL import Image
 from transformers import ViTForImageClassification, pipeline
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from services.local.demo_model import make_classifier
 from shared import subjects
 from shared.ids import InstanceId, NodeId
 from shared.messages.scaling import EventState, ScaleAccepted, SetInstances
+from tests.support.classifier import TINY_VIT, make_classifier
 from tests.support.cluster import LIMIT_S, MODEL, Running, running
-from tests.support.models import TINY_VIT
 
 SLOW_LINKS = {
     "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.7 MB takes 3 s

@@ -1,6 +1,6 @@
 """Tiny real checkpoints; vary them with `dataclasses.replace(TINY, ...)`."""
 
-from services.local.demo_model import CheckpointSpec, ClassifierSpec
+from services.local.demo_model import CheckpointSpec
 
 TINY = CheckpointSpec(
     layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=320, context_length=512
@@ -11,11 +11,6 @@ WIDE = CheckpointSpec(
     layers=2, hidden=136, intermediate=640, heads=4, kv_heads=2, vocab_size=320, context_length=64
 )
 """4 units, 3 MB: blocks of several chunks, tensors that lie across their borders, and padding."""
-
-TINY_VIT = ClassifierSpec(
-    layers=4, hidden=64, intermediate=160, heads=4, image_size=32, patch_size=8, labels=10
-)
-"""6 units, 0.6 MB in fp32, 17 positions; made by `make_classifier(path, TINY_VIT)`."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -1,6 +1,7 @@
 """The pure cores import nothing that does I/O, waits, or draws numbers; services stay apart."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -87,7 +88,7 @@ def module_of(path: Path) -> str:
 
 MODULES = {
     module_of(path): path
-    for folder in ("services", "shared", "simulation")
+    for folder in ("services", "shared", "simulation", "benchmarks")
     for path in ROOT.glob(f"{folder}/**/*.py")
 }
 
@@ -107,7 +108,7 @@ def dependencies(module: str) -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """The folder below a service's (or below `shared` or `simulation`) that a module lies in, with
+    """The folder below a service's (or below another top folder) that a module lies in, with
     all folders in it; a module that lies in none is a room by itself."""
     parts = module.split(".")
     depth = 3 if parts[0] == "services" else 2
@@ -144,30 +145,34 @@ def test_no_room_imports_itself_by_way_of_others() -> None:
     assert not cycle_in(rooms)
 
 
-NODE_ROOMS: dict[str, set[str]] = {
-    "core": set(),
-    "compiling": set(),
-    "memory": set(),
-    "checkpoints": {"memory"},
-    "transport": {"compiling", "memory"},
-    "moving": {"checkpoints", "core", "memory", "transport"},
-    "engine": {"checkpoints", "compiling", "core", "memory"},
-    "execution": {"core", "engine", "memory", "transport"},
-    "parts": {"checkpoints", "core", "memory", "moving", "transport"},
-    "lease": set(),
-    "peers": {"parts"},
-    "threads": {"moving", "parts", "transport"},
-    "hosting": {"checkpoints", "core", "memory", "moving", "parts"},
-    "real_parts": {"checkpoints", "engine", "execution", "memory", "moving", "parts", "transport"},
-    "service": {"core", "hosting", "lease", "memory", "moving", "parts", "peers", "threads"},
-}
-"""Each room of a node, and those that it may import: docs/design.md draws them."""
+def node_rooms() -> dict[str, set[str]]:
+    """Each room of a node, and those that it may import, from the table in docs/design.md."""
+    text = (ROOT / "docs/design.md").read_text()
+    _, _, section = text.partition("\n## A node's rooms\n")
+    rooms: dict[str, set[str]] = {}
+    for line in section.partition("\n## ")[0].splitlines():
+        cells = line.split("|")
+        if len(cells) == 5 and (names := re.findall("`([a-z_]+)`", cells[1])):
+            (room,) = names
+            rooms[room] = set(re.findall("`([a-z_]+)`", cells[3]))
+    return rooms
 
 
-def test_a_nodes_rooms_import_those_below_them() -> None:
+def test_the_table_of_a_nodes_rooms_is_in_order() -> None:
+    """Every room has a row, and imports only rooms of later rows."""
+    rooms = node_rooms()
+    there = {module.split(".")[2] for module in MODULES if module.startswith("services.node.")}
+    assert rooms.keys() == there
+    order = list(rooms)
+    for number, room in enumerate(order):
+        assert rooms[room] <= set(order[number + 1 :]), room
+
+
+def test_a_nodes_rooms_import_what_the_table_says() -> None:
+    rooms = node_rooms()
     for module in MODULES:
         if not module.startswith("services.node."):
             continue
         room = module.split(".")[2]
         needs = {other.split(".")[2] for other in dependencies(module) if ".node." in other}
-        assert needs - {room} <= NODE_ROOMS[room], module
+        assert needs - {room} <= rooms[room], module

@@ -39,6 +39,7 @@ def fault_of(new: InstanceSet) -> str:
 
 
 def check_choices(prompts: int, n: int) -> None:
+    """BadInput if `n` answers to each of `prompts` prompts are too many for one request."""
     if prompts * n > MAX_CHOICES:
         raise BadInput(
             f"{prompts} prompts with n={n} make {prompts * n} completions; "

@@ -55,10 +55,6 @@ class Dispatch:
 
     # --- what is there -------------------------------------------------------
 
-    def knows(self, model_id: ModelId) -> bool:
-        """Whether the model is listed, or has requests or instances left."""
-        return model_id in self._models
-
     def add_model(self, name: ModelName, model_id: ModelId) -> None:
         self._model(name, model_id).listed = True
 

@@ -93,10 +93,12 @@ _WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT, Kind.GRANT,
 
 
 def encode_prefix(kind: Kind, *, id: int = 0, body: int = 0, payload: int = 0) -> bytes:
+    """A frame's first PREFIX_BYTES bytes. `body` and `payload`: the sizes of what follows."""
     return _PREFIX.pack(kind, id, body, payload)
 
 
 def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> Prefix:
+    """The prefix of a frame that a peer sent. ProtocolViolation if no frame may begin so."""
     if len(data) != PREFIX_BYTES:
         raise ProtocolViolation(f"a frame prefix has {PREFIX_BYTES} bytes, not {len(data)}")
     raw, identity, body, payload = _PREFIX.unpack(data)
@@ -116,11 +118,14 @@ def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> P
 
 
 def encode_hello(hello: Hello) -> bytes:
+    """The whole frame that opens a connection."""
     body = _HELLO.pack(MAGIC, VERSION) + _hello_encoder.encode(hello)
     return encode_prefix(Kind.HELLO, body=len(body)) + body
 
 
 def parse_hello(body: bytes | bytearray) -> Hello:
+    """The body of a HELLO frame. ProtocolViolation if the peer speaks another protocol or version,
+    or its hello makes no sense."""
     if len(body) < _HELLO.size or not body.startswith(MAGIC):
         raise ProtocolViolation("the peer does not speak the data-plane protocol")
     _, version = _HELLO.unpack_from(body)

@@ -19,6 +19,8 @@ NO_FORECAST = Forecast(Timings(), None)
 
 
 def forecast(outlook: Outlook, first_byte_s: float | None, limit_s: float | None) -> Forecast:
+    """What an event is expected to take. `first_byte_s`: seconds from its decision to the first
+    byte, if that is known; `limit_s` as in `Forecast`."""
     return Forecast(
         Timings(
             first_byte_s=first_byte_s,

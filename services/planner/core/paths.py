@@ -101,18 +101,6 @@ def plan_paths(
     return _feasible(weights, blocks, speeds)
 
 
-def fewest_stages(held: Sequence[AbstractSet[int]], start: int, stop: int) -> int | None:
-    """The fewest stages that can run blocks start <= block < stop; None if a block has no
-    holder."""
-    stages, reached = 0, start
-    while reached < stop:
-        further = max((run_end(have, reached) for have in held), default=reached)
-        if further == reached:
-            return None
-        stages, reached = stages + 1, further
-    return stages
-
-
 def run_end(have: AbstractSet[int], start: int) -> int:
     """The first block from `start` on that is not held."""
     stop = start

@@ -73,7 +73,7 @@ class Policy:
     """How far ahead growing load is predicted: about as long as loading takes."""
     idle_s: float
     prefill_s_per_token: float = 0.0
-    """As nodes measured it. 0: not known, and prefill does not count."""
+    """Seconds, as nodes measured them. 0: not known, and prefill does not count."""
     fixed: int | None = None
     """The operator's number of replicas, which overrules the load."""
     fill: float = 1.0
@@ -83,9 +83,11 @@ class Policy:
     """Why `min_instances` is more than the model's own, in words."""
     objectives: Objectives = NO_OBJECTIVES
     decode_s: float = 0.0
-    """Seconds of a pass of one token, as nodes measured it. 0: not known."""
+    """Seconds that a pass takes which makes one token of a sequence, as nodes measured it. 0: not
+    known."""
     supply: Supply | None = None
-    """What serves and what is coming, for objectives. None: what is coming comes at the horizon."""
+    """The replicas that serve and that are loading, for objectives. None: those that load are
+    expected to serve after `horizon_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Catalog:
         assert self._by_id == {record.model_id: record for record in self._by_name.values()}
 
     def named(self, name: ModelName) -> ModelRecord:
+        """The published model of this name. NotFound."""
         record = self._by_name.get(name)
         if record is None:
             known = ", ".join(sorted(self._by_name)) or "none"
@@ -104,6 +105,7 @@ class Catalog:
         return self._by_id.get(model_id)
 
     def identified(self, model_id: ModelId) -> ModelRecord:
+        """The published model of this id. NotFound."""
         record = self._by_id.get(model_id)
         if record is None:
             raise NotFound(f"no published model has the id {model_id!r}: publish the model first")

@@ -27,12 +27,9 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
     def safe(self) -> bool:
         return bool(self.memory)
 
-    def last_in_memory(self, node: NodeId) -> bool:
-        """Whether there would be no full copy in memory without this node's."""
-        return self.memory == (node,)
-
 
 def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Copies:
+    """Where the model is whole, among these nodes and by what they have reported."""
     every = frozenset(range(record.n_blocks))
     memory: list[NodeId] = []
     disk: list[NodeId] = []

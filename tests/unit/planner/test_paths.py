@@ -7,7 +7,7 @@ import pytest
 
 from services.planner.core.classes import Classes
 from services.planner.core.multicast.groups import binomial
-from services.planner.core.paths import WeightedPath, fewest_stages, plan_paths
+from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.pricing import loads
 from shared.errors import BadInput
 from tests.unit.planner.step_model import capacity_bound
@@ -193,14 +193,6 @@ def test_many_alike_nodes_are_all_put_to_use_within_the_limit_on_passes() -> Non
 def test_the_same_input_gives_the_same_paths() -> None:
     held = binomial(16, 16, [0, 1]).held(9)
     assert plan_paths(held, 16, max_stages=4) == plan_paths(held, 16, max_stages=4)
-
-
-def test_fewest_stages() -> None:
-    held = [{0, 1}, {1, 2}, {3}]
-    assert fewest_stages(held, 0, 4) == 3
-    assert fewest_stages(held, 1, 3) == 1
-    assert fewest_stages(held, 2, 2) == 0
-    assert fewest_stages(held, 0, 5) is None
 
 
 def test_loads_are_shares_of_the_model() -> None:

@@ -10,8 +10,7 @@ from services.planner.core.multicast.groups import make_groups
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.serving.loading import Loading
-from services.planner.core.serving.strategies import SERVING, serving_strategy
-from shared.errors import BadInput
+from services.planner.core.serving.strategies import SERVING
 
 B = 8
 EVERY = frozenset(range(B))
@@ -26,7 +25,7 @@ def serve(
     previous: tuple[WeightedPath, ...] = (),
 ) -> dict[tuple[tuple[int, int, int], ...], float]:
     loading = Loading(held, B, [1.0] * len(held), sources, max_stages, 0.02, previous)
-    return {path.stages: path.weight for path in serving_strategy(name)(loading)}
+    return {path.stages: path.weight for path in SERVING[name](loading)}
 
 
 def first(count: int) -> frozenset[int]:
@@ -212,8 +211,3 @@ def test_capacity_reaches_the_bound_of_any_schedule_in_most_cases_and_never_exce
     assert max(gaps) < 0.05
     assert sum(gaps) / len(gaps) < 0.006
     assert sum(gap < 0.001 for gap in gaps) >= 0.6 * len(gaps)
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(BadInput, match="pools-only-targets"):
-        serving_strategy("best")

@@ -16,20 +16,12 @@ def test_gpu_and_host_together_make_a_copy_in_memory() -> None:
     found = among(status("a", holding(Tier.GPU, 0, 1), holding(Tier.HOST, 1, 2, 3)))
     assert found == Copies(memory=(NodeId("a"),), disk=(NodeId("a"),), missing=())
     assert found.safe
-    assert found.last_in_memory(NodeId("a"))
 
 
 def test_a_copy_on_disk_does_not_make_a_model_safe() -> None:
     found = among(status("a", holding(Tier.DISK, 0, 1, 2, 3)))
     assert found == Copies(memory=(), disk=(NodeId("a"),), missing=())
     assert not found.safe
-
-
-def test_two_copies_have_no_last() -> None:
-    whole = holding(Tier.HOST, 0, 1, 2, 3)
-    found = among(status("a", whole), status("b", whole))
-    assert not found.last_in_memory(NodeId("a"))
-    assert not found.last_in_memory(NodeId("b"))
 
 
 def test_blocks_that_nobody_holds_are_missing() -> None:

@@ -94,18 +94,6 @@ def test_a_link_that_slows_down_and_stops_and_goes_on() -> None:
     assert run(main()) == [5.5]
 
 
-def test_a_trunk_that_slows_down() -> None:
-    network = Network(trunks={"a": RATE})
-    network.add("a0", out=RATE, into=RATE, rack="a")
-    network.add("b0", out=RATE, into=RATE, rack="b")
-
-    async def main() -> list[float]:
-        asyncio.get_running_loop().call_later(1, lambda: network.set_trunk("a", RATE / 4))
-        return await finish(network, ("b0", "a0", 200, 0))
-
-    assert run(main()) == [5]
-
-
 Fault = Callable[[Network], object]
 
 
@@ -221,5 +209,3 @@ def test_bad_input() -> None:
         network.add("n1", out=-1, into=1)
     with pytest.raises(NotFound, match="n2"):
         network.pause("n2")
-    with pytest.raises(NotFound, match="rack"):
-        network.set_trunk("r", 1)

@@ -59,6 +59,7 @@ def core_of(task: Task) -> Core:
 
 
 def check_task(task: Task) -> None:
+    """BadInput if the task's nodes, sources, blocks or rates cannot be planned for."""
     check_inputs(task.nodes, task.blocks, task.sources)
     if min(task.block_bytes) <= 0:
         raise BadInput(f"block sizes {list(task.block_bytes)}: each must be more than 0")

@@ -7,7 +7,6 @@ from services.planner.core.serving.pipelines import pipelines
 from services.planner.core.serving.pools import pools, pools_of_targets
 from services.planner.core.serving.stop_the_world import stop_the_world
 from services.planner.core.serving.zigzag import live_scaling
-from shared.errors import BadInput
 
 SERVING: Mapping[str, ServingStrategy] = {
     "none": stop_the_world,
@@ -16,9 +15,3 @@ SERVING: Mapping[str, ServingStrategy] = {
     "pools-only-targets": pools_of_targets,
     "zigzag": live_scaling,
 }
-
-
-def serving_strategy(name: str) -> ServingStrategy:
-    if name not in SERVING:
-        raise BadInput(f"no way of serving {name!r}: use one of {', '.join(SERVING)}")
-    return SERVING[name]

@@ -105,8 +105,8 @@ def test_nothing_stays_of_a_model_that_is_over() -> None:
     driver.admit("a")
     driver.dispatch.remove_model(MODEL, driver.now)
     driver.later(1)
-    assert driver.dispatch.knows(MODEL)
+    assert MODEL in driver.dispatch._models
     driver.give("a", 1, 0, "stop")
     driver.publish()
     driver.later(1)
-    assert not driver.dispatch.knows(MODEL)
+    assert MODEL not in driver.dispatch._models

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from services.local.demo_model import make_classifier
 from services.node.checkpoints.checkpoint import open_checkpoint
 from services.node.checkpoints.store import Store
 from services.node.checkpoints.vit_config import VitConfig
 from shared.errors import CorruptCheckpoint, MissingTensor, UnsupportedModel
-from tests.support.models import TINY_VIT
+from tests.support.classifier import TINY_VIT, make_classifier
 
 
 @pytest.fixture

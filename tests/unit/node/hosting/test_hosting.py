@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from services.local.demo_model import make_classifier
 from services.node.execution.worker import Worker
 from services.node.hosting import hosting
 from services.node.hosting.hosting import Hosted, Hosting
@@ -25,7 +24,7 @@ from shared.errors import (
 )
 from shared.ids import ModelId
 from shared.messages.pool import ModelRemove, Task, Tier
-from tests.support.models import TINY_VIT
+from tests.support.classifier import TINY_VIT, make_classifier
 from tests.unit.node.cluster import ALL, BLOCKS, NAME, nodes
 from tests.unit.node.gates import reading
 
