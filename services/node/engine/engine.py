@@ -16,8 +16,9 @@ from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.linear import Form, check_form
+from services.node.engine.model import Model, Network
 from services.node.engine.processors import Processor, Processors
-from services.node.engine.sweep import Model, Network, TorchSweep
+from services.node.engine.sweep import TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound

@@ -92,7 +92,7 @@ class Steppable(Protocol):
 
 
 class KernelStep:
-    """Implements services.node.engine.sweep.Step. All matrices of the layers are Packed. Each page
+    """Implements services.node.engine.model.Step. All matrices of the layers are Packed. Each page
     of a layer's cache is one piece of memory, whose inner order is attention.c's own."""
 
     def __init__(

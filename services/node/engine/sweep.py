@@ -5,131 +5,31 @@ not matter which rows share a sweep.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import torch
-from msgspec.structs import replace
 
-from services.node.checkpoints.architecture import AnyConfig
 from services.node.core.kv import pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import (
     Bell,
-    Draw,
     PartResult,
     Row,
-    RowsRefused,
-    Score,
     SequenceKey,
     StagePart,
-    Weights,
 )
-from services.node.engine.copies import to_device, to_host
+from services.node.engine.copies import to_host
+from services.node.engine.drawing import drawn_after, scored
 from services.node.engine.kv import KvCache, KvSequence
-from services.node.engine.linear import Form
-from services.node.engine.processors import Processor, Processors
-from services.node.engine.sampling import Drawn, sample, score
-from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
+from services.node.engine.model import Model, Step
+from services.node.engine.part_checks import check_part, checked_hidden
+from services.node.engine.sampling import Drawn
+from shared.errors import LambdaScaleError
 from shared.ids import ModelId
-from shared.layout import BlockSpec, Manifest
 from shared.messages.serving import Logprobs
-
-SCORED_AT_ONCE = 64
-"""Positions scored at a time. Their logits take 32 MiB for 128k tokens; those of a whole step would
-take 256 MiB."""
-
-
-class Step(Protocol):
-    def run(
-        self,
-        block: int,
-        blocks: Iterable[Any],
-        hidden: torch.Tensor,
-        kv: torch.Tensor,
-        for_s: float = 0.0,
-        bell: Bell | None = None,
-    ) -> int:
-        """Runs the layers of `block`, the first of these blocks, and may run those after it: see
-        `Sweep.advance`. Returns how many blocks it ran. Updates hidden [rows, hidden_size]. kv: the
-        cache of the layers of all these blocks, see KvCache.of_layers."""
-
-
-class Network(Protocol):
-    """A model as the sweep runs it: the decoder or the encoder. Each has its own kinds of units."""
-
-    @property
-    def config(self) -> AnyConfig: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def whole(self) -> int:
-        """The number of positions of every sequence, if a sequence runs whole in one row and keeps
-        no KV. 0: any number of positions, in any rows."""
-
-    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
-        """The units of a block; see BlockTensors."""
-
-    def embed(self, unit: Any, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns [positions of the rows, hidden_size] in new memory. BadInput or RowsRefused if
-        they do not fit the model."""
-
-    def step(self, spans: Sequence[Span]) -> Step:
-        """A step that runs layers over these rows, packed one after the other."""
-
-    def head(self, unit: Any, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
-        hidden."""
-
-    def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
-        """As in sampling.py, of logits from `head`."""
-
-
-if TYPE_CHECKING:
-    from services.node.engine.graphs import DecodeGraphs
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    manifest: Manifest
-    network: Network
-    processors: Processors
-    graphs: "DecodeGraphs | None" = None
-    blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-
-    def layers(self, start: int, stop: int) -> range:
-        """The layers of blocks start <= block < stop, counted from 0."""
-        blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
-        return range(
-            max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
-        )
-
-    def layers_with_kv(self, start: int, stop: int) -> range:
-        return range(0) if self.network.whole else self.layers(start, stop)
-
-    def layer_units(self, block: int) -> tuple[Any, ...]:
-        units, first = self.blocks[block], self.manifest.blocks[block].first_unit
-        return units[max(1 - first, 0) : self._last - first]
-
-    def head_unit(self, block: int) -> Any | None:
-        ends = self.manifest.blocks[block].last_unit == self._last
-        return self.blocks[block][-1] if ends else None
-
-    @property
-    def _last(self) -> int:
-        return self.network.config.n_units - 1
-
-    def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> Step:
-        """A step for these rows. `hidden`: [rows, hidden_size]."""
-        graphed = self.graphs.step(spans, hidden) if self.graphs else None
-        return graphed or self.network.step(spans)
 
 
 @dataclass(slots=True)
@@ -214,12 +114,12 @@ class TorchSweep:
 
     def join(self, part: StagePart) -> int:
         model = self._find(self._model_id)
-        self._check(part, model)
+        check_part(part, self._model_id, model, self._kv, self._at)
         with torch.inference_mode():
             if part.start == 0:
                 hidden = model.network.embed(model.blocks[0][0], part.rows)
             else:
-                hidden = _checked_hidden(part, model)
+                hidden = checked_hidden(part, model)
         ends = part.stop == model.manifest.n_blocks
         processors = model.processors.made(part.rows) if ends else {}
         sequences = self._admit(part, model)
@@ -304,10 +204,10 @@ class TorchSweep:
         """Scores and draws for everybody aboard. The head is the last unit, so all parts leave
         after it."""
         rows = [row for rider in self._aboard for row in rider.rows]
-        drawn = _drawn(model, unit, self._hidden, rows)
+        drawn = drawn_after(model, unit, self._hidden, rows)
         if any(row.score for row in rows):
-            scored = _scored(model, unit, self._hidden, rows)
-            drawn = tuple((*known, *new) for known, new in zip(scored, drawn, strict=True))
+            known = scored(model, unit, self._hidden, rows)
+            drawn = tuple((*before, *new) for before, new in zip(known, drawn, strict=True))
         for rider in self._aboard:
             rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 
@@ -359,141 +259,3 @@ class TorchSweep:
     def _pages_wanted(self, key: SequenceKey, end: int) -> int:
         sequence = self._kv.find(key)
         return max(0, pages_of(end) - (len(sequence.pages) if sequence else 0))
-
-    def _check(self, part: StagePart, model: Model) -> None:
-        n_blocks = model.manifest.n_blocks
-        if not part.rows or not self._at <= part.start < part.stop <= n_blocks:
-            raise BadInput(
-                f"{len(part.rows)} rows for blocks {part.start}-{part.stop - 1} of {n_blocks} in a "
-                f"sweep at block {self._at}: at least one row and one block ahead are needed"
-            )
-        missing = [block for block in range(part.start, part.stop) if block not in model.blocks]
-        if missing:
-            raise NotFound(f"blocks {missing} of model {self._model_id} are not held here")
-        ends: dict[SequenceKey, int] = {}
-        whole, vocab_size = model.network.whole, model.manifest.config.get("vocab_size", 0)
-        for row in part.rows:
-            self._check_row(row, part, ends)
-            if whole and (row.position, row.count) != (0, whole):
-                why = BadInput(
-                    f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
-                    f"expected all {whole} of an image"
-                )
-                raise RowsRefused((row.sequence,), why)
-            if not whole:
-                _check_ids(row, vocab_size)
-            if row.score is not None:
-                _check_score(row, row.score, vocab_size)
-
-    def _check_row(self, row: Row, part: StagePart, ends: dict[SequenceKey, int]) -> None:
-        """Checks one row. `ends`: the length that each sequence with earlier rows in the part will
-        have after them."""
-        sequence = self._kv.find(row.sequence)
-        if sequence is None and row.position > 0 and row.sequence not in ends:
-            raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
-        stage = (self._model_id, (part.start, part.stop))
-        if sequence and (sequence.model_id, sequence.blocks) != stage:
-            raise Conflict(f"sequence {row.sequence} was begun by another stage here")
-        end = ends.get(row.sequence, sequence.length if sequence else 0)
-        unsure = sequence.proposed if sequence and row.sequence not in ends else 0
-        if not end - unsure <= row.position <= end or (row.position == 0 and sequence):
-            raise Conflict(
-                f"sequence {row.sequence} has {end} positions here; a row cannot start at "
-                f"{row.position}"
-            )
-        if row.position + row.count > row.limit or row.count <= row.proposed:
-            raise BadInput(
-                f"sequence {row.sequence}: {row.count} positions from {row.position} on, "
-                f"{row.proposed} of them proposed; expected at least one that is not, and an end "
-                f"within its limit {row.limit}"
-            )
-        ends[row.sequence] = row.position + row.count
-
-
-def _check_ids(row: Row, vocab_size: int) -> None:
-    """RowsRefused for tokens out of range: a GPU would read outside of its memory."""
-    if not _are_ids(row.tokens, vocab_size):
-        why = BadInput(f"sequence {row.sequence}: ids go from 0 to {vocab_size - 1}")
-        raise RowsRefused((row.sequence,), why)
-
-
-def _check_score(row: Row, score: Score, vocab_size: int) -> None:
-    """RowsRefused for positions or tokens out of range."""
-    placed = score.first >= 0 and score.first + len(score.tokens) <= row.count
-    if not placed or not _are_ids(score.tokens, vocab_size):
-        why = BadInput(
-            f"sequence {row.sequence}: {len(score.tokens)} tokens to score from position "
-            f"{score.first} of {row.count} on; ids go from 0 to {vocab_size - 1}"
-        )
-        raise RowsRefused((row.sequence,), why)
-
-
-def _are_ids(tokens: Sequence[int], vocab_size: int) -> bool:
-    return not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size)
-
-
-def _checked_hidden(part: StagePart, model: Model) -> torch.Tensor:
-    expected = (sum(row.count for row in part.rows), model.network.config.hidden_size)
-    if part.hidden is None or tuple(part.hidden.shape) != expected:
-        got = None if part.hidden is None else tuple(part.hidden.shape)
-        raise BadInput(f"hidden states {got} for blocks from {part.start} on; expected {expected}")
-    return to_device(part.hidden.to(model.network.dtype, copy=True), model.network.device)
-
-
-def _scored(
-    model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
-) -> list[tuple[Drawn, ...]]:
-    """The log probabilities of each row's known tokens."""
-    scored = []
-    end = 0
-    for row in rows:
-        start, end = end, end + row.count
-        found: list[Drawn] = []
-        if known := row.score:
-            positions = range(start + known.first, start + known.first + len(known.tokens))
-            for at in range(0, len(positions), SCORED_AT_ONCE):
-                some = slice(at, at + SCORED_AT_ONCE)
-                logits = model.network.head(unit, hidden, positions[some])
-                found += score(logits, known.tokens[some], known.top)
-        scored.append(tuple(found))
-    return scored
-
-
-def _drawn(
-    model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
-) -> tuple[tuple[Drawn, ...], ...]:
-    """What is drawn after each row; empty for a row without a draw."""
-    draws: list[Draw] = []
-    positions: list[int] = []
-    processors: list[Processor | None] = []
-    proposed: list[int | None] = []
-    end = 0
-    for row in rows:
-        end += row.count
-        draw = row.draw
-        if draw is None:
-            continue
-        draws.append(draw)
-        positions.append(end - 1 - len(draw.proposed))
-        processors.append(model.processors.of(row.sequence))
-        proposed.append(None)
-        for number, due in enumerate(draw.proposed, start=1):
-            draws.append(replace(draw, index=draw.index + number))
-            positions.append(positions[-1] + 1)
-            processors.append(processors[-1])
-            proposed.append(due)
-    if not draws:
-        return ((),) * len(rows)
-    logits = model.network.head(unit, hidden, positions)
-    drawn = iter(sample(logits, draws, processors, proposed, model.network.largest_ids))
-    return tuple([_accepted(drawn, row.draw) if row.draw else () for row in rows])
-
-
-def _accepted(drawn: Iterator[Drawn], draw: Draw) -> tuple[Drawn, ...]:
-    """Takes what was drawn for a row: the tokens up to the first that fails, or that failure alone
-    if it comes first. A failure after tokens is left to the next step."""
-    first = next(drawn)
-    if not draw.proposed:
-        return (first,)
-    rest = list(islice(drawn, len(draw.proposed)))
-    return (first, *(one for one in rest if one.token is not None))

@@ -19,8 +19,8 @@ from services.node.engine.base import Draw, Row, SequenceKey
 from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvSequence
+from services.node.engine.model import Network
 from services.node.engine.sampling import sample
-from services.node.engine.sweep import Network
 from services.node.engine.weights import HeadUnit, LayerUnit
 from shared.ids import ModelId
 from shared.messages.serving import Sampling

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.node.engine import sweep
+from services.node.engine import drawing
 from services.node.engine.base import Draw
 from services.node.engine.processors import Processor
 from services.node.engine.sampling import Drawn, Largest, sample
@@ -41,5 +41,5 @@ class Logits:
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     seen = Logits()
-    monkeypatch.setattr(sweep, "sample", seen.watch)
+    monkeypatch.setattr(drawing, "sample", seen.watch)
     return seen

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.node.core.kv import PAGE
-from services.node.engine import kernels, sweep
+from services.node.engine import drawing, kernels
 from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv import FreePages
@@ -167,7 +167,7 @@ def test_same_bits_with_proposed_tokens(
         others = companions(rng, position)
         accepting = Accepting(len(others), tokens[1 : 1 + right], wrong)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sweep, "sample", accepting)
+            patch.setattr(drawing, "sample", accepting)
             path.run([*others, replace(row("s", position, tokens), draw=draw)])
         end = position + 1 + right
         assert torch.equal(accepting.logits[: 1 + right], expected[position:end])

@@ -1,0 +1,103 @@
+"""A model as the sweep runs it: its units, block by block, and what they are made of."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from services.node.checkpoints.architecture import AnyConfig
+from services.node.engine.attention import Span
+from services.node.engine.base import Bell, Row, Weights
+from services.node.engine.linear import Form
+from services.node.engine.processors import Processors
+from shared.layout import BlockSpec, Manifest
+
+if TYPE_CHECKING:
+    from services.node.engine.graphs import DecodeGraphs
+
+
+class Step(Protocol):
+    def run(
+        self,
+        block: int,
+        blocks: Iterable[Any],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        for_s: float = 0.0,
+        bell: Bell | None = None,
+    ) -> int:
+        """Runs the layers of `block`, the first of these blocks, and may run those after it: see
+        `Sweep.advance`. Returns how many blocks it ran. Updates hidden [rows, hidden_size]. kv: the
+        cache of the layers of all these blocks, see KvCache.of_layers."""
+
+
+class Network(Protocol):
+    """A model as the sweep runs it: the decoder or the encoder. Each has its own kinds of units."""
+
+    @property
+    def config(self) -> AnyConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def whole(self) -> int:
+        """The number of positions of every sequence, if a sequence runs whole in one row and keeps
+        no KV. 0: any number of positions, in any rows."""
+
+    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
+        """The units of a block; see BlockTensors."""
+
+    def embed(self, unit: Any, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns [positions of the rows, hidden_size] in new memory. BadInput or RowsRefused if
+        they do not fit the model."""
+
+    def step(self, spans: Sequence[Span]) -> Step:
+        """A step that runs layers over these rows, packed one after the other."""
+
+    def head(self, unit: Any, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
+        hidden."""
+
+    def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """As in sampling.py, of logits from `head`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    manifest: Manifest
+    network: Network
+    processors: Processors
+    graphs: "DecodeGraphs | None" = None
+    blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def layers(self, start: int, stop: int) -> range:
+        """The layers of blocks start <= block < stop, counted from 0."""
+        blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
+        return range(
+            max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
+        )
+
+    def layers_with_kv(self, start: int, stop: int) -> range:
+        return range(0) if self.network.whole else self.layers(start, stop)
+
+    def layer_units(self, block: int) -> tuple[Any, ...]:
+        units, first = self.blocks[block], self.manifest.blocks[block].first_unit
+        return units[max(1 - first, 0) : self._last - first]
+
+    def head_unit(self, block: int) -> Any | None:
+        ends = self.manifest.blocks[block].last_unit == self._last
+        return self.blocks[block][-1] if ends else None
+
+    @property
+    def _last(self) -> int:
+        return self.network.config.n_units - 1
+
+    def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> Step:
+        """A step for these rows. `hidden`: [rows, hidden_size]."""
+        graphed = self.graphs.step(spans, hidden) if self.graphs else None
+        return graphed or self.network.step(spans)
