@@ -67,6 +67,8 @@ class Pulling:
     block: int
     source: NodeId
     address: str
+    asked: int = 0
+    """The chunks before this one were asked for, or were here already."""
     reading: set[int] = field(default_factory=set)
     """Chunks in flight."""
     state: PullState = PullState.PULLING
@@ -263,11 +265,12 @@ class Pulls:
             if room <= 0:
                 break
             chunks = list(islice(self._missing(pulling), window))
-            of_block = min(room, window - len(pulling.reading), len(chunks))
-            if of_block < min(window // 2, len(chunks)):
-                continue  # a few now and the rest later would be two reads, and cost as much
+            of_block = min(room, window - len(pulling.reading))
+            if not chunks or of_block < min(window // 2, len(chunks)):
+                continue  # a few now and the rest later would be two reads, which cost more
             del chunks[of_block:]
-            room -= of_block
+            room -= len(chunks)
+            pulling.asked = chunks[-1] + 1
             pulling.reading.update(chunks)
             commands += [Read(pulling, run) for run in runs_of(chunks, self._most)]
         return commands
@@ -283,13 +286,14 @@ class Pulls:
 
     def _of(self, source: NodeId) -> list[Pulling]:
         """The pulls from a source, the earliest step first."""
-        self._queues[source] = [p for p in self._queues.get(source, ()) if not p.ended]
+        pulls = self._queues.get(source, ())
+        self._queues[source] = [p for p in pulls if p.state is PullState.PULLING]
         return self._queues[source]
 
     def _missing(self, pulling: Pulling) -> Iterator[int]:
-        block = self.blocks[pulling.block]
-        for chunk in range(block.ready, len(block.verified)):
-            if not block.verified[chunk] and chunk not in pulling.reading:
+        verified = self.blocks[pulling.block].verified
+        for chunk in range(pulling.asked, len(verified)):
+            if not verified[chunk]:
                 yield chunk
 
     def _advance(self, index: int) -> list[Command]:
