@@ -16,8 +16,9 @@ with atheris.instrument_imports(include=["services.node.transport", "shared.erro
     from services.node.transport.direct import Place
     from services.node.transport.loans import Loans
     from services.node.transport.pacing import Port
-    from services.node.transport.reads import ReadChannel, ReadServer, Way, Work
+    from services.node.transport.reads import ReadChannel, Way, Work
     from services.node.transport.regions import Regions
+    from services.node.transport.serving import ReadServer
     from services.node.transport.wire import (
         Kind,
         ReadRequest,

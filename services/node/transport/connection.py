@@ -13,10 +13,10 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from services.node.transport.base import Buffer
+from services.node.transport.sockets import set_buffer
 from services.node.transport.wire import (
     PREFIX_BYTES,
     Hello,
@@ -36,8 +36,6 @@ _MAX_BUFFERS = 64
 """The most buffers that one sendmsg gets."""
 AT_ONCE = 1024 * 1024
 """A receive waits for up to this many bytes at once, because waking up costs more than copying."""
-DEEP = 4 << 20
-"""The largest buffer that a socket asks for."""
 MANY = 64 * 1024
 """A receive of more bytes than this waits before it first asks the kernel: they exceed one packet,
 so some have not arrived yet."""
@@ -49,17 +47,6 @@ IDLE_SLOWER = 8
 node has connections to many peers, but exchanges bytes with few of them at a time."""
 _TURN = 16
 """After this many system calls in a row without waiting, other tasks get the loop."""
-
-
-def _limit(name: str) -> int:
-    """A limit of the kernel; 0 where it does not say."""
-    try:
-        return int(Path("/proc/sys/net/core", name).read_text())
-    except OSError:
-        return 0
-
-
-_most = {socket.SO_RCVBUF: _limit("rmem_max"), socket.SO_SNDBUF: _limit("wmem_max")}
 
 
 class Sink(Protocol):
@@ -489,29 +476,6 @@ class Connection:
     def _on_writable(self) -> None:
         asyncio.get_running_loop().remove_writer(self.sock.fileno())
         _wake(self._writable)
-
-
-def set_buffer(sock: socket.socket, option: int, nbytes: int) -> None:
-    """Sets SO_RCVBUF or SO_SNDBUF, but only where the kernel allows DEEP buffers. Elsewhere it
-    would only stop the kernel's own sizing, which goes further."""
-    if _most[option] >= DEEP:
-        sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
-
-
-def deep_buffers() -> bool:
-    """Whether the kernel allows send buffers as deep as a socket may ask for."""
-    return _most[socket.SO_SNDBUF] >= DEEP
-
-
-async def readable(sock: socket.socket) -> None:
-    """Waits until the socket has bytes, a connection to accept, or an end."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.node.memory.views import Memory, find
-from services.node.transport.connection import readable
 from services.node.transport.direct import Place
+from services.node.transport.sockets import readable
 from shared import telemetry
 from shared.errors import PeerLost, ProtocolViolation, TransportError
 from shared.threads import to_its_end

@@ -9,51 +9,40 @@ receives, sends heartbeats when it is idle, and is closed when the peer has been
 """
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from services.node.transport import native
 from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
-from services.node.transport.connection import (
-    DEEP,
-    Connection,
-    readable,
-    set_buffer,
-)
+from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
+from services.node.transport.handshake import HANDSHAKE_S, Handshake
 from services.node.transport.loans import Loans
 from services.node.transport.native.hub import Hub
 from services.node.transport.native.reads import NativeChannel, NativeServer
 from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
-from services.node.transport.reads import ReadChannel, ReadServer, Spawn, Way, Work
+from services.node.transport.reads import ReadChannel, Spawn, Way, Work
 from services.node.transport.regions import Regions
+from services.node.transport.serving import ReadServer
+from services.node.transport.sockets import readable
 from services.node.transport.tls import Tls
 from services.node.transport.wire import (
     MAX_BODY,
     Hello,
     Kind,
     Purpose,
-    encode_hello,
     encode_prefix,
 )
 from shared import telemetry
-from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation, TransportError
+from shared.errors import BadInput, PeerLost, ProtocolViolation, TransportError
 
-SHALLOW = 64 * 1024
-"""Receive buffer of a connection for reads on a paced link. It is small so that a busy receiver
-holds its senders back."""
 SILENCE_S = 0.75
 """Seconds after which a silent peer is lost."""
-HANDSHAKE_S = 6.0
-"""Seconds that a handshake may take. The kernel says within SILENCE_S whether the peer's host is
-there; its process may have to wait for a processor, as when many start on one machine."""
 BEATS_PER_SILENCE = 5
 DIRECT_WIDTH = 2
 """Grants that may be out at a time on a direct way, so that one is taken while the next is on its
@@ -88,7 +77,6 @@ class TcpTransport:
     ) -> None:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
         best first."""
-        self._host, self._port = host, port
         self._hears = listener
         self._tls = tls
         self._ways = {way.name: way for way in ways}
@@ -100,9 +88,16 @@ class TcpTransport:
         self._loans = Loans(listener)
         self._link = _Ports(link_bytes_per_s, 1, MIN_GRANT)
         self._link_bytes_per_s = link_bytes_per_s
-        self._paced = link_bytes_per_s > 0
         self._hub: Hub | None = None
-        self._instance = secrets.randbits(64)
+        self._handshake = Handshake(
+            host,
+            port,
+            tls,
+            paced=link_bytes_per_s > 0,
+            silence_s=silence_s,
+            handshake_s=handshake_s,
+            max_payload=max_payload,
+        )
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,13 +114,11 @@ class TcpTransport:
 
     @property
     def address(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"tcp://{host}:{self._port}"
+        return self._handshake.address
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
-            self._listen()
-            opened.callback(self._listener.close)
+            listener = opened.enter_context(self._handshake.listen())
             for way in self._ways.values():
                 await opened.enter_async_context(way)
             if not self._tls and (library := await asyncio.to_thread(native.load)) is not None:
@@ -133,24 +126,9 @@ class TcpTransport:
                 self._hub = await opened.enter_async_context(hub)
             await self._group.__aenter__()
             self._resources = opened.pop_all()
-        self._spawn(self._accept(self._listener))
+        self._spawn(self._accept(listener))
         self._spawn(self._watch_silence())
         return self
-
-    def _listen(self) -> None:
-        try:
-            self._listener = socket.create_server(
-                (self._host, self._port),
-                family=_family(self._host),
-                backlog=1024,
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {self.address}: {error.strerror}; "
-                "set node.host to an address of this machine and node.port to a free port"
-            ) from error
-        self._listener.setblocking(False)
-        self._port = self._listener.getsockname()[1]
 
     async def __aexit__(
         self,
@@ -228,7 +206,7 @@ class TcpTransport:
                     offers[name] = each.offer()
                 except TransportError as error:
                     self._log.warning("no direct way", peer=address, way=name, error=str(error))
-            connection, peer = await self._dial(
+            connection, peer = await self._handshake.dial(
                 address, Purpose.READS, {name: offer.data for name, offer in offers.items()}
             )
             try:
@@ -283,53 +261,10 @@ class TcpTransport:
         return None
 
     async def _dial_messages(self, address: str) -> Connection:
-        connection, peer = await self._dial(address, Purpose.MESSAGES, {})
+        connection, peer = await self._handshake.dial(address, Purpose.MESSAGES, {})
         self._stand(connection, (address, peer.instance), lambda _: self._senders.drop(address))
         self._spawn(self._guard(connection, lambda: _receive_nothing(connection)))
         return connection
-
-    async def _dial(
-        self, address: str, purpose: Purpose, ways: dict[str, bytes]
-    ) -> tuple[Connection, Hello]:
-        host, port = _parse(address)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._handshake_s):
-                found = await loop.getaddrinfo(
-                    host, port, family=_family(host), type=socket.SOCK_STREAM
-                )
-                sock = socket.socket(*found[0][:3])
-                self._tune(sock, purpose)
-                connection = Connection(sock, address, max_payload=self._max_payload)
-                try:
-                    _give_up_after(sock, self._silence_s)
-                    await loop.sock_connect(sock, found[0][4])
-                    _give_up_after(sock, 0)
-                    if self._tls:
-                        await connection.secure(self._tls.dialling)
-                    own = Hello(purpose, self._instance, self.address, ways)
-                    await connection.send([encode_hello(own)])
-                    return connection, await connection.receive_hello()
-                except BaseException:
-                    connection.close(PeerLost(f"{address}: not connected"))
-                    raise
-        except TimeoutError as error:
-            if error.errno:  # the kernel's
-                raise PeerLost(f"{address}: the host does not answer") from error
-            raise PeerLost(f"{address}: no connection within {self._handshake_s} s") from None
-        except UnicodeError as error:
-            raise BadInput(f"address {address!r}: {error}") from error
-        except OSError as error:
-            raise PeerLost(f"{address}: cannot connect: {error.strerror}") from error
-
-    def _tune(self, sock: socket.socket, purpose: Purpose) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if purpose is Purpose.READS:
-            if self._paced:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SHALLOW)
-            else:
-                set_buffer(sock, socket.SO_RCVBUF, DEEP)
 
     # --- accepting -------------------------------------------------------------
 
@@ -354,19 +289,10 @@ class TcpTransport:
             welcome.add_done_callback(partial(_close_with_task, connection))
 
     async def _welcome(self, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(self._handshake_s):
-                if self._tls:
-                    await connection.secure(self._tls.listening)
-                peer = await connection.receive_hello()
-        except TimeoutError:
-            raise PeerLost(f"{connection.address}: no HELLO within {self._handshake_s} s") from None
-        self._tune(connection.sock, peer.purpose)
-        connection.address = peer.address
+        peer = await self._handshake.welcome(connection)
         answer, way = self._accept_way(peer)
         try:
-            own = Hello(peer.purpose, self._instance, self.address, answer)
-            await connection.send([encode_hello(own)])
+            await self._handshake.answer(connection, peer, answer)
             self._stand(connection, None, partial(self._accepted_ended, connection))
             self._hears.on_dialled(peer.address)
             if peer.purpose is Purpose.READS:
@@ -487,29 +413,6 @@ def _close_with_task(connection: Connection, _: asyncio.Task[None]) -> None:
 async def _receive_nothing(connection: Connection) -> None:
     prefix = await connection.receive_prefix()
     raise ProtocolViolation(f"{prefix.kind.name} from the receiver of messages")
-
-
-def _give_up_after(sock: socket.socket, seconds: float) -> None:
-    """For how long the kernel waits for the other host to say anything. 0: for as long as it wants.
-    Unlike a timer of ours, it is not late when this process has to wait for a processor."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    """The address family of a host. A name means its IPv4 address, when listening and when
-    dialling."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _parse(address: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise BadInput(f"address {address!r}: {error}") from None
-    if parts.scheme != "tcp" or not host or not port:
-        raise BadInput(f"address {address!r}: use tcp://HOST:PORT")
-    return host, port
 
 
 def _nbytes(buffers: Sequence[Buffer]) -> int:

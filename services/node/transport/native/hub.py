@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from services.node.memory.views import address
-from services.node.transport import connection as sockets
-from services.node.transport import native
+from services.node.transport import native, sockets
 from services.node.transport.connection import Connection
 from services.node.transport.native import Event
 from services.node.transport.regions import Region

@@ -1,5 +1,5 @@
 """Region reads whose bytes move in relay.c. What is asked, refused and judged is the same code as
-without it: `reads.py`."""
+without it: `reads.py` and `serving.py`."""
 
 import asyncio
 import os
@@ -12,16 +12,9 @@ from services.node.transport.loans import Loans
 from services.node.transport.native import CHUNKS, FRAME, LOST, READ, SERVED, Event
 from services.node.transport.native.hub import Half, Hub
 from services.node.transport.pacing import Port
-from services.node.transport.reads import (
-    OnSent,
-    Pending,
-    ReadChannel,
-    ReadServer,
-    Serving,
-    Spawn,
-    end,
-)
+from services.node.transport.reads import Pending, ReadChannel, Spawn, end
 from services.node.transport.regions import Region, Regions
+from services.node.transport.serving import OnSent, ReadServer, Serving
 from services.node.transport.wire import PREFIX_BYTES, Prefix, ReadRequest, parse_prefix
 from shared.errors import PeerLost, RegionUnknown, TransportError
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.node.transport import connection, native
+from services.node.transport import native, sockets
 from tests.support.raw_peer import Node
 
 
@@ -28,6 +28,6 @@ async def node() -> AsyncIterator[Node]:
 @pytest.fixture
 async def shallow(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     """A node whose frames are larger than what the kernel takes at once."""
-    monkeypatch.setattr(connection, "deep_buffers", lambda: False)
+    monkeypatch.setattr(sockets, "deep_buffers", lambda: False)
     async with (node := Node(rate=10_000_000_000)).transport:
         yield node

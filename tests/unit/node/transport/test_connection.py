@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from services.node.transport import connection as module
+from services.node.transport import sockets
 from services.node.transport.connection import IDLE_SLOWER, USED_S, Connection
 from services.node.transport.wire import Kind, encode_prefix
 from shared.clock import now
@@ -179,7 +180,7 @@ async def test_a_closed_one_is_waited_on_by_nobody(connection: Connection) -> No
 async def test_small_frames_leave_the_kernels_buffers_as_they_are(
     connection: Connection, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setitem(module._most, socket.SO_SNDBUF, most)
+    monkeypatch.setitem(sockets._most, socket.SO_SNDBUF, most)
     before = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     await connection.send([CANCEL])
     assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before

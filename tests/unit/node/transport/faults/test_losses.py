@@ -16,7 +16,7 @@ async def test_whoever_hangs_up_is_no_loss_of_whom_it_said_it_is(node: Node) -> 
     peer = Node()
     async with peer.transport:
         await node.transport.connect(peer.address)
-        instance = peer.transport._instance
+        instance = peer.transport._handshake.instance
         for address in (node.address, peer.address):
             for purpose in Purpose:
                 streams = await dial(node, purpose, instance=instance, address=address)
