@@ -148,6 +148,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     known: they are not paced, and plans assume the rate of the data link."""
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, in store/."""
+    disk_bytes_per_s: Size = 0
+    """Paces reads of packed models, for a disk that others use too. 0: as fast as it goes."""
     device: str = "cpu"
     cpu_weights: Literal["stored", "packed", "int8"] = "packed"
     """How a CPU computes with weights. `stored`: from the arena, without further memory, slowest.

@@ -30,7 +30,7 @@ class RealParts:
         self._config = config
 
     def store(self) -> Store:
-        return Store(Path(self._config.data_dir) / "store")
+        return Store(Path(self._config.data_dir) / "store", self._config.disk_bytes_per_s)
 
     def device(self, memory: Memory) -> DeviceArena | None:
         device = torch_device(self._config.device)

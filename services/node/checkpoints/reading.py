@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,15 +68,40 @@ class Unreadable:
 Outcome = Verified | Unreadable
 
 
+class Pace:
+    """When reads are over on a disk of this rate, which serves one after the other."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def due(self, now: float, nbytes: int) -> float:
+        """When a read that is asked for now is over."""
+        self._free_at = max(now, self._free_at) + nbytes / self._bytes_per_s
+        return self._free_at
+
+
 class Files:
     """Reads ranges of the files of one file system: directly, unless the file system refuses
     that."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: int = 0) -> None:
+        """`bytes_per_s` paces the reads of all threads together; 0: as fast as it goes."""
         self._direct = True
+        self._pace = Pace(bytes_per_s) if bytes_per_s else None
+        self._pacing = threading.Lock()
 
     def read(self, path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
         """Fills `into` as far as the file goes. `spare`: a page that may be used meanwhile."""
+        if self._pace is None:
+            self._read(path, offset, into, spare)
+            return
+        with self._pacing:
+            due = self._pace.due(time.monotonic(), len(into))
+        self._read(path, offset, into, spare)
+        time.sleep(max(0.0, due - time.monotonic()))
+
+    def _read(self, path: Path, offset: int, into: memoryview, spare: memoryview) -> None:
         if self._direct and offset % PAGE == 0 and address(into) % PAGE == 0:
             try:
                 _read_direct(path, offset, into, spare)

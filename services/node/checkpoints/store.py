@@ -67,9 +67,10 @@ class Imported:
 class Store:
     """Imports run one at a time, across processes too. Reads run beside anything, in any thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, bytes_per_s: int = 0) -> None:
+        """`bytes_per_s` paces reads of blocks; 0: as fast as it goes."""
         self._root = root
-        self._block_files = Files()
+        self._block_files = Files(bytes_per_s)
         self._verified: dict[ModelId, Manifest] = {}
         # Threads of its own: a disk that hangs must not take those that others wait for.
         self._lending = ThreadPoolExecutor(DEPTH, thread_name_prefix="lend")

@@ -7,12 +7,20 @@ import mmap
 import os
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
 
 from services.node.checkpoints import reading
-from services.node.checkpoints.reading import DEPTH, Outcome, Unreadable, Verified, Wanted
+from services.node.checkpoints.reading import (
+    DEPTH,
+    Outcome,
+    Pace,
+    Unreadable,
+    Verified,
+    Wanted,
+)
 from services.node.checkpoints.store import Imported, Store
 from services.node.memory.arena import PAGE
 from shared.errors import (
@@ -375,3 +383,22 @@ async def test_a_bug_in_a_thread_is_raised(disk: Disk, monkeypatch: pytest.Monke
     monkeypatch.setattr(reading, "digest", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         await disk.read_all()
+
+
+def test_a_paced_disk_serves_one_read_after_the_other() -> None:
+    pace = Pace(100)
+    assert [pace.due(5.0, 50), pace.due(5.1, 100), pace.due(9.0, 200)] == [5.5, 6.5, 11.0]
+
+
+async def test_reads_of_all_threads_keep_to_the_pace(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that stands still, the last read waits for the time of all bytes."""
+    disk, slept = Disk(tmp_path, checkpoint), list[float]()
+    disk.store = Store(tmp_path, bytes_per_s=1000)
+    stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
+    monkeypatch.setattr(reading, "time", stopped)
+    assert not await disk.read_all()
+    await disk.store.piece(disk.imported.model_id, 0, range(1))
+    _, piece = disk.manifest.run_range(0, range(1))
+    assert max(slept) == pytest.approx((disk.manifest.nbytes + piece) / 1000)

@@ -1,0 +1,217 @@
+"""From no instance at all to the first token, on real processes, beside what the copy takes.
+
+Run: `.venv/bin/python -m benchmarks.from_zero`, three minutes. Nodes read their disks at 32 MB/s
+(`node.disk_bytes_per_s`), so that a copy takes seconds; their links carry 400 MB/s. Nothing of the
+model is in memory when a request comes, but for the last case. The limit of a case is the time in
+which its tiers copy the blocks, and the prefill of the same prompt where the model serves.
+
+own disk     one node, which has the model on its disk
+other disk   the node with the disk copy is full, and another one gets the model from there
+two disks    two machines have the model on disk; one runs it, and each disk reads a half
+host copy    the model sleeps in its node's memory, so that there is nothing to copy
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.multicast.model import checkpoint_spec
+from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.demo_model import make_checkpoint
+from services.local.publishing import publish
+from services.local.watch import Watch
+from shared import subjects
+from shared.bus.base import Bus, On
+from shared.bus.nats import NatsBus
+from shared.ids import ModelName, NodeId
+from shared.messages.pool import ModelRecord, NodeStatus, Tier
+from shared.messages.scaling import ImportModel
+
+NBYTES, BLOCKS = 96 << 20, 12
+DISK_BYTES_PER_S = 32_000_000
+LINK_BYTES_PER_S = 400_000_000
+ROUNDS = 3
+PROMPT = 192
+BAR = 1.15
+LIMIT_S = 120.0
+ROOM = NBYTES * 9 // 8
+"""An arena for one model."""
+FIRST = NodeId("node-0")
+
+
+@dataclass
+class Case:
+    name: str
+    disks: int
+    """How many disks read at the same time. 0: nothing is copied."""
+    cold_s: list[float] = field(default_factory=list)
+    warm_s: list[float] = field(default_factory=list)
+
+    def report(self, nbytes: int) -> tuple[str, bool]:
+        copy = nbytes / DISK_BYTES_PER_S / self.disks if self.disks else 0.0
+        prefill = statistics.median(self.warm_s)
+        took, limit = statistics.median(self.cold_s), copy + prefill
+        spread = f"{min(self.cold_s):.3f} to {max(self.cold_s):.3f}"
+        line = (
+            f"{self.name:<11} {took:8.3f} s ({spread})   copy {copy:6.3f} + prefill "
+            f"{prefill:.3f} = {limit:6.3f} s   {took / limit:5.2f} x, {took - limit:+.3f} s"
+        )
+        return line, took <= BAR * limit
+
+
+class Up:
+    """A cluster, and its models."""
+
+    def __init__(self, cluster: Cluster, bus: Bus, watch: Watch) -> None:
+        self._url = cluster.state.gateway_url
+        self._bus = bus
+        self._watch = watch
+        self._statuses: dict[NodeId, NodeStatus] = {}
+
+    async def follow(self) -> None:
+        await self._bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status))
+
+    async def _on_status(self, message: NodeStatus) -> None:
+        self._statuses[message.node] = message
+
+    async def add(self, path: Path, *, instances: int = 0, copies: int = 1) -> ModelRecord:
+        """Imports a model on the first node, and waits for its durable copies."""
+        request = ImportModel(path=str(path), name=ModelName(path.name), min_instances=instances)
+        record = await publish(self._bus, request, node=FIRST, say=lambda _: None)
+        await self._until(lambda: self._held(record, Tier.DISK) == copies)
+        return record
+
+    async def asleep(self, record: ModelRecord) -> None:
+        """Waits until no node runs the model."""
+        await self._until(lambda: self._held(record, Tier.GPU) == 0)
+
+    def _held(self, record: ModelRecord, tier: Tier) -> int:
+        held = [h for s in self._statuses.values() for h in s.holdings]
+        return sum(
+            h.model_id == record.model_id
+            and h.tier is tier
+            and (tier is Tier.GPU or len(h.blocks) == record.n_blocks)
+            for h in held
+        )
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                await self._watch.change()
+
+    async def first_token_s(self, record: ModelRecord, seed: int) -> float:
+        """Seconds from the request to the first token of its answer."""
+        body = {
+            "model": record.name,
+            "prompt": [3 + (seed * 7919 + i * 31) % 250 for i in range(PROMPT)],
+            "max_tokens": 1,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        began = time.perf_counter()
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session,
+            session.post(f"{self._url}/v1/completions", json=body) as response,
+        ):
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: ") and b'"choices"' in line:
+                    return time.perf_counter() - began
+        raise RuntimeError("an answer without a token")
+
+
+@asynccontextmanager
+async def running(folder: Path, nodes: int, settings: Mapping[str, str]) -> AsyncIterator[Up]:
+    common = {
+        "LAMBDASCALE_NODE_THREADS": "1",
+        "LAMBDASCALE_NODE_KV_BYTES": str(64 << 20),
+        "LAMBDASCALE_NODE_DISK_BYTES_PER_S": str(DISK_BYTES_PER_S),
+        "LAMBDASCALE_NODE_LINK_BYTES_PER_S": str(LINK_BYTES_PER_S),
+        "LAMBDASCALE_NODE_CPU_WEIGHTS": "stored",
+        "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",
+        "LAMBDASCALE_PLANNER_IDLE_S": "0.2",
+    }
+    spec = ClusterSpec(
+        directory=folder,
+        nodes=nodes,
+        gateway_port=0,
+        settings=common | dict(settings),
+        apart=True,
+    )
+    cluster = Cluster(spec)
+    await cluster.start()
+    try:
+        async with NatsBus(bus_config(cluster.state), "bench") as bus:
+            watch = Watch()
+            await watch.follow(bus)
+            up = Up(cluster, bus, watch)
+            await up.follow()
+            yield up
+    finally:
+        await cluster.stop()
+
+
+async def measure(up: Up, models: list[ModelRecord], cold: Case, host: Case | None = None) -> None:
+    """Each model once from disk, and once more where it sleeps. The first is not counted: nothing
+    is known of disks before it."""
+    for number, record in enumerate(models):
+        took = await up.first_token_s(record, 3 * number)
+        warm = await up.first_token_s(record, 3 * number + 1)
+        await up.asleep(record)
+        if number:
+            cold.cold_s.append(took)
+            cold.warm_s.append(warm)
+        if host is not None:
+            host.cold_s.append(await up.first_token_s(record, 3 * number + 2))
+            host.warm_s.append(warm)
+            await up.asleep(record)
+
+
+async def run(folder: Path) -> int:
+    spec = checkpoint_spec(NBYTES, BLOCKS)
+    paths = [folder / f"m{number}" for number in range(ROUNDS + 1)]
+    for number, path in enumerate([*paths, folder / "filler"]):
+        make_checkpoint(path, replace(spec, seed=number))
+    own, other, two, host = (
+        Case("own disk", 1),
+        Case("other disk", 1),
+        Case("two disks", 2),
+        Case("host copy", 0),
+    )
+    one_each = {"LAMBDASCALE_NODE_ARENA_BYTES": str(ROOM)}
+    all_of_them = {"LAMBDASCALE_NODE_ARENA_BYTES": str(ROOM * len(paths))}
+    async with running(folder / "own", 1, all_of_them) as up:
+        models = [await up.add(path) for path in paths]
+        await measure(up, models, own, host)
+    async with running(folder / "other", 2, one_each) as up:
+        models = [await up.add(path) for path in paths]
+        await up.add(folder / "filler", instances=1)
+        await measure(up, models, other)
+    twice = {"LAMBDASCALE_REGISTRY_DURABLE_COPIES": "2"}
+    async with running(folder / "two", 2, all_of_them | twice) as up:
+        models = [await up.add(path, copies=2) for path in paths]
+        await measure(up, models, two)
+    met = True
+    for case in (own, other, two, host):
+        line, within = case.report(models[0].nbytes)
+        met = met and within
+        print(line)
+    print(f"bar: at most {BAR} x the limit: {'met' if met else 'NOT met'}")
+    return 0 if met else 1
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
+        return asyncio.run(run(Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
