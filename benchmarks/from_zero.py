@@ -3,7 +3,8 @@
 Run: `.venv/bin/python -m benchmarks.from_zero`, three minutes. Nodes read their disks at 32 MB/s
 (`node.disk_bytes_per_s`), so that a copy takes seconds; their links carry 400 MB/s. Nothing of the
 model is in memory when a request comes, but for the last case. The limit of a case is the time in
-which its tiers copy the blocks, and the prefill of the same prompt where the model serves.
+which its tiers copy the blocks, and the prefill of the same prompt where the model serves. The
+engines compute with weights as they are stored: packing them would be a copy of its own.
 
 own disk     one node, which has the model on its disk
 other disk   the node with the disk copy is full, and another one gets the model from there
@@ -38,7 +39,7 @@ from shared.messages.scaling import ImportModel
 NBYTES, BLOCKS = 96 << 20, 12
 DISK_BYTES_PER_S = 32_000_000
 LINK_BYTES_PER_S = 400_000_000
-ROUNDS = 3
+ROUNDS = 5
 PROMPT = 192
 BAR = 1.15
 LIMIT_S = 120.0
