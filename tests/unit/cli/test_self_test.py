@@ -1,5 +1,6 @@
 """`lambdascale test`: what it checks, what it runs, and that the fast part stays fast."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -63,3 +64,41 @@ def test_a_failure_of_any_check_is_named_and_is_the_exit_code(tmp_path: Path) ->
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last == "lambdascale: failed: ruff format, ruff check, pytest, mypy"
+
+
+ONCE = """
+from pathlib import Path
+
+def test_once() -> None:
+    there = Path(__file__).with_name("ran")
+    assert there.exists() or not there.write_text("ran")
+
+def test_sound() -> None:
+    pass
+"""
+
+
+def test_what_failed_first_and_passed_alone_is_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    (tmp_path / "test_once.py").write_text(ONCE)
+    monkeypatch.setattr(self_test, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    checks: list[str] = []
+    start = self_test._start
+
+    def only_pytest(command: list[str], stdout: int | None = None) -> "subprocess.Popen[str]":
+        checks.append(command[0])
+        return start(command if command[0] == "pytest" else ["platform"], stdout)
+
+    monkeypatch.setattr(self_test, "_start", only_pytest)
+    assert self_test.run(argparse.Namespace(rest=[], fast=False)) == 0
+    last = capfd.readouterr().err.splitlines()[-2:]
+    assert last[0].startswith(
+        "lambdascale: WARNING: 1 tests failed first, and passed when they ran"
+    )
+    assert last[1] == "  test_once.py::test_once"
+    assert checks.count("pytest") == 2

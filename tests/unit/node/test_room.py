@@ -21,7 +21,7 @@ from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Submit
 from shared.slots import OVERFULL
-from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
+from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 from tests.unit.node.batching.builders import FakeKv, ask, batcher, queue, rows, take
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))

@@ -19,8 +19,8 @@ from simulation.hardware import Channel, Hardware
 from simulation.loop import run
 from simulation.store import HostCache
 from simulation.worker import ModelledWorker
-from tests.support import worker_cluster
-from tests.support.worker_cluster import WHOLE, stages
+from tests.support import submits
+from tests.support.submits import WHOLE, stages
 from tests.unit.simulation.models import (
     BLOCKS,
     HARDWARE,
@@ -42,9 +42,7 @@ PROMPT = 5
 
 
 def submit(name: str, path: tuple[Stage, ...] = WHOLE, *, max_tokens: int = 8) -> Submit:
-    return msgspec.structs.replace(
-        worker_cluster.submit(name, path, max_tokens=max_tokens), model_id=ID
-    )
+    return msgspec.structs.replace(submits.submit(name, path, max_tokens=max_tokens), model_id=ID)
 
 
 class Net:

@@ -18,7 +18,7 @@ from services.node.core.rows import Row
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
-from tests.support.worker_cluster import BLOCKS, MODEL, stages, submit
+from tests.support.submits import BLOCKS, MODEL, stages, submit
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 

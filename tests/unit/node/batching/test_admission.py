@@ -8,7 +8,7 @@ from shared.errors import CapacityExceeded
 from shared.ids import ModelId
 from shared.messages.serving import Token
 from shared.slots import OVERFULL
-from tests.support.worker_cluster import BLOCKS, TWO, WHOLE, submit
+from tests.support.submits import BLOCKS, TWO, WHOLE, submit
 from tests.unit.node.batching.builders import (
     FULL,
     FakeKv,

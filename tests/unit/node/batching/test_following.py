@@ -15,7 +15,7 @@ from services.node.core.microbatches import (
 from services.node.core.rows import Row
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId
-from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages
+from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages
 from tests.unit.node.batching.builders import (
     FROM_C,
     Named,

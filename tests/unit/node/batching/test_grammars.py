@@ -13,7 +13,7 @@ from services.node.core.microbatches import (
 from services.node.core.rows import Context, Draw, Row
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, LogitRules, Sampling, Submit
-from tests.support.worker_cluster import BLOCKS, MODEL, TWO, WHOLE, stages, submit
+from tests.support.submits import BLOCKS, MODEL, TWO, WHOLE, stages, submit
 from tests.unit.node.batching.builders import (
     FROM_C,
     FULL,

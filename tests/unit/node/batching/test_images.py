@@ -7,7 +7,7 @@ from services.node.core.rows import Row
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Submit, Token
-from tests.support.worker_cluster import MODEL, TWO, WHOLE, submit
+from tests.support.submits import MODEL, TWO, WHOLE, submit
 from tests.unit.node.batching.builders import (
     FROM_C,
     FULL,

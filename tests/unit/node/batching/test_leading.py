@@ -8,7 +8,7 @@ from services.node.core.rows import Context
 from services.node.core.sequences import sequence_key
 from shared.errors import StaleEpoch, TransportTimeout
 from shared.messages.serving import AttemptFailed, Cancel, LogitRules
-from tests.support.worker_cluster import THREE, TWO, WHOLE, submit
+from tests.support.submits import THREE, TWO, WHOLE, submit
 from tests.unit.node.batching.builders import _cancel_of, ask, batcher, one, queue, rows, run, take
 
 

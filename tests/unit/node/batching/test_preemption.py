@@ -3,7 +3,7 @@
 from services.node.core.microbatches import Emit, Failed, Free, Release, Sampled, Send
 from services.node.core.rows import Row
 from shared.messages.serving import AttemptFailed
-from tests.support.worker_cluster import THREE, WHOLE
+from tests.support.submits import THREE, WHOLE
 from tests.unit.node.batching.builders import (
     FROM_C,
     FULL,

@@ -10,7 +10,7 @@ from services.node.core.rows import Draw, Row
 from services.node.core.speculation import STEP_POSITIONS
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Logprobs, Sampling, Token
-from tests.support.worker_cluster import TWO, WHOLE, submit
+from tests.support.submits import TWO, WHOLE, submit
 from tests.unit.node.batching.builders import (
     FROM_C,
     FULL,

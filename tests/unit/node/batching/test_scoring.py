@@ -11,7 +11,7 @@ from services.node.core.rows import Row, Score
 from shared.errors import BadInput
 from shared.ids import RequestId
 from shared.messages.serving import AttemptFailed, Logprobs, Sampling, Scores, Token
-from tests.support.worker_cluster import MODEL, THREE, TWO, WHOLE, submit
+from tests.support.submits import MODEL, THREE, TWO, WHOLE, submit
 from tests.unit.node.batching.builders import (
     FULL,
     FakeKv,

@@ -23,7 +23,7 @@ from shared.errors import ProtocolViolation
 from shared.ids import ModelId
 from shared.messages.serving import LogitRules, Logprobs, Sampling
 from tests.support.malformed import well_framed
-from tests.support.worker_cluster import THREE
+from tests.support.submits import THREE
 
 ROWS = (
     Row("r1#1", 0, 3, 20),

@@ -27,7 +27,7 @@ from shared.ids import RequestId
 from shared.messages.serving import Cancel, LogitRules, Sampling
 from tests.support.hash_engine import HIDDEN, continuation
 from tests.support.malformed import well_framed
-from tests.support.worker_cluster import BLOCKS, MODEL, TWO, WHOLE, submit
+from tests.support.submits import BLOCKS, MODEL, TWO, WHOLE, submit
 from tests.unit.node.execution.test_steps import FROM_C, Rig, hidden_states
 
 LIKELY: dict[str, Any] = {

@@ -22,7 +22,7 @@ from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.instances import Stage
 from shared.messages.serving import Sampling, Submit, Tokens
 from tests.support.hash_engine import HIDDEN, HashEngine, hash_manifest
-from tests.support.worker_cluster import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
+from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 FROM_D = Path(MODEL, stages(("d", 0, 2), ("a", 2, BLOCKS)))

@@ -19,18 +19,8 @@ from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, LogitRules, Submit
 from tests.support.hash_engine import VOCAB, HashEngine, continuation, hash_manifest
-from tests.support.worker_cluster import (
-    BLOCKS,
-    GATEWAY,
-    MODEL,
-    THREE,
-    TWO,
-    WHOLE,
-    Attempt,
-    cluster,
-    stages,
-    submit,
-)
+from tests.support.submits import BLOCKS, GATEWAY, MODEL, THREE, TWO, WHOLE, stages, submit
+from tests.support.worker_cluster import Attempt, cluster
 
 PROMPT = (3, 1, 4, 1, 5)
 PATHS = pytest.mark.parametrize("path", [WHOLE, TWO, THREE], ids=["whole", "two", "three"])

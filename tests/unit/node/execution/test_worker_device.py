@@ -21,7 +21,8 @@ from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import Tokens
 from tests.support.hash_engine import HashEngine, continuation
 from tests.support.links import SlowLink
-from tests.support.worker_cluster import BLOCKS, HASH_MODEL, MODEL, WHOLE, submit
+from tests.support.submits import BLOCKS, MODEL, WHOLE, submit
+from tests.support.worker_cluster import HASH_MODEL
 
 OTHER = ModelId("other")
 NBYTES = 5000

@@ -8,7 +8,8 @@ from services.node.engine.base import StagePart
 from shared.errors import CapacityExceeded
 from shared.messages.instances import Stage
 from tests.support.hash_engine import continuation
-from tests.support.worker_cluster import BLOCKS, TWO, Attempt, Cluster, cluster, stages, submit
+from tests.support.submits import BLOCKS, TWO, stages, submit
+from tests.support.worker_cluster import Attempt, Cluster, cluster
 
 PROMPT = tuple(range(20))
 BACK = stages(("b", 0, 4), ("a", 4, BLOCKS))

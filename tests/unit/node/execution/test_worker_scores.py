@@ -12,7 +12,8 @@ from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
 from shared.messages.instances import Stage
 from shared.messages.serving import Logprobs
-from tests.support.worker_cluster import THREE, TWO, WHOLE, Attempt, cluster, submit
+from tests.support.submits import THREE, TWO, WHOLE, submit
+from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
 
 LONG = tuple((7 * i + i // 5) % 96 for i in range(150))

@@ -18,7 +18,8 @@ from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
 from shared import grammar
 from shared.messages.serving import LogitRules, Submit, Token
-from tests.support.worker_cluster import MODEL, THREE, TWO, WHOLE, Attempt, cluster, submit
+from tests.support.submits import MODEL, THREE, TWO, WHOLE, submit
+from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
 
 PROMPTS = tuple((7 * i, 3, 50, 4, 60 + i) * 5 + (7 * i, 3) for i in range(4))

@@ -8,7 +8,8 @@ from shared.errors import PeerLost
 from shared.ids import RequestId
 from shared.messages.serving import Cancel
 from tests.support.hash_engine import continuation
-from tests.support.worker_cluster import BLOCKS, WHOLE, cluster, stages, submit
+from tests.support.submits import BLOCKS, WHOLE, stages, submit
+from tests.support.worker_cluster import cluster
 
 PROMPT = (3, 1, 4, 1, 5)
 LOADING = (

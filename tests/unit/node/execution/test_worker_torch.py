@@ -8,16 +8,8 @@ from services.node.engine.base import Engine
 from services.node.engine.engine import TorchEngine
 from shared.messages.instances import Stage
 from shared.messages.serving import LogitRules
-from tests.support.worker_cluster import (
-    BLOCKS,
-    THREE,
-    TWO,
-    WHOLE,
-    Attempt,
-    cluster,
-    stages,
-    submit,
-)
+from tests.support.submits import BLOCKS, THREE, TWO, WHOLE, stages, submit
+from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
 
 PATHS = (WHOLE, TWO, THREE)
