@@ -197,6 +197,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     mesh_peers: Size = 64
     """How many peers, nearest first, the node connects to before a plan needs them. It connects to
     others when they are needed."""
+    share_compiled: bool = True
+    """Whether the node gives its compiled C libraries to other nodes, and takes theirs in place of
+    compiling its own. Only if the bus asks for a password (`bus.user`), because whoever may speak
+    there can then give nodes native code."""
     evacuate_s: Seconds = 10.0
     """How long a node that is told to stop waits, at most, until another machine has the models of
     which it holds the only durable copy."""

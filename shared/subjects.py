@@ -100,6 +100,11 @@ def node_ping(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.ping"
 
 
+def compiled(name: str) -> str:
+    """Nodes that have the compiled library of this file name answer here."""
+    return f"{ROOT}.compiled.{name.replace('.', '-')}"
+
+
 def node_story(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.story"
 

@@ -58,7 +58,8 @@ def _node(bus: Bus, config: Config) -> Service:
             host=config.node.host,
             bus=elsewhere,
         )
-    return NodeService(bus, config.node, RealParts(config.node))
+    shares = config.node.share_compiled and bool(config.bus.user)
+    return NodeService(bus, config.node, RealParts(config.node), shares_compiled=shares)
 
 
 def buses_elsewhere(config: Config) -> list[str]:

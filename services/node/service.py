@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVarTuple
 
+from services.node.artefacts import Artefacts
 from services.node.core.profile import Profiler
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
@@ -66,13 +67,18 @@ Args = TypeVarTuple("Args")
 class NodeService(Service):
     role: ClassVar[str] = "node"
 
-    def __init__(self, bus: Bus, config: NodeConfig, parts: Parts) -> None:
+    def __init__(
+        self, bus: Bus, config: NodeConfig, parts: Parts, *, shares_compiled: bool = False
+    ) -> None:
+        """`shares_compiled`: whether compiled libraries come from other nodes, and go to them. It
+        concerns the whole process."""
         check_name("node.id", config.id)
         super().__init__(config.id)
         self.drain_s += config.evacuate_s
         self._bus = bus
         self._config = config
         self._parts = parts
+        self._shares_compiled = shares_compiled
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_cause = ""
@@ -90,6 +96,8 @@ class NodeService(Service):
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         self._lending = Lending(self._library, self._profiler)
+        if self._shares_compiled:
+            await self.resources.enter_async_context(Artefacts(self._bus, self._spawn_one))
         started = now()
         arena = await asyncio.to_thread(Arena, config.arena_bytes)
         self.resources.callback(arena.close)

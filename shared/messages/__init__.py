@@ -6,14 +6,36 @@ from typing import Union, cast
 import msgspec
 
 from shared.errors import BadMessage
-from shared.messages import base, copies, decisions, instances, load, pool, scaling, serving, story
+from shared.messages import (
+    base,
+    compiled,
+    copies,
+    decisions,
+    instances,
+    load,
+    pool,
+    scaling,
+    serving,
+    story,
+)
 from shared.messages.base import ErrorReply, Message, Ok, Ping
 
 __all__ = ["ErrorReply", "Message", "Ok", "Ping", "decode", "encode"]
 
 KINDS: tuple[type[Message], ...] = tuple(
     value
-    for module in (base, copies, decisions, instances, load, pool, scaling, serving, story)
+    for module in (
+        base,
+        compiled,
+        copies,
+        decisions,
+        instances,
+        load,
+        pool,
+        scaling,
+        serving,
+        story,
+    )
     for value in vars(module).values()
     if isinstance(value, type)
     and issubclass(value, Message)
