@@ -90,7 +90,8 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
         "--warm",
         type=int,
         metavar="N",
-        help="copies that are kept ready in memory beside the instances that serve",
+        help="copies that stay in memory, ready, when their instances are no longer needed (one "
+        "always does); they give way to models that are asked for",
     )
     change.add_argument(
         "--schedule",

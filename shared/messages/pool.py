@@ -209,7 +209,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.0
     """The objective for the time between tokens. 0: none."""
     warm: int = 0
-    """Copies in memory that are kept ready beside those that serve."""
+    """Copies that stay in memory, ready, when their replicas are no longer needed. They give way to
+    models that are asked for."""
     schedule: str = ""
     """Windows of the week with other numbers, see `shared/schedule.py`."""
     chunk_bytes: int = 0

@@ -285,6 +285,7 @@ class ModelMachine:
             fleet=self.fleet,
             event=self.event.record if self.event is not None and coming else None,
         )
+        self._releases.warm = self._sizing.warm
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
         self._usage.note(at, len(members), asked=asked)
         if self._sizing.wants < wanted and self._rooms.waiting:

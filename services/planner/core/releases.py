@@ -29,6 +29,8 @@ class Releases:
         self._record = record
         self._fleet = fleet
         self._standing = standing
+        self.warm = 0
+        """How many copies sleep in memory, at most, when their replicas are not needed."""
 
     @property
     def next_wake(self) -> float:
@@ -69,14 +71,21 @@ class Releases:
     def keep(self, node: NodeId) -> Tier | None:
         """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
         in the host cache if the node has one and else in the arena; it does not apply if every node
-        loads from its own disk or cache. What makes room for another model leaves the arena."""
+        loads from its own disk or cache. So do the model's warm copies. What makes room for another
+        model leaves the arena."""
         if self._desk.settings.strategy == LOCAL:
             return None
         holders = self._desk.cluster.holders(self._record.model_id, MEMORY)
-        for other, held in holders.items():
-            staying = self._standing.of(other) is None
-            if other != node and staying and len(held) == self._record.n_blocks:
-                return None
+        others = [
+            other
+            for other, held in holders.items()
+            if other != node
+            and len(held) == self._record.n_blocks
+            and self._standing.of(other) is None
+        ]
+        asleep = sum(other not in self._fleet.members for other in others)
+        if others and asleep >= self.warm:
+            return None
         if not self._rooms.must_leave(node, self._record.model_id):
             return Tier.HOST
         info = self._desk.cluster.nodes.get(node)

@@ -29,6 +29,8 @@ GRACE_S = 30.0
 """How long after the latest time at which the load has come so far it is waited for."""
 SMOOTH_S = 5.0
 """Needs that last for less than this hardly count."""
+LAG_S = 0.7 * SMOOTH_S
+"""How much later than the load itself half of a smoothed need is seen."""
 FILLED = 0.25
 """A need of less than this share of one more replica is none."""
 _PARTS = 255
@@ -93,7 +95,7 @@ class Rhythm:
         self._at_s = wall_s
         if self._smooth > self._need:
             self._need = self._smooth
-            self._reached.setdefault(_power(self._need), max(0.0, wall_s % SLOT_S - SMOOTH_S))
+            self._reached.setdefault(_power(self._need), max(0.0, wall_s % SLOT_S - LAG_S))
         return changed
 
     def ahead(self, wall_s: float, lead_s: float) -> Expected | None:
@@ -121,8 +123,8 @@ class Rhythm:
         return max(found, key=lambda each: each.replicas, default=None)
 
     def _came(self, expected: Expected) -> bool:
-        """Whether the load of the current slot has come."""
-        return replicas_of(self._need) >= expected.replicas
+        """Whether the load of the current slot has come, more than half of it."""
+        return 2 * self._need > expected.replicas
 
     def _repeated(self, slot: int, days: int) -> Expected | None:
         last, before = self._seen(slot, days), self._seen(slot, 2 * days)

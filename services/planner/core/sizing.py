@@ -31,7 +31,7 @@ START_S = 0.1
 """Seconds of an event before its first bytes move, and after its last."""
 LEAD, LEAD_S = 1.2, 1.0
 """What a schedule asks for, or history lets expect, is begun earlier by this many times the time to
-load, and a second."""
+load, and a second, in which idle models are looked at once."""
 
 
 class Sizing:
@@ -42,6 +42,8 @@ class Sizing:
         self.floor = 0
         """How many replicas it keeps even when idle, as of the last decision; without those that
         are expected to be needed."""
+        self.warm = 0
+        """How many sleeping copies are to be kept."""
         self.spare_at: float | None = None
         """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
@@ -135,7 +137,8 @@ class Sizing:
     def _policy(self, record: ModelRecord, speed: float, supply: Supply) -> Policy:
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
-        floor = self.floor = self._floor(record, supply.horizon_s)
+        self.floor, self.warm = self._kept(record, supply.horizon_s)
+        floor = self.floor
         scheduled = f"the schedule keeps {floor} replicas" if record.schedule else ""
         return Policy(
             min_instances=floor,
@@ -171,8 +174,9 @@ class Sizing:
         why = f"load that filled {expected.replicas} replicas came at this time {when}"
         return replace(policy, min_instances=expected.replicas, floor_why=why)
 
-    def _floor(self, record: ModelRecord, horizon_s: float) -> int:
-        """What the model keeps even when idle, now and when what is asked for now is there."""
+    def _kept(self, record: ModelRecord, horizon_s: float) -> tuple[int, int]:
+        """The replicas that the model keeps even when idle, now and when what is asked for now is
+        there; and its warm copies."""
         now_ns = self._desk.now.wall_ns
         soon_ns = now_ns + int((LEAD * horizon_s + LEAD_S) * 1e9)
-        return least(record.schedule, record.min_instances, record.warm, (now_ns, soon_ns))[0]
+        return least(record.schedule, record.min_instances, record.warm, (now_ns, soon_ns))

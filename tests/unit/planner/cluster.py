@@ -108,11 +108,11 @@ class Cluster:
         service = CheckedPlanner(self.planner_bus, self.config)
         return await self._planner.enter_async_context(service)
 
-    async def serve(self, nodes: int, min_instances: int = 1) -> list[ScriptedNode]:
+    async def serve(self, nodes: int, min_instances: int = 1, warm: int = 0) -> list[ScriptedNode]:
         """`nodes` nodes, of which n0 has brought a model up; its event is forgotten."""
         added = await self.add_nodes(nodes)
         await self.start_planner()
-        await self.publish_model(record(min_instances))
+        await self.publish_model(msgspec.structs.replace(record(min_instances), warm=warm))
         await self.until_replicas("n0")
         await self.until_event(EventState.COMPLETE)
         await self.until_unreserved()

@@ -33,6 +33,20 @@ async def test_the_operator_scales_up_down_and_to_nothing(cluster: Cluster) -> N
     assert not any(node.gpu for node in nodes)
 
 
+@pytest.mark.parametrize(("warm", "asleep"), [(0, 1), (2, 2), (5, 3)])
+async def test_warm_copies_stay_in_memory_when_their_replicas_go(
+    cluster: Cluster, warm: int, asleep: int
+) -> None:
+    nodes = await cluster.serve(nodes=3, warm=warm)
+    await cluster.scale(3)
+    await cluster.until_replica_count(3)
+    await cluster.until_event(EventState.COMPLETE)
+    await cluster.scale(0)
+    await cluster.until_replica_count(0)
+    await cluster.until(lambda: not any(node.gpu for node in nodes))
+    assert sum(bool(node.host) for node in nodes) == asleep
+
+
 async def test_where_nodes_load_by_themselves_no_copy_is_put_by(cluster: Cluster) -> None:
     cluster.config = msgspec.structs.replace(cluster.config, strategy="local")
     (node,) = await cluster.serve(nodes=1)

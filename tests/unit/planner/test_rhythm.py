@@ -69,7 +69,7 @@ def test_it_is_loaded_ahead_and_stays_until_it_has_come() -> None:
     rhythm = known([0, 1])
     nine = at(2, NINE)
     assert rhythm.ahead(nine - LEAD_S - 2, LEAD_S) is None
-    ahead = rhythm.ahead(nine - LEAD_S + 1, LEAD_S)
+    ahead = rhythm.ahead(nine - LEAD_S + 3, LEAD_S)
     assert ahead is not None
     assert ahead.replicas == 3
     rhythm.note(nine - 1, 0.0)
