@@ -166,7 +166,7 @@ class DigestMismatch(TransportError):
     code = "digest"
 
 
-def as_typed(error: Exception) -> LambdaScaleError:
+def as_typed(error: BaseException) -> LambdaScaleError:
     """The error itself, or, if it is a bug's, one that says so: for a supervised boundary."""
     if isinstance(error, LambdaScaleError):
         return error

@@ -16,6 +16,7 @@ from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
 from shared.clock import now, wall_ns
+from shared.containment import is_containable
 from shared.errors import BadInput, CapacityExceeded, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -196,7 +197,9 @@ class Hosting:
                 if data is not None:
                     self._worker.use_tokenizer(model, data)
                 break
-            except Exception as error:  # its boundary: only grammars wait for it
+            except BaseException as error:  # its boundary: only grammars wait for it
+                if not is_containable(error):
+                    raise
                 self._log.warning("no tokenizer yet", model=model, error=repr(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, TOKENIZER_RETRY_MAX_S)
@@ -253,7 +256,9 @@ class Hosting:
             hosted, item = await self._landed.get()
             try:
                 await self._on_landed(hosted, item)
-            except Exception:  # a block's boundary
+            except BaseException as error:  # a block's boundary
+                if not is_containable(error):
+                    raise
                 self._log.exception("a landing failed", model=item.model_id, block=item.block)
 
     async def _on_landed(self, hosted: Hosted, item: Arrival | PullFailure) -> None:
@@ -277,7 +282,9 @@ class Hosting:
             hosted.residency = hosted.residency.hold(item.block)
             try:
                 await self._attach(hosted, item.block)
-            except Exception as error:  # the block's boundary: the planner is told, others go on
+            except BaseException as error:  # the block's boundary: the planner is told of it
+                if not is_containable(error):
+                    raise
                 self._log.exception(
                     "a block was not attached", model=hosted.model, block=item.block
                 )

@@ -12,6 +12,7 @@ from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import wall_ns
+from shared.containment import is_containable
 from shared.errors import BusError
 from shared.messages import Message
 from shared.messages.pool import NodeInfo
@@ -109,5 +110,7 @@ class Reports:
             await self._bus.publish(subjects.ARRIVALS, message)
         except BusError as error:
             self._log.warning("report not sent; the next status says it", error=str(error))
-        except Exception:  # a report's boundary
+        except BaseException as error:  # a report's boundary
+            if not is_containable(error):
+                raise
             self._log.exception("report not sent; the next status says it")

@@ -29,7 +29,8 @@ from shared.messages import Message
 from shared.messages.instances import InstanceSet, InstanceState
 from shared.messages.pool import ModelAdded, ModelRecord, ModelRemoved, NodeGone
 from shared.messages.serving import Tokens
-from tests.support.malformed import ERRORS, well_framed
+from shared.messages.story import StoryQuery, Told
+from tests.support.malformed import ERRORS, STRANGE_TEXTS, well_framed
 from tests.unit.gateway.reader import ASK, TEXT, Reader, nodes_of
 from tests.unit.gateway.support import PATIENCE_S, Cluster, replica, running, text_files
 
@@ -342,6 +343,15 @@ def test_messages_that_mean_nothing(subject: str, kind: type[Message]) -> None:
             reading.cancel()
 
     survives()
+
+
+async def test_whoever_asks_for_the_story_of_nonsense_is_answered() -> None:
+    async with two_models() as (cluster, record):
+        subject = subjects.gateway_story(cluster.service.id)
+        for about in (record.model_id, "replica-2", *STRANGE_TEXTS):
+            query = StoryQuery(subject=about)
+            await cluster.bus.request(subject, query, Told, timeout=PATIENCE_S)
+        await the_sound_one_answers(cluster)
 
 
 def _with_first(message: Tokens, change: dict[str, Any]) -> Tokens:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -17,9 +18,10 @@ from services.planner.core.stimuli import Asked, Failed
 from shared import subjects, telemetry
 from shared.bus.memory import MemoryBus
 from shared.config import TelemetryConfig
-from shared.errors import LambdaScaleError, PlanError, Superseded
+from shared.errors import LambdaScaleError, NotFound, PlanError, Superseded
 from shared.ids import Generation, NodeId
 from shared.messages import Message
+from shared.messages.decisions import DecisionsQuery
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
     Holding,
@@ -35,9 +37,11 @@ from shared.messages.scaling import (
     EventState,
     FirstPartialToken,
     PeerSuspect,
+    PlannerQuery,
     PullFailed,
     SetInstances,
 )
+from shared.messages.story import StoryQuery, Told
 from simulation.checked import CheckedPlanner
 from tests.support.malformed import ERRORS, Likely, well_framed, with_every_error
 from tests.unit.planner.cluster import Cluster
@@ -114,6 +118,22 @@ def test_what_makes_no_sense_holds_no_other_model_up(
         driver.feed(message)  # type: ignore[arg-type]
         driver.wait(0.2)
     still_scales(driver)
+
+
+@given(
+    state=well_framed(PlannerQuery, nan=True, **LIKELY),
+    decisions=well_framed(DecisionsQuery, nan=True, **LIKELY),
+    story=well_framed(StoryQuery, subject=["a", MODEL, "ev-0"]),
+)
+def test_whoever_asks_a_query_of_nonsense_is_answered(
+    state: PlannerQuery, decisions: DecisionsQuery, story: StoryQuery
+) -> None:
+    core = loading().core
+    assert len(core.events(state.events)) <= max(0, state.events)
+    assert Told.of(core.story(story.subject), 100.0, 1).steps is not None
+    with suppress(NotFound):
+        core.decisions(decisions.name, decisions.limit)
+    core.validate()
 
 
 @given(message=well_framed(SetInstances, nan=True, **LIKELY))

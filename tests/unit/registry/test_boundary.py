@@ -20,6 +20,7 @@ from shared.config import RegistryConfig
 from shared.errors import BusTimeout, LambdaScaleError, NoResponders, ServiceFailed, Superseded
 from shared.ids import EventId
 from shared.messages import Message
+from shared.messages.copies import CopiesQuery, Leave
 from shared.messages.pool import (
     ModelAdd,
     ModelRemove,
@@ -35,6 +36,7 @@ from shared.messages.pool import (
     SourcesQuery,
     Unreserve,
 )
+from shared.messages.story import StoryQuery
 from simulation.loop import run
 from tests.support.malformed import ERRORS, well_framed
 from tests.unit.registry.builders import EVENT, MODEL, info, record, reserve
@@ -50,6 +52,9 @@ REQUESTS: dict[str, type[Message]] = {
     subjects.REGISTRY_UNRESERVE: Unreserve,
     subjects.REGISTRY_POOL: PoolQuery,
     subjects.REGISTRY_NODES: NodesQuery,
+    subjects.REGISTRY_COPIES: CopiesQuery,
+    subjects.REGISTRY_LEAVE: Leave,
+    subjects.REGISTRY_STORY: StoryQuery,
 }
 TICKS_S = 1.5
 """Seconds, of virtual time, in which the registry ticks and looks at durable copies."""
@@ -63,6 +68,7 @@ LIKELY: dict[str, Any] = {
     "n_blocks": [1],
     "nbytes": [1],
     "count": [1],
+    "subject": ["a", MODEL, EVENT],
 }
 
 
