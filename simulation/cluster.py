@@ -92,6 +92,8 @@ class ClusterSpec:
     disk_copies: int = 0
     """On how many nodes' disks each model is at the beginning: model i on node i and those after
     it. Where that is fewer than the registry keeps, it has the model copied. 0: on every disk."""
+    host_bytes: int = 0
+    """Modelled bytes of each node's host cache. Copying in memory takes no time."""
     checked: bool = True
     """Whether the cores of planner and registry are validated at every step, which takes a fifth of
     the time where there are many models."""
@@ -129,7 +131,7 @@ class ClusterSpec:
         """The modelled bytes that one real byte stands for. It is chosen so that all arenas fit
         into REAL_BYTES."""
         unit = LEAST_UNIT
-        while self.nodes * self.arena_bytes > REAL_BYTES * unit:
+        while self.nodes * (self.arena_bytes + self.host_bytes) > REAL_BYTES * unit:
             unit *= 2
         return unit
 
@@ -153,6 +155,7 @@ class NodeParts:
             machine=self.name,
             device="modelled",
             arena_bytes=math.ceil(1.1 * spec.arena_bytes / spec.unit),
+            host_bytes=math.ceil(1.1 * spec.host_bytes / spec.unit),
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),

@@ -18,12 +18,12 @@ and why; and how much of each tier the nodes use.
 """
 COLUMNS = """\
 columns:
-  models  device: nodes that run the whole model; host: nodes that hold it in memory and do not run
-          all of it; durable: nodes that hold it on disk, with the machine where it has another
-          name (copies on one machine count once); lacking: what is missing of the durable copies
-          that registry.durable_copies asks for
-  nodes   memory: for weights (node.arena_bytes), used of all; disk: the disk with the packed
-          models, used of all
+  models  device: nodes that run the whole model; host: nodes that hold it in memory (in the arena
+          or the host cache) and do not run all of it; durable: nodes that hold it on disk, with the
+          machine where it has another name (copies on one machine count once); lacking: what is
+          missing of the copies that registry.durable_copies and registry.host_copies ask for
+  nodes   memory: for weights (node.arena_bytes), used of all; host: the host cache
+          (node.host_bytes), used of all; disk: the disk with the packed models, used of all
 """
 
 
@@ -45,7 +45,12 @@ async def _run(args: argparse.Namespace) -> int:
         found = await copies(bus)
     if args.json:
         print_json(
-            {"models": msgspec.to_builtins(found.models), "nodes": msgspec.to_builtins(found.nodes)}
+            {
+                "models": msgspec.to_builtins(found.models),
+                "nodes": msgspec.to_builtins(found.nodes),
+                "memory_bytes": found.memory_bytes,
+                "per_host_bytes": found.per_host_bytes,
+            }
         )
     else:
         print_pool(found)
@@ -56,6 +61,10 @@ def print_pool(found: PoolCopies) -> None:
     out = console()
     print_table(out, "models", [_model(model) for model in found.models])
     print_table(out, "nodes", [_node(node) for node in found.nodes])
+    out.print(
+        f"copies in memory that do not run: {found.memory_bytes / 1e6:.1f} MB; every model in the "
+        f"memory of every machine would take {found.per_host_bytes / 1e6:.1f} MB"
+    )
 
 
 def _model(model: ModelCopies) -> Mapping[str, object]:
@@ -82,6 +91,7 @@ def _node(node: NodeTiers) -> Mapping[str, object]:
         "machine": node.machine,
         "rack": node.rack,
         "memory MB": _used(node.arena_bytes - node.arena_free, node.arena_bytes, 1e6),
+        "host MB": _used(node.host_bytes - node.host_free, node.host_bytes, 1e6),
         "disk GB": _used(node.disk_bytes - node.disk_free, node.disk_bytes, 1e9),
     }
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from services.registry.core.catalog import WISHES
 from services.registry.core.copies_view import copies_view
-from services.registry.core.durable import CopyOrdered, Durability, ModelSkipped
-from services.registry.core.pool import Effect, Pool, ReservationEnded, ReservationMade
+from services.registry.core.kept import CopyOrdered, Keeping, ModelSkipped
+from services.registry.core.pool import CopyDropped, Effect, Pool, ReservationEnded, ReservationMade
 from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
@@ -21,7 +21,7 @@ from shared.config import RegistryConfig
 from shared.containment import is_containable
 from shared.errors import BusError, LambdaScaleError, Superseded
 from shared.messages import Message, Ok, Ping
-from shared.messages.copies import CopiesQuery, KeepCopy, Leave, MayLeave, PoolCopies
+from shared.messages.copies import CopiesQuery, DropCopy, KeepCopy, Leave, MayLeave, PoolCopies
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
@@ -79,12 +79,8 @@ class RegistryService(Service):
     def __init__(self, bus: Bus, config: RegistryConfig) -> None:
         super().__init__("registry")
         self.pool = self.pool_type(
-            Durability(
-                copies=config.durable_copies,
-                after_s=config.restore_after_s,
-                at_a_time=config.copies_at_a_time,
-                bytes_per_s=config.copy_bytes_per_s,
-            )
+            durable=_keeping(config, config.durable_copies, config.restore_after_s),
+            host=_keeping(config, config.host_copies, 0.0),
         )
         self._given_bus = bus
         self._config = config
@@ -248,14 +244,14 @@ class RegistryService(Service):
         while True:
             await asyncio.sleep(TICK_S)
             with self.contain("the tick"):
-                self._follow(self.pool.tick(clock.now()))
+                self._follow(self.pool.tick(clock.now(), clock.wall_ns()))
 
     async def _reconcile(self) -> None:
         await self._leases.complete.wait()
         self._send(subjects.POOL_REPORT, ReportStatus(cause="restart"))
         await asyncio.sleep(self._config.report_s)
         self._reconciled.set()
-        self.pool.durable.start(clock.now())
+        self.pool.start(clock.now())
         self.log.info("reconciled", nodes=len(self.pool.leases.present))
 
     # --- what follows ---
@@ -277,6 +273,8 @@ class RegistryService(Service):
                 self._store.node(node, self.pool.leases.info(node))
                 self._send(subjects.POOL_NODES, effect)
                 self._on_gone(effect)
+            case CopyDropped():
+                self.spawn(self._order_drop(effect), name="drop a copy", contained=True)
             case CopyOrdered():
                 self.spawn(self._order(effect), name="order a copy", contained=True)
             case ReservationMade(reservation=held):
@@ -288,26 +286,45 @@ class RegistryService(Service):
                 )
                 self._store.reservation(held.node, self.pool.reservations.of(held.node))
             case ModelSkipped(model_id=model, error=error):
-                with self.contain("seeing to durable copies", model_id=model):
+                with self.contain("seeing to copies", model_id=model):
                     raise error
 
     async def _order(self, order: CopyOrdered) -> None:
         info = order.info
-        self.log.info("durable copy ordered", model_id=order.model_id, node=info.node)
+        self.log.info(
+            "copy ordered", model_id=order.model_id, node=info.node, tier=order.tier.value
+        )
         message = KeepCopy(
             node=info.node,
             generation=info.generation,
             model_id=order.model_id,
             sources=order.sources,
             bytes_per_s=order.bytes_per_s,
+            tier=order.tier,
             cause="tick",
         )
         subject = subjects.node_keep(info.node)
         try:
             await self._bus.request(subject, message, Ok, timeout=ORDER_TIMEOUT_S)
         except LambdaScaleError as error:
-            self.log.warning("durable copy refused", node=info.node, error=str(error))
-            self.pool.durable.failed(order, str(error), clock.now())
+            self.log.warning("copy refused", node=info.node, error=str(error))
+            self.pool.order_failed(order, str(error), clock.now())
+
+    async def _order_drop(self, dropped: CopyDropped) -> None:
+        info = dropped.info
+        self.log.info("copy gives way", model_id=dropped.model_id, node=info.node, why=dropped.why)
+        message = DropCopy(
+            node=info.node,
+            generation=info.generation,
+            model_id=dropped.model_id,
+            why=dropped.why,
+            cause="tick",
+        )
+        subject = subjects.node_drop(info.node)
+        try:
+            await self._bus.request(subject, message, Ok, timeout=ORDER_TIMEOUT_S)
+        except LambdaScaleError as error:  # what is still missing is ordered again
+            self.log.warning("copy stays", node=info.node, error=str(error))
 
     def _on_gone(self, gone: NodeGone) -> None:
         self.log.warning(
@@ -353,3 +370,12 @@ class RegistryService(Service):
             except BusError as error:
                 self.log.warning("announcement held back", subject=subject, error=str(error))
                 await asyncio.sleep(RETRY_S)
+
+
+def _keeping(config: RegistryConfig, copies: int, after_s: float) -> Keeping:
+    return Keeping(
+        copies=copies,
+        after_s=after_s,
+        at_a_time=config.copies_at_a_time,
+        bytes_per_s=config.copy_bytes_per_s,
+    )

@@ -49,8 +49,8 @@ class Leave(Message, frozen=True, kw_only=True, tag="leave"):
 
 class MayLeave(Message, frozen=True, kw_only=True, tag="may_leave"):
     waits_for: tuple[ModelId, ...]
-    """Models of which only this node's machine has a durable copy, and which another machine is
-    about to have. Empty: the node may go."""
+    """Models of which only this node's machine has a copy on disk or in memory, and which another
+    machine is about to have there. Empty: the node may go."""
 
 
 class CopiesQuery(Message, frozen=True, kw_only=True, tag="copies_query"):
@@ -80,13 +80,14 @@ class ModelCopies(msgspec.Struct, frozen=True, kw_only=True):
     device: tuple[NodeId, ...]
     """Nodes that run every block."""
     host: tuple[NodeId, ...]
-    """Nodes that hold every block in memory, and do not run them all."""
+    """Nodes that hold every block in memory, in the arena or the host cache, and do not run them
+    all."""
     durable: tuple[Durable, ...]
     under_way: tuple[UnderWay, ...]
     wanted: int
     """How many machines shall have a durable copy."""
     shortfall: str = ""
-    """What is missing and why, in words. Empty: nothing."""
+    """What is missing on disks or in memory, and why, in words. Empty: nothing."""
 
 
 class NodeTiers(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,8 @@ class NodeTiers(msgspec.Struct, frozen=True, kw_only=True):
     rack: str
     arena_bytes: int
     arena_free: int
+    host_bytes: int
+    host_free: int
     disk_bytes: int
     disk_free: int
 
@@ -104,3 +107,7 @@ class NodeTiers(msgspec.Struct, frozen=True, kw_only=True):
 class PoolCopies(Message, frozen=True, kw_only=True, tag="pool_copies"):
     models: tuple[ModelCopies, ...]
     nodes: tuple[NodeTiers, ...]
+    memory_bytes: int
+    """What all copies in memory take that do not run."""
+    per_host_bytes: int
+    """What they would take if every machine cached every model in its memory."""

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from services.registry.core.durable import LINK_SHARE, Durability
+from services.registry.core.kept import LINK_SHARE
+from services.registry.core.pool import DURABLE
 from shared.ids import ModelId
 from shared.messages.pool import Tier
 from simulation.cluster import Cluster, ClusterSpec
@@ -26,7 +27,7 @@ SPEC = ClusterSpec(
     min_instances=0,
     disk_copies=1,
 )
-SETTINGS = Durability()
+SETTINGS = DURABLE
 
 
 def stored(cluster: Cluster) -> Counter[ModelId]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from services.registry.core.goals import machine_of
+from services.registry.core.kept import KeptCopies
 from services.registry.core.pool import Pool
 from shared.ids import ModelId
 from shared.messages.copies import Durable, ModelCopies, NodeTiers, PoolCopies, UnderWay
@@ -15,12 +16,15 @@ def copies_view(pool: Pool) -> PoolCopies:
         if progress.running:
             found = UnderWay(info.node, machine_of(info), progress)
             under_way.setdefault(progress.model_id, []).append(found)
+    models = tuple(
+        _model(pool, record, under_way.get(record.model_id, ())) for record in pool.catalog.records
+    )
+    machines = {machine_of(info) for info in pool.leases.present}
     return PoolCopies(
-        models=tuple(
-            _model(pool, record, under_way.get(record.model_id, ()))
-            for record in pool.catalog.records
-        ),
+        models=models,
         nodes=tuple(_node(pool, info) for info in pool.leases.present),
+        memory_bytes=sum(model.nbytes * len(model.host) for model in models),
+        per_host_bytes=sum(model.nbytes for model in models) * len(machines),
     )
 
 
@@ -35,8 +39,10 @@ def _model(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> Mo
         if len(pool.holdings.blocks(info, record.model_id).get(Tier.GPU, ())) == record.n_blocks
     )
     memory = pool.copies(record.model_id).memory
-    wanted = pool.durable.settings.copies
+    wanted = pool.durable.wanted(record)
     machines = len({copy.machine for copy in durable})
+    lacking = "" if machines >= wanted else f"{machines} of {wanted} durable copies: "
+    shortfall = lacking and lacking + _why(pool.durable, record, under_way)
     return ModelCopies(
         name=record.name,
         model_id=record.model_id,
@@ -46,20 +52,28 @@ def _model(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> Mo
         durable=tuple(durable),
         under_way=tuple(under_way),
         wanted=wanted,
-        shortfall=""
-        if machines >= wanted
-        else f"{machines} of {wanted} durable copies: {_why(pool, record, under_way)}",
+        shortfall="; ".join(filter(None, (shortfall, _in_memory(pool, record)))),
     )
 
 
-def _why(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> str:
+def _in_memory(pool: Pool, record: ModelRecord) -> str:
+    """What is missing in memory, where nodes have host caches."""
+    wanted = pool.host.wanted(record)
+    machines = len({machine_of(info) for info in pool.host.there(record)})
+    if machines >= wanted:
+        return ""
+    reason = pool.host.reasons.get(record.model_id, "the next is about to be made")
+    return f"{machines} of {wanted} copies in memory: {reason}"
+
+
+def _why(durable: KeptCopies, record: ModelRecord, under_way: Iterable[UnderWay]) -> str:
     coming = [
         f"the next is at {copy.progress.done / max(copy.progress.nbytes, 1):.0%} on {copy.node}"
         for copy in under_way
     ]
-    if reason := pool.durable.reasons.get(record.model_id):
+    if reason := durable.reasons.get(record.model_id):
         return ", ".join([*coming, reason])
-    awaited = pool.durable.awaited(record.model_id)
+    awaited = durable.awaited(record.model_id)
     waits = [f"{node} is waited for, which is gone" for node in awaited]
     return ", ".join([*coming, *waits]) or "the next is about to be made"
 
@@ -72,6 +86,8 @@ def _node(pool: Pool, info: NodeInfo) -> NodeTiers:
         rack=info.rack,
         arena_bytes=info.arena_bytes,
         arena_free=status.arena_free if status else 0,
+        host_bytes=info.host_bytes,
+        host_free=status.host_free if status else 0,
         disk_bytes=status.disk_bytes if status else 0,
         disk_free=status.disk_free if status else 0,
     )

@@ -1,4 +1,4 @@
-"""On which disks each model is to have a durable copy; plain functions.
+"""Where each model is to have a copy in some tier; plain functions.
 
 Two copies on one machine count as one, since they are lost together. A machine may run several
 nodes.
@@ -10,46 +10,50 @@ from dataclasses import dataclass, field
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo
 
-FREE_SHARE = 0.02
-"""The share of a disk that copies leave free."""
-
 
 def machine_of(info: NodeInfo) -> str:
     return info.host or info.node
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class Place:
+    """A node's disk or host cache."""
+
     info: NodeInfo
     free: int
-    nbytes: int
+    spare: int = 0
+    """Bytes that copies leave free."""
     busy: bool = False
     """Whether a copy comes to it: it takes one at a time."""
     drafts: frozenset[ModelId] = frozenset()
     """Models of which a part lies there from before."""
 
     def room(self, nbytes: int) -> bool:
-        return self.free - nbytes >= FREE_SHARE * self.nbytes
+        return self.free - nbytes >= self.spare
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A model, and where it is on disks. `there`, `awaited` and `coming` name one node for each
+    """A model, and where it is in the tier. `there`, `awaited` and `coming` name one node for each
     copy."""
 
     model_id: ModelId
     nbytes: int
     there: tuple[NodeInfo, ...]
+    wanted: int
+    """On how many machines it is to be."""
     awaited: tuple[NodeInfo, ...] = ()
     """Nodes that went lately with a copy, and may come back."""
     coming: tuple[NodeInfo, ...] = ()
     """Nodes that are making a copy."""
     sources: frozenset[NodeId] = frozenset()
     """Nodes that can give the model's blocks."""
+    own: bool = False
+    """Whether a source can make a copy for itself, from its disk."""
     refused: Mapping[NodeId, str] = field(default_factory=dict)
     """Nodes that could not make a copy lately, and why."""
-    users: int = 0
-    """How many nodes have it in memory: the more, the more it is asked for."""
+    worth: float = 0.0
+    """Of models with as many copies, the one that is worth most goes first."""
 
     @property
     def counted(self) -> tuple[NodeInfo, ...]:
@@ -75,56 +79,60 @@ class Goals:
     """Those of them that only wait for their turn."""
 
 
-def goals(needs: Iterable[Need], disks: Sequence[Disk], wanted: int, most: int) -> Goals:
+def goals(needs: Iterable[Need], places: Sequence[Place], most: int) -> Goals:
     """The next copies to make, at most `most` and one a node, so that each model comes to be on
-    `wanted` machines. The model with the fewest copies goes first, then the most used one.
+    as many machines as are wanted. The model with the fewest copies goes first, then the model that
+    is worth most.
 
     A copy goes to a node that has a part of it already, then to another rack than the copies that
-    are there, then to the disk with the most room.
+    are there, then to the place with the most room.
     """
     choices: list[Choice] = []
     reasons: dict[ModelId, str] = {}
     waiting: set[ModelId] = set()
-    taken = {disk.info.node for disk in disks if disk.busy}
+    taken = {place.info.node for place in places if place.busy}
     for need in sorted(needs, key=_urgency):
         counted = list(need.counted)
-        while len({machine_of(info) for info in counted}) < wanted:
-            able, reason = _able(need, counted, disks)
-            free = [disk for disk in able if disk.info.node not in taken]
+        while len({machine_of(info) for info in counted}) < need.wanted:
+            able, reason = _able(need, counted, places)
+            free = [place for place in able if place.info.node not in taken]
             if not free or len(choices) >= most:
                 reasons[need.model_id] = reason or "other copies are made first"
                 if not reason:
                     waiting.add(need.model_id)
                 break
             racks = {info.rack for info in counted}
-            best = min(free, key=lambda disk: _rank(disk, need.model_id, racks))
+            best = min(free, key=lambda place: _rank(place, need.model_id, racks))
             choices.append(Choice(need.model_id, best.info))
             counted.append(best.info)
             taken.add(best.info.node)
     return Goals(tuple(choices), reasons, frozenset(waiting))
 
 
-def _urgency(need: Need) -> tuple[int, int, int, str]:
+def _urgency(need: Need) -> tuple[int, float, int, str]:
     copies = len({machine_of(info) for info in need.there})
-    return copies, -need.users, need.nbytes, need.model_id
+    return copies, -need.worth, need.nbytes, need.model_id
 
 
-def _rank(disk: Disk, model: ModelId, racks: Collection[str]) -> tuple[bool, bool, int, str]:
-    return model not in disk.drafts, disk.info.rack in racks, -disk.free, disk.info.node
+def _rank(place: Place, model: ModelId, racks: Collection[str]) -> tuple[bool, bool, int, str]:
+    return model not in place.drafts, place.info.rack in racks, -place.free, place.info.node
 
 
-def _able(need: Need, counted: Iterable[NodeInfo], disks: Sequence[Disk]) -> tuple[list[Disk], str]:
-    """The disks that can take a copy, busy ones too; if there are none, the reason."""
+def _able(
+    need: Need, counted: Iterable[NodeInfo], places: Sequence[Place]
+) -> tuple[list[Place], str]:
+    """The places that can take a copy, busy ones too; if there are none, the reason."""
     machines = {machine_of(info) for info in counted}
-    others = [disk for disk in disks if machine_of(disk.info) not in machines]
+    others = [place for place in places if machine_of(place.info) not in machines]
     if not others:
         return [], "there is no other machine"
-    roomy = [d for d in others if need.model_id in d.drafts or d.room(need.nbytes)]
+    roomy = [p for p in others if need.model_id in p.drafts or p.room(need.nbytes)]
     if not roomy:
-        return [], f"no other machine's disk has room for {need.nbytes / 1e9:.1f} GB"
-    willing = [disk for disk in roomy if disk.info.node not in need.refused]
+        return [], f"no other machine has room for {need.nbytes / 1e9:.1f} GB"
+    willing = [place for place in roomy if place.info.node not in need.refused]
     if not willing:
         node = roomy[0].info.node
         return [], f"{node} failed to make it: {need.refused[node]}"
-    able = [disk for disk in willing if need.sources - {disk.info.node}]
+    able = [place for place in willing if need.own or need.sources - {place.info.node}]
+    able = able if need.sources else []
     return able, "" if able else "no node can give its blocks now"

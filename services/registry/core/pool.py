@@ -11,15 +11,17 @@ import msgspec
 
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
-from services.registry.core.durable import (
-    SOURCES,
-    CopyOrdered,
-    Durability,
-    DurableCopies,
-    ModelSkipped,
-)
+from services.registry.core.durable import DurableCopies
 from services.registry.core.goals import Choice
 from services.registry.core.holdings import Holdings
+from services.registry.core.host_copies import HostCopies
+from services.registry.core.kept import (
+    SOURCES,
+    CopyOrdered,
+    Keeping,
+    KeptCopies,
+    ModelSkipped,
+)
 from services.registry.core.leases import Change, Leases
 from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
@@ -53,19 +55,35 @@ class ReservationEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyOrdered | ModelSkipped
+class CopyDropped(msgspec.Struct, frozen=True):
+    """A copy in a host cache gives way."""
+
+    info: NodeInfo
+    model_id: ModelId
+    why: str
+
+
+CopyEffect = CopyOrdered | CopyDropped | ModelSkipped
+Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyEffect
 """An effect has to be announced, stored, sent to a node, or logged."""
 
 
+DURABLE = Keeping(copies=2, after_s=60.0)
+HOST = Keeping(copies=1, after_s=0.0)
+"""Nobody waits for what was in the memory of a process that has ended."""
+
+
 class Pool:
-    def __init__(self, durability: Durability = Durability()) -> None:  # noqa: B008 - frozen
+    def __init__(self, durable: Keeping = DURABLE, host: Keeping = HOST) -> None:
         self.story = Story()
         """What happened to nodes and reservations, and why."""
         self.catalog = Catalog()
         self.leases = Leases(self.story)
         self.holdings = Holdings()
         self.reservations = Reservations()
-        self.durable = DurableCopies(durability, self.catalog, self.leases, self.holdings)
+        self.durable = DurableCopies(durable, self.catalog, self.leases, self.holdings)
+        self.host = HostCopies(host, self.catalog, self.leases, self.holdings)
+        self._tiers: tuple[KeptCopies, ...] = (self.durable, self.host)
         self.at = 0.0
         """The time of what happens, for the story. The shell sets it before a request. Other events
         bring their time along."""
@@ -78,7 +96,7 @@ class Pool:
         """Takes in what was stored before a restart. `leases_are` then tells what still holds."""
         for info in nodes:
             self.leases.restore(info, now)
-            self.durable.joined(info)
+            self._joined(info)
             self.at = now
         for reservation in reservations:
             self.reservations.add(reservation)
@@ -109,54 +127,93 @@ class Pool:
             self.leases.heard(status.node, status.generation, now)
         return []
 
-    def tick(self, now: float) -> list[Effect]:
-        """Ends whatever has been in doubt for too long."""
+    def start(self, now: float) -> None:
+        """The nodes have reported: copies may be ordered from now on."""
+        for tier in self._tiers:
+            tier.start(now)
+
+    def _joined(self, info: NodeInfo) -> None:
+        for tier in self._tiers:
+            tier.joined(info)
+
+    def tick(self, now: float, wall_ns: int = 0) -> list[Effect]:
+        """Ends whatever has been in doubt for too long, and orders copies."""
         effects = self._after(self.leases.overdue(now), now)
         present = {(info.node, info.generation) for info in self.leases.present}
         self.holdings.prune(present, now)
-        return [*effects, *self._copies_to_order(now)]
+        effects += self._copies_to_order(self.durable, now)
+        if self.host.due(now):
+            self.host.look(now, wall_ns)
+            effects += self._copies_to_drop(now)
+        return [*effects, *self._copies_to_order(self.host, now)]
 
     def leave(self, node: NodeId, generation: Generation, now: float) -> tuple[ModelId, ...]:
         """A node is about to end. Returns the models that it should wait for: nobody else has them
-        on disk, and somebody is about to."""
-        if self.durable.leave(node, generation, now):
+        on disk, or in memory, and somebody is about to."""
+        news = [tier.leave(node, generation, now) for tier in self._tiers]
+        if any(news):
             self.story.tell(now, "leave", "is about to end", node)
         return tuple(
             record.model_id
             for record in self.catalog.records
-            if self.durable.hands_over(record, node, self._givers(record))
+            if any(t.hands_over(record, node, self._givers(record)) for t in self._tiers)
         )
 
-    def _copies_to_order(self, now: float) -> list[CopyOrdered | ModelSkipped]:
-        durable = self.durable
-        if not durable.due(now):
+    def _copies_to_drop(self, now: float) -> list[CopyDropped]:
+        dropped = []
+        for info, way in self.host.evictions(now):
+            dropped.append(CopyDropped(info, way.model_id, way.why))
+            text = f"leaves the host cache: {way.why}"
+            self.story.tell(now, "tick", text, info.node, way.model_id)
+        return dropped
+
+    def _copies_to_order(self, kept: KeptCopies, now: float) -> list[CopyEffect]:
+        if not kept.due(now):
             return []
-        durable.settle(now)
+        kept.settle(now)
         lacking: dict[ModelId, frozenset[NodeId]] = {}
         for record in self.catalog.records:
-            givers = durable.attempt(
-                record.model_id, partial(self._givers_if_lacking, record, now), None
+            givers = kept.attempt(
+                record.model_id, partial(self._givers_if_lacking, kept, record, now), None
             )
             if givers is not None:
                 lacking[record.model_id] = givers
-        orders: list[CopyOrdered | ModelSkipped] = []
-        for choice in (*durable.step(lacking, now).choices, *durable.hurried()):
-            if order := durable.attempt(choice.model_id, partial(self._order, choice, now), None):
+        orders: list[CopyEffect] = []
+        for choice in (*kept.step(lacking, now).choices, *kept.hurried()):
+            ordered = partial(self._order, kept, choice, now)
+            if order := kept.attempt(choice.model_id, ordered, None):
                 orders.append(order)
-        skipped, durable.skipped = durable.skipped, []
+        skipped, kept.skipped = kept.skipped, []
         return [*orders, *skipped]
 
-    def _givers_if_lacking(self, record: ModelRecord, now: float) -> frozenset[NodeId] | None:
-        return self._givers(record) if self.durable.lacking(record, now) else None
+    def _givers_if_lacking(
+        self, kept: KeptCopies, record: ModelRecord, now: float
+    ) -> frozenset[NodeId] | None:
+        return self._givers(record) if kept.lacking(record, now) else None
 
-    def _order(self, choice: Choice, now: float) -> CopyOrdered:
+    def _order(self, kept: KeptCopies, choice: Choice, now: float) -> CopyOrdered:
         model, info = choice.model_id, choice.info
-        sources = [source for source in self.sources(model) if source.info.node != info.node]
-        best = tuple(sources[:SOURCES])
-        rate = self.durable.rate(model, info, [source.info for source in best])
-        why = f"ordered a durable copy from {', '.join(s.info.node for s in best)}"
+        best = self._feeding(model, info, kept.tier)
+        rate = kept.rate(model, info, [source.info for source in best])
+        kind = "durable copy" if kept.tier is Tier.DISK else "copy in the host cache"
+        givers = ", ".join(s.info.node for s in best)
+        why = f"is ordered a {kind} from {givers} at {rate / 1e6:.1f} MB/s"
         self.story.tell(now, "tick", why, info.node, model)
-        return CopyOrdered(info, model, best, rate)
+        return CopyOrdered(info, model, best, rate, kept.tier)
+
+    def order_failed(self, order: CopyOrdered, why: str, now: float) -> None:
+        """A node refused an order, or did not answer."""
+        for tier in self._tiers:
+            if tier.tier is order.tier:
+                tier.failed(order, why, now)
+
+    def _feeding(self, model: ModelId, target: NodeInfo, tier: Tier) -> tuple[Source, ...]:
+        """Who gives the blocks of a copy: for the host cache the node's own disk, if it has all."""
+        sources = self.sources(model)
+        own = [s for s in sources if s.info.node == target.node and s.tier is Tier.DISK]
+        if tier is not Tier.DISK and any(source.complete for source in own):
+            return tuple(own)
+        return tuple([s for s in sources if s.info.node != target.node][:SOURCES])
 
     def _givers(self, record: ModelRecord) -> frozenset[NodeId]:
         """Nodes that hold the model whole in some tier, or else those that do so together."""
@@ -172,9 +229,10 @@ class Pool:
         for change in changes:
             effects.append(change)
             if isinstance(change, NodeJoined):
-                self.durable.joined(change.info)
+                self._joined(change.info)
             if isinstance(change, NodeGone):
-                self.durable.gone(change.node, change.generation, now)
+                for tier in self._tiers:
+                    tier.gone(change.node, change.generation, now)
                 lost = self.reservations.lose(change.node, change.generation)
                 if lost is not None:
                     reason = f"its node is gone: {change.reason}"

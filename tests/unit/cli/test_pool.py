@@ -28,10 +28,14 @@ FOUND = PoolCopies(
             rack="r",
             arena_bytes=10_000_000,
             arena_free=7_000_000,
+            host_bytes=20_000_000,
+            host_free=14_000_000,
             disk_bytes=5_000_000_000,
             disk_free=1_000_000_000,
         ),
     ),
+    memory_bytes=3_000_000,
+    per_host_bytes=12_000_000,
 )
 
 
@@ -43,7 +47,8 @@ def test_models_and_nodes_have_a_table(capsys: pytest.CaptureFixture[str]) -> No
     for part in ("3.0", "n1", "n2", "n1, n3 (big)", SHORT):
         assert part in model
     (node,) = [line for line in lines if line.startswith("n1")]
-    assert node.split() == ["n1", "m1", "r", "3", "of", "10", "4", "of", "5"]
+    assert "3.0 MB; every model in the memory of every machine would take 12.0 MB" in lines[-1]
+    assert node.split() == ["n1", "m1", "r", "3", "of", "10", "6", "of", "20", "4", "of", "5"]
 
 
 def test_only_models_that_lack_copies_fall_short() -> None:

@@ -4,15 +4,15 @@ import msgspec
 import pytest
 
 from services.registry.core.copies_view import copies_view
-from services.registry.core.durable import (
+from services.registry.core.durable import DurableCopies
+from services.registry.core.kept import (
     ASKED_S,
     LINK_SHARE,
     REFUSED_S,
     STALL_S,
     UNKNOWN_RATE,
     CopyOrdered,
-    Durability,
-    DurableCopies,
+    Keeping,
     ModelSkipped,
 )
 from services.registry.core.pool import Effect, Pool
@@ -28,8 +28,8 @@ AFTER_S = 60.0
 class Nodes:
     """A pool with nodes that report every second."""
 
-    def __init__(self, *names: str, settings: Durability | None = None) -> None:
-        self.pool = Pool(settings or Durability(after_s=AFTER_S))
+    def __init__(self, *names: str, settings: Keeping | None = None) -> None:
+        self.pool = Pool(settings or Keeping(copies=2, after_s=AFTER_S))
         self.now = 0.0
         self.seq = 0
         self.infos: dict[str, NodeInfo] = {}
@@ -194,7 +194,9 @@ def test_failures_silence_and_standstill_bring_the_copy_elsewhere() -> None:
 
 
 def test_no_more_copies_than_the_bound_at_a_time() -> None:
-    up = Nodes("a", "b", "c", "d", settings=Durability(at_a_time=2, copies=4)).start("a")
+    up = Nodes("a", "b", "c", "d", settings=Keeping(at_a_time=2, copies=4, after_s=AFTER_S)).start(
+        "a"
+    )
     assert targets(up.tick()) == ["b", "c"]
     up.copies("b", 1)
     assert not up.tick(5)
@@ -245,7 +247,7 @@ def test_a_node_goes_at_once_if_nobody_can_take_its_models() -> None:
     assert leave(up, "a") == (MODEL,)
     assert leave(up, "b") == ()
     assert leave(up, "a") == ()
-    one = Nodes("a", "b", settings=Durability(copies=1)).start("a")
+    one = Nodes("a", "b", settings=Keeping(copies=1, after_s=AFTER_S)).start("a")
     assert leave(one, "a") == ()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.registry.core.goals import Disk, Goals, Need, goals
+from services.registry.core.goals import Goals, Need, Place, goals
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo
 from tests.unit.registry.builders import MODEL, OTHER, info
@@ -19,17 +19,18 @@ def node(name: str, machine: str = "", rack: str = "") -> NodeInfo:
 
 def disk(
     name: str, machine: str = "", rack: str = "", *, free: int = 1000, busy: bool = False
-) -> Disk:
-    return Disk(node(name, machine, rack), free, 10_000, busy=busy)
+) -> Place:
+    return Place(node(name, machine, rack), free, 200, busy=busy)
 
 
-def need(*there: str, model: str = MODEL, users: int = 0) -> Need:
+def need(*there: str, model: str = MODEL, worth: float = 0) -> Need:
     return Need(
         ModelId(model),
         400,
         there=tuple(node(name) for name in there),
         sources=frozenset(NodeId(name) for name in there),
-        users=users,
+        wanted=2,
+        worth=worth,
     )
 
 
@@ -46,55 +47,58 @@ def test_the_second_copy_goes_to_another_machine_and_rack_then_to_the_emptiest_d
         disk("d", rack="s", free=6000),
     ]
     there = (node("a", rack="r"),)
-    found = goals([Need(MODEL, 400, there, sources=frozenset({NodeId("a")}))], disks, 2, 9)
+    found = goals([Need(MODEL, 400, there, 2, sources=frozenset({NodeId("a")}))], disks, 9)
     assert chosen(found) == [(MODEL, "d")]
     assert not found.reasons
 
 
 def test_a_node_with_a_part_of_the_model_goes_on_with_it() -> None:
-    begun = Disk(node("c"), 300, 10_000, drafts=frozenset({MODEL}))
-    assert chosen(goals([need("a")], [disk("b", free=9000), begun], 2, 9)) == [(MODEL, "c")]
+    begun = Place(node("c"), 300, 200, drafts=frozenset({MODEL}))
+    assert chosen(goals([need("a")], [disk("b", free=9000), begun], 9)) == [(MODEL, "c")]
 
 
 def test_the_model_with_fewer_copies_goes_first_then_the_most_used() -> None:
     disks = [disk("b"), disk("c")]
-    less_used = need("a", model=OTHER, users=1)
-    assert chosen(goals([less_used, need("a", users=2)], disks, 2, 1)) == [(MODEL, "b")]
-    lost = Need(OTHER, 400, (), sources=frozenset({NodeId("a")}))
-    assert chosen(goals([need("a", users=9), lost], disks, 2, 1)) == [(OTHER, "b")]
+    less_used = need("a", model=OTHER, worth=1)
+    assert chosen(goals([less_used, need("a", worth=2)], disks, 1)) == [(MODEL, "b")]
+    lost = Need(OTHER, 400, (), 2, sources=frozenset({NodeId("a")}))
+    assert chosen(goals([need("a", worth=9), lost], disks, 1)) == [(OTHER, "b")]
 
 
 def test_copies_that_come_and_copies_that_may_come_back_count() -> None:
     disks = [disk("b"), disk("c")]
     coming, awaited = (node("b"),), (node("z"),)
     there = (node("a"),)
-    for waits in (Need(MODEL, 1, there, coming=coming), Need(MODEL, 1, there, awaited=awaited)):
-        assert not goals([waits], disks, 2, 9).choices
-    alone = Need(MODEL, 1, (), awaited=awaited, sources=frozenset({NodeId("b")}))
-    assert chosen(goals([alone], disks, 2, 9)) == [(MODEL, "c")]
+    for waits in (
+        Need(MODEL, 1, there, 2, coming=coming),
+        Need(MODEL, 1, there, 2, awaited=awaited),
+    ):
+        assert not goals([waits], disks, 9).choices
+    alone = Need(MODEL, 1, (), 2, awaited=awaited, sources=frozenset({NodeId("b")}))
+    assert chosen(goals([alone], disks, 9)) == [(MODEL, "c")]
 
 
 @pytest.mark.parametrize(
     ("disks", "refused", "why"),
     [
         ([disk("a"), disk("a2", machine="a")], {}, "there is no other machine"),
-        ([disk("b", free=500)], {}, "no other machine's disk has room for 0.0 GB"),
+        ([disk("b", free=500)], {}, "no other machine has room for 0.0 GB"),
         ([disk("b")], {NodeId("b"): "disk on fire"}, "b failed to make it: disk on fire"),
         ([disk("b", busy=True)], {}, "other copies are made first"),
     ],
 )
 def test_what_stands_in_the_way_is_said(
-    disks: list[Disk], refused: dict[NodeId, str], why: str
+    disks: list[Place], refused: dict[NodeId, str], why: str
 ) -> None:
     sources = frozenset({NodeId("a")})
-    found = goals([Need(MODEL, 400, (node("a"),), sources=sources, refused=refused)], disks, 2, 9)
+    found = goals([Need(MODEL, 400, (node("a"),), 2, sources=sources, refused=refused)], disks, 9)
     assert (found.choices, found.reasons) == ((), {MODEL: why})
 
 
 def test_a_node_is_no_source_for_itself() -> None:
     """It has the model in memory only: another machine copies it first."""
-    lost = Need(MODEL, 400, (), sources=frozenset({NodeId("a")}))
-    found = goals([lost], [disk("a", free=9000), disk("b")], 2, 9)
+    lost = Need(MODEL, 400, (), 2, sources=frozenset({NodeId("a")}))
+    found = goals([lost], [disk("a", free=9000), disk("b")], 9)
     assert chosen(found) == [(MODEL, "b")]
     assert found.reasons == {MODEL: "no node can give its blocks now"}
 
@@ -126,11 +130,12 @@ class Cluster:
                     model,
                     nbytes,
                     there=tuple(i for i in self.nodes if i.node in self.stored[model]),
+                    wanted=wanted,
                     sources=frozenset(self.stored[model]),
                 )
                 for model, nbytes in self.sizes.items()
             ]
-            found = goals(needs, [Disk(i, 10**6, 10**6) for i in self.nodes], wanted, most)
+            found = goals(needs, [Place(i, 10**6) for i in self.nodes], most)
             assert len(found.choices) <= most
             assert len({choice.info.node for choice in found.choices}) == len(found.choices)
             if not found.choices:

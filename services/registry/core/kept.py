@@ -1,0 +1,392 @@
+"""The registry's orders of copies in one tier: which were given, and what became of them.
+
+What nodes report is the truth: a copy is under way if its node says so, and made once it is in the
+node's holdings. So a registry that starts anew, late answers and repeated orders do no harm. Only
+this is remembered here:
+
+    order of a copy    to          when
+    asked              reported    the node's status shows the copy, or that it is made
+                       refused     the node answers with an error, or says nothing for ASKED_S
+    reported           refused     the node reports an error, or no progress for STALL_S
+    refused            (none)      REFUSED_S later: the node may be asked again
+    any                (none)      the node or the model is gone
+
+and which nodes went lately with copies: they are waited for, because restarts move nothing.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+from services.registry.core.catalog import Catalog
+from services.registry.core.goals import Choice, Goals, Need, Place, goals, machine_of
+from services.registry.core.holdings import Holdings
+from services.registry.core.leases import Leases
+from shared.ids import Generation, ModelId, NodeId
+from shared.messages.pool import (
+    CopyProgress,
+    ModelRecord,
+    NodeInfo,
+    NodeStatus,
+    Source,
+    Tier,
+)
+
+T = TypeVar("T")
+
+EVERY_S = 1.0
+ASKED_S = 15.0
+STALL_S = 60.0
+REFUSED_S = 60.0
+SOURCES = 4
+"""The most sources of one copy."""
+LINK_SHARE = 4
+"""A copy takes 1 / LINK_SHARE of a link's rate."""
+UNKNOWN_RATE = 100_000_000
+"""bytes/s of a copy where no link's rate is known."""
+
+
+class Keeping(msgspec.Struct, frozen=True, kw_only=True):
+    """How copies in a tier are kept: see `RegistryConfig`."""
+
+    copies: int
+    after_s: float
+    at_a_time: int = 4
+    bytes_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrdered:
+    """To be sent to the node."""
+
+    info: NodeInfo
+    model_id: ModelId
+    sources: tuple[Source, ...]
+    bytes_per_s: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSkipped:
+    """A bug was met at one model's copies. The other models' were seen to all the same."""
+
+    model_id: ModelId
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A node that went."""
+
+    info: NodeInfo
+    models: frozenset[ModelId]
+    """What it held in the tier."""
+    drafts: frozenset[ModelId]
+    until: float
+
+
+@dataclass(slots=True)
+class _Progress:
+    done: int
+    since: float
+
+
+_Order = tuple[ModelId, NodeId, Generation]
+
+
+class KeptCopies(ABC):
+    tier: ClassVar[Tier]
+    least_handed_over: ClassVar[int]
+    """A node that is about to end waits for its copy to be made elsewhere, if at least this many
+    are wanted."""
+
+    def __init__(
+        self, settings: Keeping, catalog: Catalog, leases: Leases, holdings: Holdings
+    ) -> None:
+        self.settings = settings
+        self.reasons: dict[ModelId, str] = {}
+        """Why models lack copies that nobody makes, as of the last step."""
+        self.skipped: list[ModelSkipped] = []
+        """The pool tells of them, and empties the list."""
+        self._catalog = catalog
+        self._leases = leases
+        self._holdings = holdings
+        self._known: dict[NodeId, NodeInfo] = {}
+        """Nodes that are not gone."""
+        self._asked: dict[_Order, float] = {}
+        self._coming: dict[_Order, CopyProgress] = {}
+        """The copies that nodes report to be making, as of the last `settle`."""
+        self._refused: dict[_Order, tuple[float, str]] = {}
+        self._progress: dict[_Order, _Progress] = {}
+        self._left: dict[NodeId, _Left] = {}
+        self._patient_until: dict[ModelId, float] = {}
+        """Models from before a restart: nodes that held them may not be back yet."""
+        self._leaving: set[tuple[NodeId, Generation]] = set()
+        """Nodes that are about to end."""
+        self._hurried: set[_Order] = set()
+        self._next_at = float("inf")
+
+    # --- what happens ---
+
+    def start(self, now: float) -> None:
+        """The nodes have reported: orders may be given from now on."""
+        self._next_at = now
+        for record in self._catalog.records:
+            self._patient_until[record.model_id] = now + self.settings.after_s
+
+    def leave(self, node: NodeId, generation: Generation, now: float) -> bool:
+        """A node is about to end: what it holds counts no more, and can still be copied. Returns
+        whether that is news."""
+        info = self._leases.info(node)
+        if info is None or info.generation != generation or (node, generation) in self._leaving:
+            return False
+        self._leaving.add((node, generation))
+        self._next_at = min(self._next_at, now)
+        return True
+
+    def hands_over(self, record: ModelRecord, node: NodeId, givers: frozenset[NodeId]) -> bool:
+        """Whether a node that is about to end should wait: it has a copy, no machine that stays has
+        one, and one is about to."""
+        holders = {info.node for info in self.there(record)}
+        if (
+            self.wanted(record) < self.least_handed_over
+            or node not in holders
+            or any(self._staying(record))
+        ):
+            return False
+        need = replace(self._need(record, givers), wanted=1)
+        busy = {name for _, name, _ in self._asked.keys() | self._coming.keys()}
+        found = goals([need], list(self._places(busy)), 1)
+        return bool(need.coming or found.choices or found.waiting)
+
+    def hurried(self) -> list[Choice]:
+        """Copies under way of models that only nodes hold which are about to end: they are ordered
+        once more, at a higher rate."""
+        found: list[Choice] = []
+        for order in sorted(self._coming.keys() - self._hurried):
+            record, info = self._catalog.get(order[0]), self._leases.info(order[1])
+            if record is not None and info is not None and self._is_urgent(record):
+                self._hurried.add(order)
+                found.append(Choice(order[0], info))
+        return found
+
+    def _is_urgent(self, record: ModelRecord) -> bool:
+        return bool(self._leaving) and not any(self._staying(record)) and any(self.there(record))
+
+    def _staying(self, record: ModelRecord) -> Iterator[NodeInfo]:
+        """The nodes that have a copy and are not about to end."""
+        return filter(self._stays, self.there(record))
+
+    def joined(self, info: NodeInfo) -> None:
+        self._known[info.node] = info
+
+    def gone(self, node: NodeId, generation: Generation, now: float) -> None:
+        """A node's lease has ended. What its disk holds may come back with it. What was in
+        memory is lost."""
+        info = self._known.get(node)
+        if info is None or info.generation != generation:
+            return
+        del self._known[node]
+        self._leaving.discard((node, generation))
+        if self.settings.after_s <= 0:
+            return
+        models = self._holdings.models(info.node, info.generation)
+        status = self._holdings.of(info)
+        self._left[info.node] = _Left(
+            info,
+            frozenset(model for model, tiers in models.items() if self.tier in tiers),
+            self._drafts(status),
+            now + self.settings.after_s,
+        )
+
+    def failed(self, order: CopyOrdered, why: str, now: float) -> None:
+        """The node refused, or did not answer. Late answers to older orders change nothing."""
+        key = (order.model_id, order.info.node, order.info.generation)
+        if self._asked.pop(key, None) is not None:
+            self._refuse(key, why, now)
+
+    # --- what follows ---
+
+    def attempt(self, model: ModelId, act: Callable[[], T], otherwise: T) -> T:
+        """What `act` returns, which concerns this model only; `otherwise` if it raises."""
+        try:
+            return act()
+        except Exception as error:
+            self.skipped.append(ModelSkipped(model, error))
+            return otherwise
+
+    def due(self, now: float) -> bool:
+        return now >= self._next_at
+
+    def step(self, models: Mapping[ModelId, frozenset[NodeId]], now: float) -> Goals:
+        """The copies to order now. `models`: those that lack some (see `lacking`), each with the
+        nodes that can give its blocks."""
+        needs = [
+            need
+            for model, givers in models.items()
+            if (need := self.attempt(model, partial(self._need_of, model, givers), None))
+        ]
+        under_way = self._asked.keys() | self._coming.keys()
+        busy = {node for _, node, _ in under_way}
+        most = self.settings.at_a_time - len(under_way)
+        found = goals(needs, list(self._places(busy)), most)
+        self.reasons = dict(found.reasons)
+        for choice in found.choices:
+            info = choice.info
+            self._asked[choice.model_id, info.node, info.generation] = now
+        return found
+
+    def settle(self, now: float) -> None:
+        """Takes in what nodes have reported, and forgets what is over."""
+        self._next_at = now + EVERY_S
+        for node, left in list(self._left.items()):
+            info = self._leases.info(node)
+            if now >= left.until or (info is not None and self._holdings.of(info) is not None):
+                del self._left[node]
+        stands = {k for k in self._refused if self._stands(k)}
+        self._refused = {k: v for k, v in self._refused.items() if now < v[0] and k in stands}
+        reported = {
+            (progress.model_id, info.node, info.generation): progress
+            for info, progress in self.copying()
+        }
+        for order in list(self._asked):
+            self.attempt(order[0], partial(self._settle, order, reported.get(order), now), None)
+        self._hurried &= reported.keys()
+        self._coming = {order: found for order, found in reported.items() if found.running}
+        for order in [order for order in self._progress if order not in reported]:
+            del self._progress[order]
+        for order, progress in reported.items():
+            self.attempt(order[0], partial(self._follow, order, progress, now), None)
+
+    def _settle(self, order: _Order, progress: CopyProgress | None, now: float) -> None:
+        """What has become of a copy that was asked for."""
+        if not self._stands(order) or self._is_made(order):
+            del self._asked[order]
+        elif progress is not None and progress.running:
+            del self._asked[order]
+            self._progress[order] = _Progress(progress.done, now)
+        elif progress is not None and progress.error:
+            del self._asked[order]
+            self._refuse(order, progress.error, now)
+        elif now - self._asked[order] >= ASKED_S:
+            del self._asked[order]
+            self._refuse(order, "it does not answer", now)
+
+    def _follow(self, order: _Order, progress: CopyProgress, now: float) -> None:
+        known = self._progress.get(order)
+        if not progress.running:
+            if known is not None and progress.error:
+                self._refuse(order, progress.error, now)
+            self._progress.pop(order, None)
+        elif known is None or known.done != progress.done:
+            self._progress[order] = _Progress(progress.done, now)
+        elif now - known.since >= STALL_S and order not in self._refused:
+            self._refuse(order, f"no progress for {STALL_S:.0f} s", now)
+
+    def _refuse(self, order: _Order, why: str, now: float) -> None:
+        self._refused[order] = (now + REFUSED_S, why)
+
+    def _stands(self, order: _Order) -> bool:
+        """Whether the order's node and model are still there."""
+        info = self._leases.info(order[1])
+        known = self._catalog.get(order[0]) is not None
+        return known and info is not None and info.generation == order[2]
+
+    def _is_made(self, order: _Order) -> bool:
+        record = self._catalog.identified(order[0])
+        return any(info.node == order[1] for info in self.there(record))
+
+    # --- what is there ---
+
+    def lacking(self, record: ModelRecord, now: float) -> bool:
+        """Whether the model is on fewer machines than wanted, and that is to be changed now."""
+        machines: set[str] = set()
+        for info in self._staying(record):
+            machines.add(machine_of(info))
+            if len(machines) >= self.wanted(record):
+                return False
+        if self.wanted(record) == 0:
+            return False
+        return not machines or now >= self._patient_until.get(record.model_id, now)
+
+    def there(self, record: ModelRecord) -> Iterator[NodeInfo]:
+        """Nodes that are not gone and have a copy, in no order."""
+        for node, generation in self._holdings.reporters(record.model_id):
+            info = self._leases.info(node)
+            if info is not None and info.generation == generation and self._has(info, record):
+                yield info
+
+    def size(self, record: ModelRecord) -> int:
+        """The room that a copy takes."""
+        return record.nbytes
+
+    @abstractmethod
+    def wanted(self, record: ModelRecord) -> int:
+        """How many machines are to have a copy."""
+
+    @abstractmethod
+    def worth(self, record: ModelRecord) -> float:
+        """Of models with as many copies, the one that is worth most is copied first."""
+
+    @abstractmethod
+    def _has(self, info: NodeInfo, record: ModelRecord) -> bool:
+        """Whether what the node holds counts as a copy."""
+
+    @abstractmethod
+    def _places(self, busy: set[NodeId]) -> Iterator[Place]:
+        """Where copies can be made. `busy`: nodes that make a copy already."""
+
+    def awaited(self, model: ModelId) -> list[NodeId]:
+        """Nodes that went lately with a copy, and may come back."""
+        left = self._left.values()
+        return [each.info.node for each in left if model in each.models | each.drafts]
+
+    def copying(self) -> Iterator[tuple[NodeInfo, CopyProgress]]:
+        """Every copy that is not whole, with its node."""
+        for info in self._leases.present:
+            status = self._holdings.of(info)
+            for progress in status.copying if status else ():
+                if progress.tier is self.tier:
+                    yield info, progress
+
+    def _drafts(self, status: NodeStatus | None) -> frozenset[ModelId]:
+        """Models of which a part lies on a node."""
+        copying = status.copying if status else ()
+        return frozenset(each.model_id for each in copying if each.tier is self.tier)
+
+    def _stays(self, info: NodeInfo) -> bool:
+        """Whether the node is not about to end."""
+        return (info.node, info.generation) not in self._leaving
+
+    def _need_of(self, model: ModelId, sources: frozenset[NodeId]) -> Need:
+        return self._need(self._catalog.identified(model), sources)
+
+    def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
+        model = record.model_id
+        under_way = (self._asked.keys() | self._coming.keys()) - self._refused.keys()
+        ending = {node for node, _ in self._leaving}
+        coming = sorted(node for m, node, _ in under_way if m == model and node not in ending)
+        return Need(
+            model,
+            self.size(record),
+            wanted=self.wanted(record),
+            there=tuple(sorted(self._staying(record), key=lambda info: info.node)),
+            awaited=tuple(self._left[node].info for node in self.awaited(model))
+            + tuple(info for info in self.there(record) if not self._stays(info)),
+            coming=tuple(filter(None, map(self._leases.info, coming))),
+            sources=sources,
+            refused={n: why for (m, n, _), (_, why) in self._refused.items() if m == model},
+            worth=self.worth(record),
+            own=self.tier is not Tier.DISK,
+        )
+
+    def rate(self, model: ModelId, target: NodeInfo, sources: Iterable[NodeInfo]) -> int:
+        """bytes/s of a copy. It is LINK_SHARE times as much if all holders are about to end."""
+        hurry = LINK_SHARE if self._is_urgent(self._catalog.identified(model)) else 1
+        known = [info.link_bytes_per_s for info in (target, *sources) if info.link_bytes_per_s]
+        usual = max(1, min(known) // LINK_SHARE) if known else UNKNOWN_RATE
+        return hurry * (self.settings.bytes_per_s or usual)

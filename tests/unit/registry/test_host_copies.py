@@ -1,0 +1,193 @@
+"""The registry's copies in memory, second by second."""
+
+import msgspec
+
+from services.registry.core.copies_view import copies_view
+from services.registry.core.host_copies import PAGE
+from services.registry.core.kept import CopyOrdered, Keeping
+from services.registry.core.pool import DURABLE, CopyDropped, Pool
+from shared.ids import Generation, ModelId, NodeId
+from shared.messages.copies import ModelCopies
+from shared.messages.pool import Holding, NodeInfo, Tier
+from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
+
+WHOLE = (0, 1, 2, 3)
+SIZE = PAGE
+"""What a model takes in a host cache."""
+
+
+class Nodes:
+    """A pool whose nodes report every second."""
+
+    def __init__(self, *names: str, room: int = 2 * SIZE, copies: int = 1) -> None:
+        self.pool = Pool(DURABLE, Keeping(copies=copies, after_s=0.0))
+        self.now, self.seq = 0.0, 0
+        self.infos: dict[str, NodeInfo] = {}
+        self.held: dict[str, list[Holding]] = {}
+        for name in names:
+            self.join(name, room)
+        self.pool.start(self.now)
+
+    def join(self, name: str, room: int) -> None:
+        self.infos[name] = msgspec.structs.replace(
+            info(name), host=f"machine-{name}", host_bytes=room
+        )
+        self.held[name] = []
+        self.pool.lease_put(self.infos[name], self.now)
+
+    def leave(self, name: str) -> None:
+        del self.infos[name], self.held[name]
+        self.pool.lease_dropped(NodeId(name), self.now)
+
+    def publish(self, model: str = MODEL, name: str = "llama") -> None:
+        self.pool.catalog.put(record(name, model))
+
+    def holds(self, name: str, tier: Tier, model: str = MODEL) -> None:
+        self.held[name].append(holding(tier, *WHOLE, model_id=ModelId(model)))
+
+    def lacks(self, name: str, tier: Tier, model: str = MODEL) -> None:
+        self.held[name].remove(holding(tier, *WHOLE, model_id=ModelId(model)))
+
+    def tick(self, seconds: float = 1.0) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """(copies in memory ordered, copies dropped) within this time."""
+        made: list[tuple[str, str]] = []
+        dropped: list[tuple[str, str]] = []
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            self.seq += 1
+            for name, each in self.infos.items():
+                self.pool.lease_put(each, self.now)
+                cached = sum(h.tier is Tier.CACHE for h in self.held[name])
+                said = msgspec.structs.replace(
+                    status(name, *self.held[name], seq=self.seq),
+                    host_free=each.host_bytes - cached * SIZE,
+                )
+                self.pool.status(said, self.now)
+            for effect in self.pool.tick(self.now):
+                if isinstance(effect, CopyOrdered) and effect.tier is Tier.CACHE:
+                    made.append((effect.model_id, effect.info.node))
+                    self.sources = [s.info.node for s in effect.sources]
+                if isinstance(effect, CopyDropped):
+                    dropped.append((effect.model_id, effect.info.node))
+                    self.why = effect.why
+        return made, dropped
+
+    def view(self) -> ModelCopies:
+        return copies_view(self.pool).models[0]
+
+
+def test_an_idle_model_gets_one_copy_in_memory() -> None:
+    up = Nodes("a", "b")
+    up.publish()
+    up.holds("a", Tier.DISK)
+    made, _ = up.tick()
+    assert made == [(MODEL, "a")]
+    assert up.sources == ["a"], "its own disk has all, so that no link is used"
+    assert "0 of 1 copies in memory" in up.view().shortfall
+    up.holds("a", Tier.CACHE)
+    assert up.tick(5) == ([], [])
+    assert "in memory" not in up.view().shortfall
+    assert up.view().host == ("a",)
+
+
+def test_a_copy_that_is_in_use_or_sleeps_in_an_arena_counts() -> None:
+    for tier in (Tier.GPU, Tier.HOST):
+        up = Nodes("a", "b")
+        up.publish()
+        up.holds("a", Tier.DISK)
+        up.holds("b", tier)
+        assert up.tick(3) == ([], [])
+
+
+def test_the_copy_of_a_lost_node_is_made_again_at_once() -> None:
+    up = Nodes("a", "b", "c")
+    up.publish()
+    up.holds("a", Tier.DISK)
+    up.holds("b", Tier.CACHE)
+    up.tick(3)
+    up.leave("b")
+    made, _ = up.tick(1)
+    assert made == [(MODEL, "a")]
+
+
+def test_without_host_caches_nothing_is_ordered_and_nothing_is_lacking() -> None:
+    up = Nodes("a", "b", room=0)
+    up.publish()
+    up.holds("a", Tier.DISK)
+    assert up.tick(3) == ([], [])
+    assert "in memory" not in up.view().shortfall
+
+
+def test_more_copies_are_kept_by_policy_each_on_a_machine_of_its_own() -> None:
+    up = Nodes("a", "b", "c", copies=2)
+    up.publish()
+    up.holds("a", Tier.DISK)
+    made, _ = up.tick()
+    assert sorted(node for _, node in made) == ["a", "b"]
+    up = Nodes("a", "b", "c")
+    up.pool.catalog.put(msgspec.structs.replace(record(), warm=2))
+    up.holds("a", Tier.DISK)
+    up.holds("b", Tier.GPU)
+    made, _ = up.tick()
+    assert sorted(node for _, node in made) == ["a", "c"], "warm copies are beside what serves"
+
+
+def test_where_memory_is_short_the_model_that_is_used_more_is_kept() -> None:
+    """The other's only copy goes for it, and the reason is told in numbers."""
+    up = Nodes("a", room=SIZE)
+    up.publish()
+    up.publish(OTHER, "other")
+    up.holds("a", Tier.DISK)
+    up.holds("a", Tier.DISK, OTHER)
+    up.holds("a", Tier.CACHE, OTHER)
+    assert up.tick(3) == ([], []), "nothing is known of either: what is there stays"
+    up.holds("a", Tier.GPU)
+    assert up.tick(30) == ([], []), "it is in memory"
+    up.lacks("a", Tier.GPU)
+    made, dropped = up.tick()
+    assert (made, dropped) == ([], [(OTHER, "a")])
+    assert up.why.startswith("makes room for llama: ")
+    assert " MB, whose loss is expected to cost 0.000 s" in up.why
+    assert any(up.why in told.text for told in up.pool.story.of(OTHER))
+    up.lacks("a", Tier.CACHE, OTHER)
+    made, dropped = up.tick()
+    assert (made, dropped) == ([(MODEL, "a")], [])
+
+
+def test_a_copy_that_sleeps_in_an_arena_gets_room_in_its_nodes_cache() -> None:
+    up = Nodes("a", "b", room=SIZE)
+    up.publish()
+    up.publish(OTHER, "other")
+    up.holds("a", Tier.DISK)
+    up.holds("b", Tier.DISK, OTHER)
+    up.holds("a", Tier.CACHE, OTHER)
+    up.holds("b", Tier.CACHE, OTHER)
+    up.holds("a", Tier.HOST)
+    assert up.tick() == ([], [(OTHER, "a")]), "the other has a second copy"
+
+
+def test_the_only_copy_of_a_model_that_no_disk_has_stays() -> None:
+    up = Nodes("a", room=SIZE)
+    up.publish()
+    up.publish(OTHER, "other")
+    up.holds("a", Tier.DISK)
+    up.holds("a", Tier.CACHE, OTHER)
+    up.holds("a", Tier.GPU)
+    up.tick(30)
+    up.lacks("a", Tier.GPU)
+    assert up.tick(30) == ([], [])
+
+
+def test_a_node_that_is_about_to_end_hands_over_the_only_copy_in_memory() -> None:
+    up = Nodes("a", "b")
+    up.publish()
+    up.holds("a", Tier.DISK)
+    up.holds("b", Tier.DISK)
+    up.holds("b", Tier.CACHE)
+    up.tick(3)
+    assert up.pool.leave(NodeId("b"), Generation(1), up.now) == (MODEL,)
+    made, _ = up.tick()
+    assert made == [(MODEL, "a")]
+    up.holds("a", Tier.CACHE)
+    up.tick()
+    assert up.pool.leave(NodeId("b"), Generation(1), up.now) == ()
