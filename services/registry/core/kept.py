@@ -192,8 +192,6 @@ class KeptCopies(ABC):
             return
         del self._known[node]
         self._leaving.discard((node, generation))
-        if self.settings.after_s <= 0:
-            return
         models = self._holdings.models(info.node, info.generation)
         status = self._holdings.of(info)
         self._left[info.node] = _Left(

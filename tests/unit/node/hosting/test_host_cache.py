@@ -114,6 +114,9 @@ async def test_an_ordered_copy_comes_from_a_peer_or_the_own_disk(up: Nodes) -> N
     await up.release("a")
     await keep(up, "b", "a")
     await up.until_holds("b", CACHED)
+    await up.apply("a", dict.fromkeys(ALL, "b"), event="back")
+    assert {m.source for m in await up.until_arrived("a", ALL, "back")} == {"b"}
+    await up.release("a")
     await keep(up, "a", "a")
     await up.until_holds("a", DISK | CACHED)
     await up.stop("a")
