@@ -48,11 +48,15 @@ def append(
     if not wanted:
         return ()
     undisturbed = arrival_times(running, task)
-    gaps = _Appending(held, running, wanted, task, can_send, gaps=True).moves()
-    timed = arrival_times(by_step((*running, *gaps)), task)
-    if all(timed[key] <= at * (1 + DELAY) for key, at in undisturbed.items()):
-        return gaps
-    return _Appending(held, running, wanted, task, can_send, gaps=False).moves()
+    moves: tuple[Move, ...] = ()
+    for gaps, shared in ((True, True), (False, True), (False, False)):
+        moves = _Appending(held, running, wanted, task, can_send, gaps=gaps, shared=shared).moves()
+        if not shared:
+            break
+        timed = arrival_times(by_step((*running, *moves)), task)
+        if all(timed[key] <= at * (1 + DELAY) for key, at in undisturbed.items()):
+            break
+    return moves
 
 
 class _Appending:
@@ -65,7 +69,11 @@ class _Appending:
         can_send: Collection[int] | None,
         *,
         gaps: bool,
+        shared: bool,
     ) -> None:
+        """`gaps`: whether links are used between running moves, too. `shared`: whether trunks that
+        are no bottleneck are used beside running moves (which then wait in the cost model for a
+        move that itself waits)."""
         self._fabric = task.fabric
         self._have = [set(blocks) for blocks in held]
         self._lacks = {node: set(blocks) - self._have[node] for node, blocks in wanted.items()}
@@ -88,16 +96,16 @@ class _Appending:
         self._gaps = gaps
         self._taken: dict[_Link, int] = {}
         """How many moves take each link in the present step."""
-        self._widths = self._trunk_widths()
+        self._widths = self._trunk_widths(shared)
 
     def _rate(self, node: int) -> float:
         return min(self._fabric.ports[node].into, self._fabric.ports[node].out)
 
-    def _trunk_widths(self) -> dict[str, int]:
-        """For each rack with a narrow trunk, how many moves cross it side by side."""
+    def _trunk_widths(self, shared: bool) -> dict[str, int]:
+        """For each rack whose trunk is counted, how many moves cross it side by side."""
         fastest = max(max(port.out, port.into) for port in self._fabric.ports)
-        tight = self._fabric.tight_racks()
-        return {rack: max(1, int(self._fabric.trunks[rack] / fastest)) for rack in tight}
+        counted = self._fabric.tight_racks() if shared else self._fabric.trunks.keys()
+        return {rack: max(1, int(self._fabric.trunks[rack] / fastest)) for rack in counted}
 
     def moves(self) -> tuple[Move, ...]:
         found: list[Move] = []

@@ -3,8 +3,9 @@
 import pytest
 
 from services.planner.core.append import append
+from services.planner.core.costs import arrival_times
 from services.planner.core.multicast.fabric import Fabric, Port, Task, step_task, uniform
-from services.planner.core.multicast.schedule import Schedule, by_step
+from services.planner.core.multicast.schedule import Move, Schedule, by_step
 from services.planner.core.multicast.strategies import strategy
 from shared.errors import PlanError
 from tests.property.test_append import begun, checked
@@ -80,3 +81,20 @@ def test_the_independent_checker_agrees() -> None:
     assert verdict["valid"]
     assert verdict["complete"]
     assert strategy("chain")(task).steps == schedule.steps
+
+
+def test_a_wide_trunk_is_left_alone_where_sharing_it_would_delay_what_runs() -> None:
+    """In the cost model a trunk serves moves in order, so that the source's last move to node 2
+    would wait for the move from 1 to 5, which waits for its block."""
+    ports = (
+        Port(100.0, 50.0), Port(50.0, 50.0), Port(50.0, 50.0, "left"), Port(0.0, 50.0),
+        Port(0.0, 50.0), Port(100.0, 50.0, "left"),
+    )  # fmt: skip
+    task = Task(Fabric(ports, 0.0, {"left": 200.0}, 400.0), (100,) * 3, (0,))
+    every = frozenset(range(3))
+    held = [every, *(frozenset[int]() for _ in range(5))]
+    running = [Move(2 * block + dst, 0, dst, block) for block in range(3) for dst in (1, 2)]
+    moves = append(held, running, dict.fromkeys((3, 4, 5), every), task)
+    alone = arrival_times(running, task)
+    together = arrival_times(by_step((*running, *moves)), task)
+    assert {key: together[key] for key in alone} == alone
