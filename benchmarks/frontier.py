@@ -49,7 +49,7 @@ BAR, BAR_LOADING, BAR_IDEAL, IDEAL_MORE = 1.0, 0.8, 1.15, 1.1
 TAIL_S = 30.0
 """Device seconds are counted until this long after the window's end, for every system."""
 SLOTS = 16
-AIMS_MS = (0.0, 500.0, 1000.0, 2000.0)
+AIMS_MS = (0.0, 500.0, 1000.0, 1500.0, 2000.0)
 """Our objectives for TTFT. 0: none."""
 
 
@@ -76,7 +76,7 @@ WINDOWS = (
     Window("burstgpt", "window_burstgpt1_30min.csv", 200, nodes=4, near_ideal=True),
     Window("azure-code-a100", "window_azure2023_code.csv", 240, "a100-100g", loads=True),
     Window(
-        "27-models", "lmsys_arena27_rescaled_600s.csv", 120,
+        "27-models", "lmsys_arena27_rescaled_600s.csv", 300,
         architecture="llama-3.1-8b", many=True, loads=True,
     ),
     Window(
@@ -103,7 +103,7 @@ def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
             *filled,
             Knobs(15.0, least, 1.0, AIMS_MS[1]),
         )
-    full = (1.0, 0.5) if system == BLITZSCALE else (1.0, 0.5, 0.25)
+    full = (1.0, 0.5) if system == BLITZSCALE else (1.0, 0.5, 0.25, 0.125)
     if at.many:
         return tuple(Knobs(kept_s, 0, full[0]) for kept_s in (2.0, 8.0, 30.0))
     return tuple(Knobs(2.0, 1, target) for target in full)
@@ -261,8 +261,10 @@ def _claim(what: str, found: Sequence[tuple[float, float] | None], bar: float) -
 
 
 def _grouped(runs: Iterable[Run]) -> Mapping[tuple[str, Knobs], list[Run]]:
+    """The runs of each system at each setting, the cheapest first."""
+    order = (OURS, IDEAL, *BASELINES)
     found: dict[tuple[str, Knobs], list[Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda r: (order.index(r.point.system), r.point.device_s)):
         found.setdefault((run.point.system, run.point.knobs), []).append(run)
     return found
 
