@@ -112,6 +112,13 @@ class Desk:
         """Tickets of questions whose answers count as lost by now."""
         return [each.ticket for each in self._open.values() if each.due <= self.at]
 
+    def validate(self) -> None:
+        """Raises AssertionError if an open question is not one of this planner's, under its own
+        number."""
+        for number, each in self._open.items():
+            assert each.ticket.number == number
+            assert each.ticket.epoch == self.settings.epoch
+
     # --- commands ---
 
     def do(self, *commands: Command) -> None:

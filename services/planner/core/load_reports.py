@@ -117,6 +117,13 @@ class LoadReports:
         """Whether every gateway that still counts has reported later than `at`."""
         return self._heard_at > at and all(report.at > at for report in self._reports())
 
+    def validate(self) -> None:
+        """Raises AssertionError if a report is newer than what was heard last, or does not lie
+        under its model's name."""
+        for report in self._loads.values():
+            assert report.at <= report.fresh_from <= self._heard_at
+            assert all(load.model == name for name, load in report.models.items())
+
     def _counts(self, report: _Report) -> bool:
         return self._heard_at - report.fresh_from <= FRESH_S
 

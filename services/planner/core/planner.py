@@ -144,8 +144,11 @@ class Planner:
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
+        self._desk.validate()
         self._cluster.validate()
+        self._cluster.loads.validate()
         self._machines.validate()
+        self._machines.rooms.validate()
 
     # --- time ---
 

@@ -94,6 +94,12 @@ class Rooms:
             if promise.model == model and not promise.made:
                 del self._promises[node]
 
+    def validate(self) -> None:
+        """Raises AssertionError if something was not told to give way, or a promise lasts longer
+        than promises do."""
+        assert not self.orders
+        assert all(p.until <= self._desk.at + PROMISE_S for p in self._promises.values())
+
     def _renew(self, claimant: Claim) -> None:
         """The promises to a model last while it asks; those it has taken end."""
         for node, promise in list(self._promises.items()):

@@ -253,8 +253,8 @@ class KeptCopies(ABC):
         }
         for order in list(self._asked):
             self.attempt(order[0], partial(self._settle, order, reported.get(order), now), None)
-        self._hurried &= reported.keys()
         self._coming = {order: found for order, found in reported.items() if found.running}
+        self._hurried &= self._coming.keys()
         for order in [order for order in self._progress if order not in reported]:
             del self._progress[order]
         for order, progress in reported.items():
@@ -297,6 +297,14 @@ class KeptCopies(ABC):
     def _is_made(self, order: _Order) -> bool:
         record = self._catalog.identified(order[0])
         return any(info.node == order[1] for info in self.there(record))
+
+    def validate(self) -> None:
+        """Raises AssertionError if a copy is both asked for and under way, or a node lies under
+        another's name."""
+        assert not self._asked.keys() & self._coming.keys()
+        assert self._hurried <= self._coming.keys()
+        assert all(info.node == node for node, info in self._known.items())
+        assert all(left.info.node == node for node, left in self._left.items())
 
     # --- what is there ---
 

@@ -245,6 +245,8 @@ class Pool:
         self.leases.validate()
         self.holdings.validate()
         self.reservations.validate()
+        for kept in self._tiers:
+            kept.validate()
         for held in self.reservations.all:
             info = self.leases.info(held.node)
             assert info is not None

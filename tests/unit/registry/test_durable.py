@@ -84,7 +84,9 @@ class Nodes:
     def second(self) -> list[Effect]:
         self.now += 1.0
         self.report()
-        return self.pool.tick(self.now)
+        effects = self.pool.tick(self.now)
+        self.pool.validate()
+        return effects
 
     def view(self) -> ModelCopies:
         (model,) = copies_view(self.pool).models
