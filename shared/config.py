@@ -197,7 +197,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     mesh_peers: Size = 64
     """How many peers, nearest first, the node connects to before a plan needs them. It connects to
     others when they are needed."""
-    share_compiled: bool = True
+    share_compiled: bool = False
     """Whether the node gives its compiled C libraries to other nodes, and takes theirs in place of
     compiling its own. Only if the bus asks for a password (`bus.user`), because whoever may speak
     there can then give nodes native code."""

@@ -41,6 +41,7 @@ def node(directory: Path, name: str, bus: BusConfig, **changes: str) -> Iterator
         "LAMBDASCALE_NODE_ARENA_BYTES": str(1 << 20),
         "LAMBDASCALE_NODE_KV_BYTES": str(1 << 20),
         "LAMBDASCALE_NODE_THREADS": "1",
+        "LAMBDASCALE_NODE_SHARE_COMPILED": "true",
         **changes,
     }
     command = [sys.executable, "-m", "services.cli", "node"]
