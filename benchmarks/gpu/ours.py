@@ -3,9 +3,9 @@
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import median
 
+import msgspec
 import torch
 
 from benchmarks.gpu.scale import raw_config, scale_of
@@ -108,7 +108,9 @@ class Ours:
             Stage(NodeId("a"), "tcp://a:1", 0, cut),
             Stage(NodeId("b"), "tcp://b:1", cut, self._blocks),
         )
-        later = tuple(replace(row, sequence=_second(row.sequence), tokens=()) for row in rows)
+        later = tuple(
+            msgspec.structs.replace(row, sequence=_second(row.sequence), tokens=()) for row in rows
+        )
         message = Forward(Path(MODEL, stages), 1, 0, later)
         header, (payload,) = activations.encode(message, hidden)
         received = memoryview(bytearray(payload))

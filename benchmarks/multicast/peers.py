@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -150,9 +151,14 @@ def _rank(rank: int, namespace: str, arguments: argparse.Namespace, results: int
         if not bool((data == 7).all()):
             raise PeerFailed(f"{mode}: rank {rank} got other bytes than were sent")
         store.add(f"over {number}", 1)
-        store.wait([f"all over {number}"]) if rank else _all(store, f"over {number}", ranks)
         if rank == 0:
+            _all(store, f"over {number}", ranks)
             store.set(f"all over {number}", "yes")
+        else:
+            with suppress(
+                dist.DistNetworkError
+            ):  # all is over, and rank 0 has ended with its store
+                store.wait([f"all over {number}"])
         if mode == PLAIN:
             for link in filter(None, links):
                 link.close()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.core.profile import PERIODS, EngineTimes, Latency, Throughput
+from services.node.core.profile import APART, FEW, PERIODS, EngineTimes, Latency, Throughput
 
 BETA = 1e9
 
@@ -95,7 +95,8 @@ def test_the_engine_line_is_found_again(
         seconds = one + more * (tokens - 1)
         exact.add(tokens, seconds)
         noisy.add(tokens, seconds * (1 + noise))
-    if len({tokens for tokens, _ in passes}) > 1:
+    counts = [tokens for tokens, _ in passes]
+    if min(counts) <= FEW and max(counts) >= APART * min(counts):
         assert exact.line() == pytest.approx((one, more), rel=1e-6)
     assert all(value >= 0 for value in noisy.line())
 
