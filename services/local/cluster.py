@@ -266,6 +266,10 @@ class Cluster:
         """The names of the processes."""
         return (NATS, *self._children)
 
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process that is not nats-server."""
+        self._children[name].process.send_signal(number)
+
     async def ended(self, name: str) -> int:
         """Waits for the end of a process, unless it has ended already. Returns its exit code."""
         if name != NATS:

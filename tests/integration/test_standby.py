@@ -4,10 +4,8 @@ import asyncio
 import signal
 from pathlib import Path
 
-import msgspec
-
+from benchmarks.takeover import lease_of, process_of
 from shared import subjects
-from shared.election.lease import LeaseRecord
 from shared.messages.scaling import EventRecord, EventState, PlannerQuery, PlannerState
 from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
 from tests.support.models import TINY
@@ -21,37 +19,14 @@ PACED = {
 ROLES = ("planner", "registry")
 
 
-class Leases:
-    """Who is active in each role."""
-
-    def __init__(self, up: Running) -> None:
-        self._up = up
-
-    async def open(self) -> None:
-        self._bucket = await self._up.bus.kv(subjects.KV_ACTIVE)
-
-    async def of(self, role: str) -> LeaseRecord:
-        entry = await self._bucket.get(role)
-        assert entry is not None
-        return msgspec.msgpack.decode(entry.value, type=LeaseRecord)
-
-    async def after(self, role: str, term: int) -> LeaseRecord:
-        """The lease of a later term."""
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                lease = await self.of(role)
-                if lease.term > term and lease.holder:
-                    return lease
-                await asyncio.sleep(0.05)
-
-
-async def process_of(up: Running, role: str, holder: str) -> str:
-    """The name of the process that holds a role, by what its log says."""
-    logs = up.cluster.spec.directory / "logs"
-    for name, of in up.cluster.services.items():
-        if of == role and f"holder={holder} " in (logs / f"{name}.log").read_text():
-            return name
-    raise AssertionError(f"no process says that it is {holder}")
+async def lease_after(up: Running, role: str, term: int) -> None:
+    """Waits for a lease of a later term."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            lease = await lease_of(up.bus, role)
+            if lease.term > term and lease.holder:
+                return
+            await asyncio.sleep(0.05)
 
 
 async def events(up: Running) -> tuple[EventRecord, ...]:
@@ -75,11 +50,9 @@ async def test_an_event_goes_on_while_planner_and_registry_are_replaced(
     asked = prompts(24, TINY.vocab_size)
     right = oracle.tokens(asked, 40)
     async with running(tmp_path, checkpoint, nodes=3, settings=PACED, standbys=1) as up:
-        leases = Leases(up)
-        await leases.open()
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            before = {role: await leases.of(role) for role in ROLES}
-            names = {role: await process_of(up, role, before[role].holder) for role in ROLES}
+            before = {role: await lease_of(up.bus, role) for role in ROLES}
+            names = {role: process_of(up.cluster, role, before[role]) for role in ROLES}
             known = {event.id for event in await events(up)}
             streams = asyncio.gather(*(up.ask(prompt, 40) for prompt in asked))
             await up.until(
@@ -90,7 +63,7 @@ async def test_an_event_goes_on_while_planner_and_registry_are_replaced(
             for name in names.values():
                 up.kill(name, number)
             for role in ROLES:
-                await leases.after(role, before[role].term)
+                await lease_after(up, role, before[role].term)
             answers = await streams
             assert {answer.error for answer in answers} == {""}
             assert [answer.tokens for answer in answers] == right
