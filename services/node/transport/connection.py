@@ -1,22 +1,16 @@
-"""One TCP connection of the data plane: sends whole frames, and receives exactly the bytes asked
-for.
-
-It works on the raw non-blocking socket, so that the kernel copies bytes straight to where they
-belong, and straight out of a region's memory. Each receive asks anew where its bytes go, so that an
-owner can take its buffer back at any time, also in the middle of a frame.
+"""One TCP connection of the data plane: its frames, and the heartbeats by which each end knows that
+the other lives. `stream.py` moves its bytes.
 """
 
 import asyncio
-import fcntl
 import math
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.node.transport.base import Buffer
-from services.node.transport.sockets import set_buffer
+from services.node.transport.stream import Stream, wake
 from services.node.transport.wire import (
     PREFIX_BYTES,
     Hello,
@@ -28,50 +22,12 @@ from services.node.transport.wire import (
 )
 from shared.errors import PeerLost, ProtocolViolation, TransportError, TransportTimeout
 
-_TCP_NOTSENT_LOWAT = 25
-"""From linux/tcp.h; the socket module has no name for it."""
-_SIOCOUTQNSD = 0x894B
-"""From linux/sockios.h: the number of bytes that the kernel has not sent yet."""
-_MAX_BUFFERS = 64
-"""The most buffers that one sendmsg gets."""
-AT_ONCE = 1024 * 1024
-"""A receive waits for up to this many bytes at once, because waking up costs more than copying."""
-MANY = 64 * 1024
-"""A receive of more bytes than this waits before it first asks the kernel: they exceed one packet,
-so some have not arrived yet."""
 USED_S = 5.0
 """A connection is idle once only heartbeats went over it for this many seconds."""
 _HEARTBEAT = encode_prefix(Kind.HEARTBEAT)
 IDLE_SLOWER = 8
 """An idle connection sends heartbeats less often, and may be silent for longer, by this factor. A
 node has connections to many peers, but exchanges bytes with few of them at a time."""
-_TURN = 16
-"""After this many system calls in a row without waiting, other tasks get the loop."""
-
-
-class Sink(Protocol):
-    """The receiver of a connection's bytes."""
-
-    def room(self, nbytes: int) -> memoryview:
-        """The buffer for the next bytes, at most `nbytes`. Asked for when they have arrived."""
-
-    def came(self, nbytes: int) -> None:
-        """`nbytes` bytes were written to the buffer that `room` gave last."""
-
-
-class _Buffer:
-    """A sink that fills one buffer."""
-
-    __slots__ = ("_rest",)
-
-    def __init__(self, buffer: bytearray) -> None:
-        self._rest = memoryview(buffer)
-
-    def room(self, nbytes: int) -> memoryview:
-        return self._rest
-
-    def came(self, nbytes: int) -> None:
-        self._rest = self._rest[nbytes:]
 
 
 class Inward(Protocol):
@@ -93,74 +49,28 @@ class Outward(Protocol):
     def sent_at(self) -> float: ...
 
 
-class Connection:
+class Connection(Stream):
     name = "tcp"
     """The name in traces of what carries the bytes."""
 
     def __init__(self, sock: socket.socket, address: str, *, max_payload: int) -> None:
-        self.address = address
-        """The address at which the peer listens. Before the handshake, a name for errors."""
-        self.error: TransportError | None = None
-        """The reason why the connection was closed."""
-        self.on_closed: Callable[[TransportError], None] | None = None
+        super().__init__(sock, address)
         self.busy: Callable[[], bool] = lambda: False
         """Whether requests were made over the connection that are not all answered."""
-        self.sock = sock
         self._used_at = self._in_use_since = asyncio.get_running_loop().time()
         self._max_payload = max_payload
         self._writing = asyncio.Lock()
         self._posted: list[bytes] = []
         self._posting: asyncio.Future[None] | None = None
         """Done when a frame is posted."""
-        self._readable: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
         self.inward: Inward | None = None
         self.outward: Outward | None = None
-        self._silent_since: float | None = None
         self._in_frame = False
-        self._skips = False
-        """Whether the bytes waited for are a prefix, which may be a heartbeat's."""
         self._sent_at = 0.0
         self._watched_until = 0.0
         """Until then nothing has to be done about silence, since the connection is idle."""
-        self._room = 0
-        """The size of the send buffer that the kernel was asked for."""
-        self._unsent_limit = 0
-        self._unyielded = 0
-        self._watched = False
-        """Whether the loop calls us when bytes arrive."""
-        self._enough = 1
-        """The number of bytes at which the kernel wakes us."""
 
     # --- receiving -------------------------------------------------------------
-
-    async def receive(self, sink: Sink, nbytes: int) -> None:
-        """Receives exactly `nbytes` bytes, as they arrive."""
-        if nbytes > MANY:
-            await self._wait_readable(nbytes)
-        while nbytes:
-            self.check()
-            try:
-                received = self.sock.recv_into(sink.room(nbytes))
-            except BlockingIOError:
-                await self._wait_readable(nbytes)
-                continue
-            except ssl.SSLWantReadError:  # part of a TLS record may have arrived
-                await self._wait_readable(1)
-                continue
-            except OSError as error:
-                raise PeerLost(f"{self.address}: connection broke: {error.strerror}") from error
-            if not received:
-                raise PeerLost(f"{self.address}: the peer closed the connection")
-            sink.came(received)
-            nbytes -= received
-            if self._had_its_turn():
-                await asyncio.sleep(0)
-
-    async def receive_exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        await self.receive(_Buffer(data), nbytes)
-        return data
 
     async def receive_prefix(self) -> Prefix:
         """The prefix of the next frame. Skips heartbeats."""
@@ -172,29 +82,6 @@ class Connection:
                 self._in_frame = True
                 self._use()
                 return prefix
-
-    async def secure(self, context: ssl.SSLContext) -> None:
-        """Does the TLS handshake, before anything else is sent."""
-        server = context.protocol is ssl.PROTOCOL_TLS_SERVER
-        while True:
-            self.check()
-            try:
-                if not isinstance(self.sock, ssl.SSLSocket):
-                    self.sock.getpeername()  # raises if the peer has gone already
-                    self.sock = context.wrap_socket(
-                        self.sock, server_side=server, do_handshake_on_connect=False
-                    )
-                self.sock.do_handshake()
-            except ssl.SSLWantReadError:
-                await self._wait_readable(1)
-            except ssl.SSLWantWriteError:
-                await self._wait_writable()
-            except OSError as error:
-                raise PeerLost(
-                    f"{self.address}: no TLS: {error}; all nodes need certificates of one authority"
-                ) from error
-            else:
-                return
 
     async def receive_hello(self) -> Hello:
         prefix = await self.receive_prefix()
@@ -219,7 +106,7 @@ class Connection:
             self.outward.post(frame)
             return
         self._posted.append(frame)
-        _wake(self._posting)
+        wake(self._posting)
 
     async def send_posted(self) -> None:
         """Sends posted frames, joining those that wait, until the connection ends."""
@@ -261,65 +148,11 @@ class Connection:
                 raise
             self._sent_at = asyncio.get_running_loop().time()
 
-    async def sent_but(self, nbytes: int) -> None:
-        """Waits until at most `nbytes` bytes are unsent in the kernel, or the connection has
-        ended."""
-        while self.error is None and self._unsent() > nbytes:
-            self._limit_unsent(2 * nbytes)  # the kernel wakes us when half of this is left
-            await self._wait_writable()
-
-    def _unsent(self) -> int:
-        buffer = bytearray(4)
-        fcntl.ioctl(self.sock, _SIOCOUTQNSD, buffer)
-        return int.from_bytes(buffer, sys.byteorder)
-
-    def _make_room(self, nbytes: int) -> None:
-        """Grows the send buffer so that the kernel takes a frame of `nbytes` at once, as far as its
-        limits allow."""
-        if nbytes > self._room:
-            self._room = nbytes
-            if 2 * nbytes > self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF):
-                set_buffer(self.sock, socket.SO_SNDBUF, nbytes)
-        self._limit_unsent(2 * self._room)
-
-    def _limit_unsent(self, nbytes: int) -> None:
-        """Limits how many bytes wait unsent in the kernel, where no other frame can overtake
-        them."""
-        if nbytes != self._unsent_limit:
-            self._unsent_limit = nbytes
-            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
-
-    async def _send_some(self, views: Sequence[memoryview]) -> int:
-        while True:
-            self.check()
-            try:
-                if isinstance(self.sock, ssl.SSLSocket):
-                    return self.sock.send(views[0])
-                return self.sock.sendmsg(views[:_MAX_BUFFERS])
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                await self._wait_writable()
-            except OSError as error:
-                lost = PeerLost(f"{self.address}: connection broke: {error.strerror}")
-                self.close(lost)
-                raise lost from error
-
     # --- life ------------------------------------------------------------------
 
     def close(self, error: TransportError) -> None:
-        """Ends the connection. Whoever waits on it gets the error. Later calls do nothing."""
-        if self.error is not None:
-            return
-        self.error = error
-        loop = asyncio.get_running_loop()
-        if self.sock.fileno() >= 0:  # TLS may have closed it already
-            loop.remove_reader(self.sock.fileno())
-            loop.remove_writer(self.sock.fileno())
-            self.sock.close()
-        for waiter in (self._readable, self._writable, self._posting):
-            _wake(waiter)
-        on_closed, self.on_closed = self.on_closed, None
-        if on_closed is not None:
-            on_closed(error)
+        super().close(error)
+        wake(self._posting)
 
     def watch(self, now: float, limit_s: float, interval_s: float) -> None:
         """Checks that the peer is not silent, and shows it that we are there. To be called every
@@ -411,45 +244,11 @@ class Connection:
             self._post(_HEARTBEAT[sent:])
         self._sent_at = now
 
-    def _had_its_turn(self) -> bool:
-        self._unyielded = (self._unyielded + 1) % _TURN
-        return not self._unyielded
-
-    def check(self) -> None:
-        """Raises the error that closed the connection, if it is closed."""
-        if self.error is not None:
-            raise type(self.error)(str(self.error))
-
-    async def _wait_readable(self, wanted: int) -> None:
-        """Waits until `wanted` bytes have arrived, or AT_ONCE if that is less. On a slow link it
-        also returns for fewer: see `check_silence`."""
-        self.check()
-        loop = asyncio.get_running_loop()
-        self._wake_at(min(wanted, AT_ONCE))
-        tls = isinstance(self.sock, ssl.SSLSocket)
-        self._skips = wanted == PREFIX_BYTES and not self._in_frame and not tls
-        self._readable = loop.create_future()
-        self._silent_since = loop.time()
-        if not self._watched:
-            self._watched = True
-            loop.add_reader(self.sock.fileno(), self._on_readable)
-        try:
-            await self._readable
-        finally:
-            self._readable = self._silent_since = None
-
-    def _on_readable(self) -> None:
-        """Usually somebody waits for these bytes. Only if nobody does, it pays to stop watching the
-        socket."""
-        if self._readable is None:
-            self._watched = False
-            asyncio.get_running_loop().remove_reader(self.sock.fileno())
-        elif not self._skips or not self._skip_heartbeat():
-            _wake(self._readable)
-
-    def _skip_heartbeat(self) -> bool:
+    def _skip(self) -> bool:
         """Takes in a heartbeat, if one has come, without waking who waits for a frame: most of what
         comes over most connections is heartbeats."""
+        if self._wanted != PREFIX_BYTES or self._in_frame or isinstance(self.sock, ssl.SSLSocket):
+            return False
         try:
             if self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK) != _HEARTBEAT:
                 return False
@@ -458,29 +257,6 @@ class Connection:
             return False
         self._silent_since = asyncio.get_running_loop().time()
         return True
-
-    def _wake_at(self, nbytes: int) -> None:
-        if nbytes != self._enough:
-            self._enough = nbytes
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-    async def _wait_writable(self) -> None:
-        """Waits until the socket takes more bytes. Several tasks may wait at a time."""
-        self.check()
-        if self._writable is None or self._writable.done():
-            loop = asyncio.get_running_loop()
-            self._writable = loop.create_future()
-            loop.add_writer(self.sock.fileno(), self._on_writable)
-        await asyncio.shield(self._writable)
-
-    def _on_writable(self) -> None:
-        asyncio.get_running_loop().remove_writer(self.sock.fileno())
-        _wake(self._writable)
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
 
 
 def _without(views: list[memoryview], sent: int) -> list[memoryview]:

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash._xxhash  # type: ignore[import-not-found]
 
 from services.node.compiling import CompileFailed, library
-from services.node.transport import connection, pacing, wire
+from services.node.transport import pacing, stream, wire
 from shared import telemetry
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ _CONSTANTS = {
     "LATENESS_S": pacing.LATENESS_S,
     "QUIET_S": pacing.QUIET_S,
     "PATIENCE_S": pacing.PATIENCE_S,
-    "AT_ONCE": connection.AT_ONCE,
+    "AT_ONCE": stream.AT_ONCE,
     "SCRATCH": SCRATCH,
 }
 FLAGS = (
