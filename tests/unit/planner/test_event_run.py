@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from services.planner.core import lateness
-from services.planner.core.model import RETRY_S
 from services.planner.core.multicast.strategies import lower_bound
+from services.planner.core.replicas import RETRY_S
 from shared import subjects
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import NodeId

@@ -1,0 +1,307 @@
+"""How many replicas one model has: begins events that add some, and drains what is too many.
+
+At most one of its events is not over; replicas that are needed meanwhile are appended to it. A
+decision is due at once after what may change it, such as a load report with waiting requests, and
+again when a condition has held for as long as it must (`next_wake`).
+"""
+
+from services.planner.core import events
+from services.planner.core.desk import Desk
+from services.planner.core.event_machine import EventMachine
+from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet
+from services.planner.core.instances import Member
+from services.planner.core.journal import Journal
+from services.planner.core.ledger import expected
+from services.planner.core.releases import Releases
+from services.planner.core.rooms import Rooms
+from services.planner.core.scaling import Decision
+from services.planner.core.sizing import Sizing
+from services.planner.core.standing import Standing, State
+from services.planner.core.usage import Usage
+from shared.ids import EventId, NodeId
+from shared.messages.decisions import Decided, Verdict
+from shared.messages.pool import ModelRecord
+from shared.messages.scaling import EventState
+
+RETRY_S = 1.0
+"""Seconds between a failed event and the next one. It doubles with each further failure."""
+RETRY_MAX_S = 30.0
+NEVER = float("inf")
+
+
+class Replicas:
+    def __init__(
+        self,
+        desk: Desk,
+        rooms: Rooms,
+        record: ModelRecord,
+        fleet: Fleet,
+        standing: Standing,
+        releases: Releases,
+    ) -> None:
+        self.event: EventMachine | None = None
+        """The last event, over or not."""
+        self.journal = Journal()
+        self.sizing = Sizing(desk, record.model_id)
+        self.usage = Usage()
+        self._desk = desk
+        self._rooms = rooms
+        self._record = record
+        self._fleet = fleet
+        self._standing = standing
+        self._releases = releases
+        self._wanted_ns = 0
+        """Since when replicas have been wanted for which no event could begin. 0: none are."""
+        self._waits_because = ""
+        """Why it waits for room, as it was last told."""
+        self._failed = 0
+        """How many events have failed in a row."""
+        self._retry_at = float("-inf")
+        self._decided_at = float("-inf")
+        self._decide_at = float("-inf")
+        """When the number of replicas is next decided."""
+        self._ended = False
+        """Whether the end of the event has been taken in."""
+
+    @property
+    def next_wake(self) -> float:
+        event = self.event.next_wake if self.event is not None else NEVER
+        return min(self._decide_at, event)
+
+    @property
+    def scaling(self) -> bool:
+        return self.event is not None and not self.event.over
+
+    @property
+    def total(self) -> int:
+        """Replicas that serve or are on their way."""
+        members = sum(not m.draining for m in self._fleet.members.values())
+        return members + (self.event.expected if self.event is not None else 0)
+
+    # --- when ---
+
+    def on_load(self) -> None:
+        """The load has changed. If requests wait, the number of replicas is decided at once."""
+        demand = self._desk.cluster.loads.demand(self._record.name)
+        if demand.queued_requests or demand.prompt_tokens:
+            self.decide_soon()
+        else:
+            self._decide_by(self._decided_at + self._desk.settings.tick_s)
+
+    def on_joined(self) -> None:
+        """A new node may be what the last event lacked."""
+        self._retry_at, self._failed = float("-inf"), 0
+        self.decide_soon()
+
+    def on_more_room(self) -> None:
+        """Memory was freed, or another event has ended."""
+        if self._record.model_id in self._rooms.waiting:
+            self.decide_soon()
+        elif self.event is not None and self.event.no_room:
+            self.on_joined()
+
+    def decide_soon(self) -> None:
+        self._decide_at = float("-inf")
+
+    def _decide_by(self, at: float) -> None:
+        self._decide_at = min(self._decide_at, at)
+
+    def settle(self) -> None:
+        """Takes in the end of the event, and decides if that is due."""
+        if self.event is not None and self.event.over and not self._ended:
+            self._ended = True
+            self._on_event_over(self.event)
+        if self._desk.at >= self._decide_at:
+            self._decide()
+
+    def _on_event_over(self, event: EventMachine) -> None:
+        if not event.no_room:
+            self._desk.room_freed = True  # its targets can be reserved again
+        if event.record.state is EventState.COMPLETE:
+            self._failed = 0
+        else:
+            why, id_ = event.record.error or event.record.state.value, event.record.id
+            self.note(Verdict.FAILED, self.sizing.wants, why, event=id_)
+            self._retry_at = self._desk.at + min(RETRY_S * 2**self._failed, RETRY_MAX_S)
+            self._failed += 1
+            self._decide_by(self._retry_at)
+        self.decide_soon()
+
+    # --- how many ---
+
+    def _decide(self) -> None:
+        at, config = self._desk.at, self._desk.settings
+        self._decided_at, self._decide_at = at, at + REPUBLISH_S
+        if self._desk.cluster.loads.blind(at):
+            self._decide_by(at + config.tick_s)
+            return
+        members = self._fleet.members
+        have = len(self._fleet.replicas)
+        draining = sum(m.draining for m in members.values())
+        coming = len(members) - have - draining
+        if self.event is not None:
+            coming += self.event.expected
+        wanted = self.sizing.wants
+        decision = self.sizing.decide(
+            self._record,
+            have=have,
+            coming=coming,
+            leaving=self._standing.count,
+            fleet=self._fleet,
+            event=self.event.record if self.event is not None and coming else None,
+        )
+        self._releases.warm = self.sizing.warm
+        asked = not self._desk.cluster.loads.demand(self._record.name).idle
+        self.usage.note(at, len(members), asked=asked)
+        if self.sizing.wants < wanted and self._rooms.waiting:
+            self._desk.room_freed = True  # what is spare may give way
+        if self.sizing.spare_at is not None and at < self.sizing.spare_at:
+            self._decide_by(self.sizing.spare_at)
+        self._rooms.waiting.discard(self._record.model_id)
+        if decision.wake_at is not None:
+            self._decide_by(decision.wake_at)
+        elif self.sizing.surplus:  # the next replica goes when this one is gone
+            self._decide_by(at + config.tick_s)
+        missing = decision.replicas - have - coming
+        if missing > 0:
+            self._wanted_ns = self._wanted_ns or self._desk.now.wall_ns
+            self._grow(decision, missing)
+            return
+        self._wanted_ns = 0
+        if decision.replicas < have and not self.scaling:
+            self._shrink(decision)
+
+    # --- more ---
+
+    def _grow(self, decision: Decision, missing: int) -> None:
+        for node in self._standing.in_state(State.DRAINING):
+            leaves = self._rooms.must_leave(node, self._record.model_id)
+            if missing > 0 and not leaves:  # the cheapest capacity there is
+                self._standing.stay(node)
+                self._fleet.drain(node, False)
+                self._tell(f"needed again: {decision.cause}", node)
+                self.note(Verdict.MORE, decision.replicas, decision.cause, node)
+                missing -= 1
+        at = self._desk.at
+        if missing == 0:
+            return
+        if self.event is not None and not self.event.over:
+            self._append(self.event, decision, missing)
+        elif at < self._retry_at:
+            self._decide_by(self._retry_at)
+        elif not self._standing.waits(at) and self._has_room(missing):
+            self._begin(decision, missing)
+
+    def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
+        """Lets the running event grow, unless it cannot now."""
+        if self._desk.at < event.may_grow_at < NEVER:
+            self._decide_by(event.may_grow_at)
+        elif self._desk.at >= event.may_grow_at and self._has_room(missing):
+            self.note(Verdict.MORE, decision.replicas, decision.cause, event=event.record.id)
+            event.grow(missing, self._not_here(), decision.cause)
+
+    def _not_here(self) -> tuple[NodeId, ...]:
+        """The nodes that are no targets for a further replica."""
+        taken = self._rooms.taken(self._record.model_id)
+        avoided = sorted(self._standing.avoided(self._desk.at) | taken)
+        return tuple(dict.fromkeys((*self._fleet.members, *self._standing.released, *avoided)))
+
+    def _has_room(self, missing: int) -> bool:
+        """Whether at least one more replica has room now. Others are asked to make room for those
+        that have not."""
+        room = self._rooms.ask(self._record.model_id, missing)
+        if room.free:
+            self._waits_because = ""
+            return True
+        coming = len(room.made) + room.busy
+        why = f"room for {coming} is being made" if coming else room.why_not
+        if why != self._waits_because:
+            self._waits_because = why
+            self._tell(f"waits for memory for {missing} replicas: {why}")
+            self.note(Verdict.WAITS, self.total + missing, why)
+            self._log("info", "waits for memory", replicas=missing, why=why)
+        return False
+
+    def _begin(self, decision: Decision, missing: int) -> None:
+        now, settings = self._desk.now, self._desk.settings
+        detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
+        before = self.event.record.history[-1][1] if self.event is not None else 0
+        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self._record.name)
+        record = events.begin(
+            EventId(settings.new_id("ev")),
+            self._record,
+            strategy=settings.strategy,
+            cause=decision.cause,
+            waiting_ns=max(before, min(waiting_ns or detected_ns, detected_ns)),
+            detected_ns=detected_ns,
+            wanted_ns=self._wanted_ns,
+            decided_ns=now.wall_ns,
+            expected=expected(
+                self._desk.archive.events.values(), self._record.model_id, settings.scale_up_hold_s
+            ),
+            trace=settings.new_trace(),
+        )
+        self._tell(f"begins {record.id} for {missing} more replicas", record.id)
+        self.note(Verdict.MORE, decision.replicas, decision.cause, event=record.id)
+        self._desk.span("detect", record.trace, since_ns=detected_ns)
+        self._desk.span(
+            "decide",
+            record.trace,
+            attributes={"cause": decision.cause, "replicas": decision.replicas},
+        )
+        self.follow(EventMachine(self._desk, self._record, record, self._standing)).start(
+            missing, self._not_here()
+        )
+
+    def follow(self, event: EventMachine) -> EventMachine:
+        self.event, self._ended, self._wanted_ns = event, False, 0
+        self._fleet.cause = Cause(event.record.id, event.record.trace)
+        return event
+
+    # --- less ---
+
+    def _shrink(self, decision: Decision) -> None:
+        """Drains the emptiest replica; among equals the one that joined last."""
+
+        def load(member: Member) -> int:
+            return self._fleet.requests_over(member.node)
+
+        victim = min(reversed(self._fleet.replicas), key=load)
+        self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
+        self.drain(victim.node, f"drains: {decision.cause}")
+
+    def drain(self, node: NodeId, why: str) -> None:
+        self._tell(why, node)
+        self._standing.drain(node, self._desk.now, self._fleet.members[node].trace)
+        self._fleet.drain(node)
+
+    # --- for people ---
+
+    def note(
+        self, verdict: Verdict, wanted: int, why: str, *nodes: NodeId, event: EventId | None = None
+    ) -> None:
+        """Keeps a decision for `lambdascale events --model`."""
+        self.journal.note(
+            Decided(
+                at_ns=self._desk.now.wall_ns,
+                verdict=verdict,
+                replicas=self.total,
+                wanted=wanted,
+                why=why,
+                nodes=nodes,
+                event=event,
+            )
+        )
+
+    def _tell(self, text: str, *subjects: str) -> None:
+        self._desk.tell(text, self._record.model_id, *subjects)
+
+    def _log(self, level: str, text: str, **fields: str | int | float | None) -> None:
+        self._desk.log(level, text, model=self._record.name, **fields)
+
+    def validate(self) -> None:
+        """Raises AssertionError if parts of the state contradict each other."""
+        if self.event is not None:
+            self.event.validate()
+            assert not self.event.effects
+            assert self.event.over == self._ended
