@@ -75,7 +75,8 @@ def connect(args: argparse.Namespace) -> NatsBus:
     state = state_of(args)
     if not state.nats_url:
         raise NotFound(f"the cluster in {args.data} is starting")
-    if any(process.role == NATS and process.state != "running" for process in state.processes):
+    servers = [process for process in state.processes if process.role == NATS]
+    if servers and all(server.state != "running" for server in servers):
         raise BusError(
             f"the nats-server of the cluster in {args.data} ended and is about to be started "
             "again: try again in a few seconds"

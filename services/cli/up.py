@@ -51,6 +51,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="how many planners and registries stand by, each, to take over within two seconds "
         "when the active one dies (default: %(default)s)",
     )  # fmt: skip
+    up.add_argument(
+        "--nats-servers", type=int, default=1, metavar="N",
+        help="how many nats-servers; three keep three copies of the cluster's state, and any one "
+        "of them may die (default: %(default)s)",
+    )  # fmt: skip
     up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint")
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
@@ -81,6 +86,11 @@ def run_up(args: argparse.Namespace) -> int:
         raise BadInput(f"--nodes {args.nodes}: one machine carries 1 to 64")
     if not 0 <= args.standbys <= 4:
         raise BadInput(f"--standbys {args.standbys}: use 0 to 4")
+    if args.nats_servers not in (1, 3, 5):
+        raise BadInput(
+            f"--nats-servers {args.nats_servers}: use 1, 3 or 5 (an even number outlives no more "
+            "deaths than the odd number before it)"
+        )
     if args.port is not None and not 0 <= args.port <= 65535:
         raise BadInput(f"--port {args.port}: use 0 to 65535")
     if args.name is not None and args.model is None:
@@ -131,6 +141,7 @@ async def _up(
         directory=args.data,
         nodes=args.nodes,
         standbys=args.standbys,
+        nats_servers=args.nats_servers,
         config=args.config,
         gateway_port=args.port,
         ends_by_signal=True,

@@ -1,6 +1,7 @@
-"""A whole cluster on this machine: nats-server, registry, planner, gateway and nodes."""
+"""A whole cluster on this machine: nats-servers, registry, planner, gateway and nodes."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import time
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services.local import processes
-from services.local.nats_server import NatsServer
+from services.local.nats_servers import HERE, NatsServers, Place
 from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
 from shared import subjects
 from shared.bus.base import Bus, On
@@ -49,6 +50,10 @@ class ClusterSpec:
     """Whether each node names a machine of its own, so that nothing goes through shared memory."""
     standbys: int = 0
     """How many processes stand by for each of the roles `ELECTED`."""
+    nats_servers: int = 1
+    """If several, they keep copies of each other's state."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Where processes run that do not run here, by their names."""
     ends_by_signal: bool = False
     """Whether this process ends the cluster when it gets a SIGTERM, so that `down` may send one."""
 
@@ -64,7 +69,9 @@ def bus_config(state: ClusterState, config: Path | None = None) -> BusConfig:
     """How to reach the cluster's bus: its own URL, with the user of the configuration."""
     if config is None and state.config:
         config = Path(state.config)
-    return msgspec.structs.replace(load(config).bus, url=state.nats_url)
+    bus = load(config).bus
+    copies = state.nats_copies or bus.replicas
+    return msgspec.structs.replace(bus, url=state.nats_url, replicas=copies)
 
 
 def _port(url: str) -> int:
@@ -84,7 +91,7 @@ class Cluster:
         self.spec = spec
         self.state = ClusterState()
         self._lock: int | None = None
-        self._nats: NatsServer | None = None
+        self._nats: NatsServers | None = None
         self._children: dict[str, Child] = {}
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
@@ -102,8 +109,9 @@ class Cluster:
     async def _start_all(self, say: Callable[[str], None]) -> None:
         config = str(self.spec.config.absolute()) if self.spec.config else ""
         self._write(ClusterState(config=config))
-        say("starting nats-server")
-        await self._start_nats()
+        count = self.spec.nats_servers
+        say("starting nats-server" if count == 1 else f"starting {count} nats-servers")
+        await self._start_nats(count)
         before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
@@ -114,18 +122,21 @@ class Cluster:
         url = await self._wait_until_ready(before)
         self._write(msgspec.structs.replace(self.state, gateway_url=url))
 
-    async def _start_nats(self) -> None:
+    async def _start_nats(self, count: int) -> None:
         bus = bus_config(self.state)
-        self._nats = NatsServer(
-            self.spec.directory / NATS,
-            port=_port(self.state.nats_url),
+        self._nats = NatsServers(
+            self.spec.directory,
+            count,
             user=bus.user,
             password=bus.password,
-            environment=processes.environment(self.spec.directory, {}),
+            places=self.spec.places,
         )
-        url = await self._nats.start()
-        self.state = msgspec.structs.replace(self.state, nats_url=url)
-        self._note(processes.record(NATS, NATS, self._nats.pid))
+        await self._nats.start()
+        self.state = msgspec.structs.replace(
+            self.state, nats_url=self._nats.url, nats_copies=self._nats.copies
+        )
+        for name in self._nats.names:
+            self._note(processes.record(name, NATS, self._nats.pid(name)))
 
     async def _last_generations(self) -> dict[NodeId, int]:
         """The last generations of nodes whose leases a crashed cluster may have left."""
@@ -170,14 +181,17 @@ class Cluster:
         directory = self.spec.directory
         log = processes.log_of(directory, name)
         log_from = log.stat().st_size if log.exists() else 0
+        place = self.spec.places.get(name, HERE)
         merged = {
             **self.spec.settings,
             "LAMBDASCALE_BUS_URL": self.state.nats_url,
+            "LAMBDASCALE_BUS_REPLICAS": str(self._nats_there.copies),
             "LAMBDASCALE_TELEMETRY_TRACE_DIR": str(directory / "traces"),
             **settings,
+            **place.settings,
         }
         arguments = ["--config", self.state.config] if self.state.config else []
-        process = processes.spawn(directory, name, role, arguments, merged)
+        process = processes.spawn(directory, name, role, arguments, merged, within=place.within)
         self._children[name] = Child(process, log_from)
         self._note(processes.record(name, role, process.pid))
 
@@ -264,30 +278,38 @@ class Cluster:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the processes."""
-        return (NATS, *self._children)
+        return (*self._nats_there.names, *self._children)
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a process that is not nats-server."""
-        self._children[name].process.send_signal(number)
+        """Sends a signal to a process, unless it has ended."""
+        entry = self._record(name)
+        if entry and entry.state == "running":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry.pid, number)
 
     async def ended(self, name: str) -> int:
         """Waits for the end of a process, unless it has ended already. Returns its exit code."""
-        if name != NATS:
+        if name in self._children:
             return await processes.ended(self._children[name].process)
-        if self._nats is None:
-            raise BusError("the nats-server was not started")
-        return await self._nats.ended()
+        return await self._nats_there.ended(name)
 
     async def start_again(self, name: str) -> None:
-        """Starts a process that ended, with the same ports. BusError if nats-server does not come
+        """Starts a process that ended, with the same ports. BusError if a nats-server does not come
         up."""
-        if name == NATS:
-            await self._start_nats()
+        if name in self._nats_there.names:
+            await self._nats_there.start_again(name)
+            self._note(processes.record(name, NATS, self._nats_there.pid(name)))
         elif name in self.services:
             self.start_service(name)
         else:
             numbers = {node_id(number): number for number in range(self.spec.nodes)}
             self.start_node(numbers[NodeId(name)])
+
+    @property
+    def _nats_there(self) -> NatsServers:
+        if self._nats is None:
+            raise BusError("nats-server was not started")
+        return self._nats
 
     async def stop(self) -> None:
         """Ends whatever `start` began."""

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 from services.local import processes
 from services.local.processes import die_with_parent
@@ -31,6 +33,17 @@ def find_server() -> str:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server's place in a cluster of NATS servers."""
+
+    name: str
+    """Which tells it from the others for ever: they know by it whose copies it has."""
+    route_port: int
+    routes: tuple[str, ...]
+    """`host:port` of every member, at which they reach each other."""
+
+
 class NatsServer:
     """nats-server with JetStream. Its store, configuration and log are in `directory`.
 
@@ -47,13 +60,19 @@ class NatsServer:
         user: str = "",
         password: str = "",
         environment: Mapping[str, str] | None = None,
+        member: Member | None = None,
+        within: tuple[str, ...] = (),
     ) -> None:
+        """`member`: None if it is on its own. `within`: the command that runs another command
+        where the server belongs, such as another network namespace."""
         self._directory = directory.absolute()
         self._host = host
         self._port = port
         self._user = user
         self._password = password
         self._environment = environment
+        self._member = member
+        self._within = within
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
@@ -132,7 +151,7 @@ class NatsServer:
         config = self._write_config()
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [binary, "-c", str(config)],
+                [*self._within, binary, "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -153,11 +172,26 @@ class NatsServer:
         }
         if self._user:
             settings["authorization"] = {"user": self._user, "password": self._password}
+        if self._member:
+            settings |= self._cluster(self._member)
         path = self._directory / "nats-server.conf"
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(settings, file, indent=2, ensure_ascii=False)
         return path
+
+    def _cluster(self, member: Member) -> dict[str, object]:
+        """Routes take the user and the password of clients."""
+        cluster: dict[str, object] = {
+            "name": "lambdascale",
+            "listen": f"{self._host}:{member.route_port}",
+        }
+        before = ""
+        if self._user:
+            cluster["authorization"] = {"user": self._user, "password": self._password}
+            before = f"{quote(self._user, safe='')}:{quote(self._password, safe='')}@"
+        cluster["routes"] = [f"nats://{before}{route}" for route in member.routes]
+        return {"server_name": member.name, "cluster": cluster}
 
     async def _wait_for_url(self, process: subprocess.Popen[bytes]) -> str:
         ports = self._directory / f"nats-server_{process.pid}.ports"

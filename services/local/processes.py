@@ -27,7 +27,8 @@ STATE_FILE = "cluster.json"
 LOCK_FILE = ".lock"
 MARK = "LS_CLUSTER"
 NATS = "nats"
-"""Name and role of the nats-server, and its directory."""
+"""Role of the nats-servers. It is also the name of the first, and of its directory; the second is
+`nats-2`."""
 HOLDER_STOP_S = 30.0
 STOP_S = 10.0
 POLL_S = 0.05
@@ -65,7 +66,9 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str = ""
-    """Empty until nats-server is up."""
+    """Empty until nats-server is up; several addresses have commas between them."""
+    nats_copies: int = 0
+    """Copies of durable state that the nats-servers keep; 0: as configured."""
     gateway_url: str = ""
     """Empty until everything is up."""
     config: str = ""
@@ -204,8 +207,8 @@ async def ended(process: "subprocess.Popen[bytes]") -> int:
 
 
 def log_of(directory: Path, name: str) -> Path:
-    if name == NATS:
-        return directory / NATS / "nats-server.log"
+    if name == NATS or name.startswith(f"{NATS}-"):
+        return directory / name / "nats-server.log"
     return directory / "logs" / f"{name}.log"
 
 
@@ -215,16 +218,19 @@ def spawn(
     role: str,
     arguments: Iterable[str],
     settings: Mapping[str, str],
+    *,
+    within: tuple[str, ...] = (),
 ) -> "subprocess.Popen[bytes]":
     """Starts `lambdascale ROLE ...` in a session of its own, with its log in logs/NAME.log.
 
-    It dies with this process, whatever kills this process.
+    It dies with this process, whatever kills this process. `within`: the command that runs it
+    where it belongs.
     """
     path = log_of(directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "services.cli", role, *arguments],
+            [*within, sys.executable, "-m", "services.cli", role, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

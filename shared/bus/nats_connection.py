@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -23,11 +23,16 @@ from shared.errors import BusError, BusTimeout, NoResponders
 CALL_TIMEOUT_S = 5.0
 _OLDEST_VERSION = (2, 11)
 _RECONNECT_WAIT_S = 0.2
+_ANSWER_S = 1.0
+LEADER_S = 30.0
+"""How long to wait for an answer about a bucket. NATS servers that form a cluster give none while
+they elect a leader, which takes 4 to 9 s."""
 _PING_S = 2
 _LOST_PINGS = 2
 """A server that does not answer this many pings is left for another server, or connected to
 anew."""
 
+T = TypeVar("T")
 Receive = Callable[[Msg], Awaitable[None]]
 
 
@@ -153,11 +158,31 @@ class Connection:
             self.check_open()
             state = "no answer" if self._up.is_set() else "not connected to NATS"
             raise BusTimeout(f"{what}: {state} within {timeout} s") from error
-        except (nats.errors.NoRespondersError, nats.js.errors.NoStreamResponseError) as error:
+        except (
+            nats.errors.NoRespondersError,
+            nats.js.errors.NoStreamResponseError,
+            nats.js.errors.ServiceUnavailableError,
+        ) as error:
             raise NoResponders(f"{what}: nobody answers") from error
         except nats.errors.Error as error:
             self.check_open()
             raise BusError(f"{what}: {error}") from error
+
+    async def until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks the server, again and again while its cluster has no leader. `ask` must do no harm
+        when it is called twice. BusError if there is no leader for long."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LEADER_S
+        while True:
+            async with self.call(what):
+                pass  # the connection is up
+            try:
+                async with self.call(what, _ANSWER_S):
+                    return await ask()
+            except (BusTimeout, NoResponders):
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(_RECONNECT_WAIT_S)
 
     async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
         """Subscribes. Once this returns, the server knows of it."""

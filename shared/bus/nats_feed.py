@@ -46,6 +46,7 @@ class Feed:
         self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._subscription: Any = None
         self._pending = 0
+        self._last = 0
 
     async def __aenter__(self) -> Self:
         self._connection.on_change.add(self._interrupt)
@@ -65,11 +66,15 @@ class Feed:
         await self._stop()
 
     async def entries(self) -> AsyncGenerator[KvEntry | None, None]:
-        """The last entry of every key, markers included; then None; then every later entry."""
-        listing = self._pending > 0
+        """The last entry of every key, markers included; then None; then every later entry.
+
+        All that was written before `__aenter__` comes before None, even if the server that has the
+        consumer is not the leader, and lags behind.
+        """
+        listing = self._pending > 0 or self._last > 0
         if not listing:
             yield None
-        seen = 0
+        seen = reached = 0
         while True:
             message = await self._next()
             heard = _last_heard(message)
@@ -78,11 +83,14 @@ class Feed:
                 if at.sequence.consumer != seen + 1:
                     raise FeedLost("the sequence has a gap")
                 seen += 1
+                reached = at.sequence.stream
                 yield self._entry(message)
-                listed = seen >= self._pending or at.num_pending == 0
+                listed = reached >= self._last and (seen >= self._pending or at.num_pending == 0)
             else:
                 if heard != seen:
                     raise FeedLost("the last messages are missing")
+                if listing and reached < self._last:
+                    raise FeedLost("the last messages are not there yet")
                 listed = True  # a consumer that idles has delivered everything
             if listing and listed:
                 listing = False
@@ -98,6 +106,7 @@ class Feed:
                 try:
                     stream = await connection.jetstream.stream_info(self._stream)
                     gone = stream.created != self._created
+                    self._last = await self._last_sequence()
                     consumer = await connection.jetstream.add_consumer(
                         self._stream, config=self._consumer(inbox)
                     )
@@ -109,6 +118,16 @@ class Feed:
             raise FeedLost(str(error)) from error
         if gone:
             raise BusError(f"{self._stream}: the bucket that was watched is gone")
+
+    async def _last_sequence(self) -> int:
+        """The sequence of the last message that the bucket's leader has; 0 if it has none."""
+        try:
+            last = await self._connection.jetstream.get_msg(
+                self._stream, subject=f"{self._prefix}>"
+            )
+        except nats.js.errors.NotFoundError:
+            return 0
+        return int(last.seq)
 
     async def _stop(self) -> None:
         self._connection.on_change.discard(self._interrupt)

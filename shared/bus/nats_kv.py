@@ -14,7 +14,7 @@ from nats.js import api
 
 from shared.bus.base import KvEntry, KvOp
 from shared.bus.delivery import check_key, check_size, check_ttl
-from shared.bus.nats_connection import Connection
+from shared.bus.nats_connection import LEADER_S, Connection
 from shared.bus.nats_feed import Feed, FeedLost, is_marker
 from shared.errors import BusError, KeyExists
 
@@ -36,15 +36,18 @@ class NatsKeyValue:
     @classmethod
     async def open(cls, connection: Connection, bucket: str, *, replicas: int) -> Self:
         """The bucket, made if it is missing."""
-        async with connection.call(f"bucket {bucket}"):
+
+        async def ask() -> Any:
             try:
-                info = await connection.jetstream.stream_info(f"KV_{bucket}")
+                return await connection.jetstream.stream_info(f"KV_{bucket}")
             except nats.js.errors.NotFoundError:
                 config = api.KeyValueConfig(
                     bucket, direct=True, limit_marker_ttl=_MARKER_TTL_S, replicas=replicas
                 )
                 await connection.jetstream.create_key_value(config)
-                info = await connection.jetstream.stream_info(f"KV_{bucket}")
+                return await connection.jetstream.stream_info(f"KV_{bucket}")
+
+        info = await connection.until_answered(f"bucket {bucket}", ask)
         if not (info.config.allow_msg_ttl and info.config.subject_delete_marker_ttl):
             raise BusError(f"bucket {bucket} was made without expiry of single keys: delete it")
         return cls(connection, bucket, info.created)
@@ -77,7 +80,10 @@ class NatsKeyValue:
         await self._write(key, b"", headers, _MARKER_TTL_S)
 
     async def entries(self) -> list[KvEntry]:
-        async with self._connection.call(f"bucket {self._bucket}"), aclosing(self.watch()) as watch:
+        what = f"bucket {self._bucket}"
+        async with self._connection.call(what):
+            pass  # the connection is up
+        async with self._connection.call(what, LEADER_S), aclosing(self.watch()) as watch:
             found: list[KvEntry] = []
             async for entry in watch:
                 if entry is None:
@@ -128,7 +134,7 @@ class NatsKeyValue:
         async with self._connection.call(f"{self._bucket}/{key}"):
             try:
                 message = await self._connection.jetstream.get_msg(
-                    self._stream, subject=f"{self._prefix}{key}", direct=True
+                    self._stream, subject=f"{self._prefix}{key}"
                 )
             except nats.js.errors.NotFoundError:
                 return None

@@ -23,13 +23,16 @@ class NatsObjectStore:
     @classmethod
     async def open(cls, connection: Connection, bucket: str, *, replicas: int) -> Self:
         """The store, made if it is missing."""
-        async with connection.call(f"objects {bucket}"):
+
+        async def ask() -> None:
             try:
                 await connection.jetstream.object_store(bucket)
             except nats.js.errors.NotFoundError:
                 await connection.jetstream.create_object_store(
                     bucket, config=api.ObjectStoreConfig(replicas=replicas)
                 )
+
+        await connection.until_answered(f"objects {bucket}", ask)
         return cls(connection, bucket)
 
     async def put(self, data: bytes) -> str:

@@ -1,0 +1,87 @@
+"""Three nats-servers that keep copies of each other's state."""
+
+import asyncio
+import os
+import signal
+from contextlib import aclosing
+from pathlib import Path
+
+import nats
+import pytest
+
+from services.local.nats_servers import NatsServers
+from shared.bus.base import KeyValue
+from shared.bus.nats import NatsBus
+from shared.config import BusConfig
+from shared.errors import BusError, Conflict
+
+PASSWORD = 's"e\\c$ret @é'
+WAIT_S = 60.0
+
+
+def servers(directory: Path, count: int = 3) -> NatsServers:
+    return NatsServers(directory, count, user="bus", password=PASSWORD, places={})
+
+
+def bus_to(them: NatsServers) -> NatsBus:
+    config = BusConfig(url=them.url, user="bus", password=PASSWORD, replicas=them.copies)
+    return NatsBus(config, "one")
+
+
+async def written(bucket: KeyValue, key: str, value: bytes) -> None:
+    """Writes until a leader takes it."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                await bucket.put(key, value)
+                return
+            except BusError:
+                await asyncio.sleep(0.1)
+
+
+async def leader_of(them: NatsServers, stream: str) -> str:
+    raw = await nats.connect(them.url.split(","), user="bus", password=PASSWORD)
+    try:
+        cluster = (await raw.jetstream().stream_info(stream)).cluster
+    finally:
+        await raw.close()
+    assert cluster is not None
+    return str(cluster.leader)
+
+
+async def test_state_outlives_any_one_server_and_a_restart_of_all(tmp_path: Path) -> None:
+    them = servers(tmp_path)
+    await them.start()
+    try:
+        async with bus_to(them) as bus:
+            bucket = await bus.kv("bucket")
+            async with aclosing(bucket.watch()) as watch, asyncio.timeout(WAIT_S):
+                assert await anext(watch) is None
+                await written(bucket, "key", b"before")
+                leader = await leader_of(them, "KV_bucket")
+                os.kill(them.pid(leader), signal.SIGKILL)
+                assert await them.ended(leader) == -signal.SIGKILL
+                await written(bucket, "key", b"while it is away")
+                told = [b"before", b"while it is away"]  # the watch goes on, and misses nothing
+                while told:
+                    entry = await anext(watch)
+                    assert entry is not None
+                    assert entry.value == told.pop(0)
+                await them.start_again(leader)
+            assert [entry.value for entry in await bucket.entries()] == [b"while it is away"]
+        await them.stop()
+        await them.start()
+        async with bus_to(them) as bus:
+            entry = await (await bus.kv("bucket")).get("key")
+            assert entry is not None
+            assert entry.value == b"while it is away"
+    finally:
+        await them.stop()
+
+
+async def test_another_number_of_servers_is_refused(tmp_path: Path) -> None:
+    them = servers(tmp_path)
+    await them.start()
+    await them.stop()
+    with pytest.raises(Conflict, match="with 3 nats-servers: start it with as many"):
+        await servers(tmp_path, 1).start()
