@@ -148,7 +148,7 @@ class Machines:
             self.remove(record.name)
             known = None
         if known is not None:
-            known.record = record
+            known.on_settings(record)  # a machine that has failed is made anew with these
             self.tell(known, lambda model: model.decide_soon())
             return
         try:

@@ -31,7 +31,6 @@ from shared.messages.scaling import (
 
 class ModelMachine:
     def __init__(self, desk: Desk, rooms: Rooms, record: ModelRecord) -> None:
-        self.record = record
         self.fleet = Fleet(desk, record)
         self.standing = Standing(desk.story)
         self._releases = Releases(desk, rooms, record, self.fleet, self.standing)
@@ -46,6 +45,10 @@ class ModelMachine:
     def fixed(self) -> int | None:
         """The operator's number of replicas; None: there is none."""
         return self._desk.archive.fixed.get(self.record.model_id)
+
+    @property
+    def record(self) -> ModelRecord:
+        return self._replicas.record
 
     @property
     def event(self) -> EventMachine | None:
@@ -95,6 +98,10 @@ class ModelMachine:
             self.event.on_block(message)
         if gained:
             self.on_holdings(message.node, (message.block,), message.finished_ns)
+
+    def on_settings(self, record: ModelRecord) -> None:
+        """Takes in that the operator has changed the model's settings. Its weights are the same."""
+        self._replicas.record = record
 
     def on_load(self) -> None:
         self._replicas.on_load()

@@ -39,6 +39,8 @@ class Replicas:
         standing: Standing,
         releases: Releases,
     ) -> None:
+        self.record = record
+        """With the operator's newest settings."""
         self.event: EventMachine | None = None
         """The last event, over or not."""
         self.journal = Journal()
@@ -46,7 +48,6 @@ class Replicas:
         self.usage = Usage()
         self._desk = desk
         self._rooms = rooms
-        self._record = record
         self._fleet = fleet
         self._standing = standing
         self._releases = releases
@@ -82,7 +83,7 @@ class Replicas:
 
     def on_load(self) -> None:
         """The load has changed. If requests wait, the number of replicas is decided at once."""
-        demand = self._desk.cluster.loads.demand(self._record.name)
+        demand = self._desk.cluster.loads.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()
         else:
@@ -95,7 +96,7 @@ class Replicas:
 
     def on_more_room(self) -> None:
         """Memory was freed, or another event has ended."""
-        if self._record.model_id in self._rooms.waiting:
+        if self.record.model_id in self._rooms.waiting:
             self.decide_soon()
         elif self.event is not None and self.event.no_room:
             self.on_joined()
@@ -143,7 +144,7 @@ class Replicas:
             coming += self.event.expected
         wanted = self.sizing.wants
         decision = self.sizing.decide(
-            self._record,
+            self.record,
             have=have,
             coming=coming,
             leaving=self._standing.count,
@@ -151,13 +152,13 @@ class Replicas:
             event=self.event.record if self.event is not None and coming else None,
         )
         self._releases.warm = self.sizing.warm
-        asked = not self._desk.cluster.loads.demand(self._record.name).idle
+        asked = not self._desk.cluster.loads.demand(self.record.name).idle
         self.usage.note(at, len(members), asked=asked)
         if self.sizing.wants < wanted and self._rooms.waiting:
             self._desk.room_freed = True  # what is spare may give way
         if self.sizing.spare_at is not None and at < self.sizing.spare_at:
             self._decide_by(self.sizing.spare_at)
-        self._rooms.waiting.discard(self._record.model_id)
+        self._rooms.waiting.discard(self.record.model_id)
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
         elif self.sizing.surplus:  # the next replica goes when this one is gone
@@ -175,7 +176,7 @@ class Replicas:
 
     def _grow(self, decision: Decision, missing: int) -> None:
         for node in self._standing.in_state(State.DRAINING):
-            leaves = self._rooms.must_leave(node, self._record.model_id)
+            leaves = self._rooms.must_leave(node, self.record.model_id)
             if missing > 0 and not leaves:  # the cheapest capacity there is
                 self._standing.stay(node)
                 self._fleet.drain(node, False)
@@ -202,14 +203,14 @@ class Replicas:
 
     def _not_here(self) -> tuple[NodeId, ...]:
         """The nodes that are no targets for a further replica."""
-        taken = self._rooms.taken(self._record.model_id)
+        taken = self._rooms.taken(self.record.model_id)
         avoided = sorted(self._standing.avoided(self._desk.at) | taken)
         return tuple(dict.fromkeys((*self._fleet.members, *self._standing.released, *avoided)))
 
     def _has_room(self, missing: int) -> bool:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
-        room = self._rooms.ask(self._record.model_id, missing)
+        room = self._rooms.ask(self.record.model_id, missing)
         if room.free:
             self._waits_because = ""
             return True
@@ -226,10 +227,10 @@ class Replicas:
         now, settings = self._desk.now, self._desk.settings
         detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
         before = self.event.record.history[-1][1] if self.event is not None else 0
-        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self._record.name)
+        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self.record.name)
         record = events.begin(
             EventId(settings.new_id("ev")),
-            self._record,
+            self.record,
             strategy=settings.strategy,
             cause=decision.cause,
             waiting_ns=max(before, min(waiting_ns or detected_ns, detected_ns)),
@@ -237,7 +238,7 @@ class Replicas:
             wanted_ns=self._wanted_ns,
             decided_ns=now.wall_ns,
             expected=expected(
-                self._desk.archive.events.values(), self._record.model_id, settings.scale_up_hold_s
+                self._desk.archive.events.values(), self.record.model_id, settings.scale_up_hold_s
             ),
             trace=settings.new_trace(),
         )
@@ -249,7 +250,7 @@ class Replicas:
             record.trace,
             attributes={"cause": decision.cause, "replicas": decision.replicas},
         )
-        self.follow(EventMachine(self._desk, self._record, record, self._standing)).start(
+        self.follow(EventMachine(self._desk, self.record, record, self._standing)).start(
             missing, self._not_here()
         )
 
@@ -294,10 +295,10 @@ class Replicas:
         )
 
     def _tell(self, text: str, *subjects: str) -> None:
-        self._desk.tell(text, self._record.model_id, *subjects)
+        self._desk.tell(text, self.record.model_id, *subjects)
 
     def _log(self, level: str, text: str, **fields: str | int | float | None) -> None:
-        self._desk.log(level, text, model=self._record.name, **fields)
+        self._desk.log(level, text, model=self.record.name, **fields)
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""

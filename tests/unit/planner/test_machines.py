@@ -28,7 +28,7 @@ def raising(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return raise_
 
 
-@pytest.mark.parametrize("method", ["decide_soon", "settle"])
+@pytest.mark.parametrize("method", ["on_joined", "settle"])
 def test_an_operator_is_answered_whatever_the_machine_raises(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +48,22 @@ def test_an_operator_is_answered_whatever_the_machine_raises(
     assert driver.event.cause.startswith("operator"), "the number holds once the machine is anew"
     stored = [c for c in driver.said if isinstance(c, commands.StoreFixed)]
     assert [s.count for s in stored] == [2]
+
+
+def test_settings_that_change_while_a_machine_has_failed_hold_once_it_is_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(checked=False)
+    driver.join("a", "b")
+    driver.publish()
+    with monkeypatch.context() as broken:
+        broken.setattr(ModelMachine, "settle", raising(NAME, ModelMachine.settle))
+        driver.holds("a")
+        driver.publish(record(max_instances=1))
+    driver.wait(2.0)
+    found = driver.feed(Asked(1, SetInstances(name=ModelName(NAME), instances=2)))
+    (answer,) = (c for c in found if isinstance(c, commands.Answer))
+    assert "max_instances" in str(answer.reply)
 
 
 def pool(driver: Driver, *names: str) -> None:
