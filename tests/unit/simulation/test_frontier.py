@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.sweep import DEFAULT, grid
+from services.cli.simulate.sweep import DEFAULT, grid
 from simulation.figures import draw_frontier
 from simulation.frontier import Knobs, Point, all_knobs, frontier, lines, point, swept, ttft_at
 from simulation.measures import measure
