@@ -55,7 +55,8 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
 
 
 class GatewayConfig(_Section, frozen=True, kw_only=True):
-    id: Name = "gateway-0"
+    name: Name = "gateway"
+    """What its id begins with; the rest comes from the durable store. Gateways may share it."""
     host: str = "127.0.0.1"
     port: Port = 8000
     api_keys: tuple[str, ...] = ()

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(role: str, config: Config) -> None:
-    name = {"gateway": config.gateway.id, "node": config.node.id}.get(role, role)
+    name = {"gateway": config.gateway.name, "node": config.node.id}.get(role, role)
     telemetry.configure(name, config.telemetry)
     log_what_nobody_awaits(telemetry.logger(role, name=name))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,9 +17,10 @@ from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http import Api
+from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
 from shared import subjects
-from shared.bus.base import Bus, On
+from shared.bus.base import Bus, On, Subscription
 from shared.clock import now, wall_ns
 from shared.config import GatewayConfig
 from shared.errors import ConfigError, LambdaScaleError
@@ -71,16 +72,12 @@ class GatewayService(Service):
         routing: Routing = OURS,
     ) -> None:
         """`listen`: whether to serve HTTP. Otherwise requests come in through `frontend` only."""
-        super().__init__(check_name("gateway id", config.id))
-        self.id = GatewayId(new_id(config.id))
-        """The gateway's name on the bus. It is this process's alone, even if another gateway is
-        configured with the same id."""
+        super().__init__(check_name("gateway.name", config.name))
         self._bus = bus
         self._config = config
         self._metrics = Metrics()
         rules = Rules(
-            gateway=self.id,
-            draw=random.Random(self.id).random,
+            draw=random.Random(new_id("draws")).random,
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
             stall_s=STALL_S,
@@ -95,6 +92,9 @@ class GatewayService(Service):
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
         self._api: Api | None = None
+        self._lease: GatewayLease
+        self._heard: list[Subscription] = []
+        """What comes to this gateway's id."""
         self._said: tuple[ModelLoad, ...] | None = None
         self._said_at = 0.0
         self._zero_ns = 0
@@ -114,9 +114,12 @@ class GatewayService(Service):
         self.own(await bus.subscribe(subjects.INSTANCES, instances))
         loads = On(GatewayLoad, self.frontend.on_load)
         self.own(await bus.subscribe(subjects.LOAD_GATEWAY, loads))
-        tokens = On(Tokens, self.frontend.on_tokens)
-        self.own(await bus.subscribe(subjects.gateway_tokens(self.id), tokens))
-        self.own(await bus.serve(subjects.gateway_story(self.id), StoryQuery, self._story))
+        self._lease = GatewayLease(await bus.kv(subjects.KV_GATEWAYS), self.name, self.log)
+        await self._lease.take()
+        self.resources.push_async_callback(self._lease.release)
+        self.resources.push_async_callback(self._close_heard)
+        await self._take_id()
+        self.spawn(self._lease.keep(self._take_id), name="lease")
         # When this service ends it cuts off streams. Nodes must not go on working for these.
         self.resources.push_async_callback(self.frontend.withdrawn)
         if self._listen:
@@ -128,6 +131,25 @@ class GatewayService(Service):
             ("load", self._report),
         ):
             self.spawn(go_on(step, self.contain, self.log, name), name=name)
+
+    @property
+    def id(self) -> GatewayId:
+        """The gateway's id on the bus, which is this process's alone. It may change."""
+        return self._lease.id
+
+    async def _take_id(self) -> None:
+        """Listens under the id that the lease gave, and no longer under an earlier one."""
+        await self._close_heard()
+        tokens = On(Tokens, self.frontend.on_tokens)
+        subject = subjects.gateway_tokens(self.id)
+        self._heard.append(await self._bus.subscribe(subject, tokens))
+        subject = subjects.gateway_story(self.id)
+        self._heard.append(await self._bus.serve(subject, StoryQuery, self._story))
+        self.frontend.run(self._dispatch.take_id(self.id, now()))
+
+    async def _close_heard(self) -> None:
+        while self._heard:
+            await self._heard.pop().close()
 
     async def _open_http(self) -> None:
         config = self._config

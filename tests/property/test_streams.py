@@ -76,7 +76,6 @@ class Streams(RuleBasedStateMachine):
         self.numbers = count(1)
         self.drawn = 0.0
         rules = Rules(
-            gateway=GatewayId("g"),
             draw=self.draw,
             max_queue=50,
             queue_timeout_s=PATIENCE_S,
@@ -84,6 +83,8 @@ class Streams(RuleBasedStateMachine):
             max_attempts=MAX_ATTEMPTS,
         )
         self.dispatch = Dispatch(rules)
+        self.id = GatewayId("g")
+        self.dispatch.take_id(self.id, 0.0)
         self.clients: dict[RequestId, Client] = {}
         self.attempts: dict[tuple[RequestId, int], Attempt] = {}
         self.live: set[tuple[RequestId, int]] = set()
@@ -145,6 +146,7 @@ class Streams(RuleBasedStateMachine):
 
     def check_submit(self, submit: Submit) -> None:
         client = self.clients[submit.request]
+        assert submit.gateway == self.id
         assert submit.tokens == (*client.request.prompt, *client.tokens)
         assert submit.prompt_tokens == len(client.request.prompt)
         assert len(client.tokens) < submit.max_tokens
@@ -247,6 +249,14 @@ class Streams(RuleBasedStateMachine):
         scores = tuple(piece for piece in pieces if isinstance(piece, Scores))
         message = Tokens(node=NodeId("any"), tokens=tokens, failed=failed, scores=scores)
         self.run_commands(self.dispatch.on_tokens(message, self.now))
+
+    @rule()
+    def lose_the_id(self) -> None:
+        """The gateway lost its lease, and has taken another."""
+        before = set(self.live)
+        self.id = GatewayId(f"g-{next(self.numbers)}")
+        self.run_commands(self.dispatch.take_id(self.id, self.now))
+        assert before.isdisjoint(self.live)
 
     @rule(number=st.integers(0, 1000), kind=st.sampled_from(ERRORS), refused=st.booleans())
     def fail(self, number: int, kind: type[LambdaScaleError], refused: bool) -> None:

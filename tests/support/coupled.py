@@ -94,7 +94,6 @@ class Gateway:
         self._pool = pool
         self._drawn = 0.0
         rules = Rules(
-            gateway=self.name,
             draw=self._draw,
             max_queue=1000,
             queue_timeout_s=1e9,
@@ -102,6 +101,7 @@ class Gateway:
             max_attempts=1000,
         )
         self.dispatch = Dispatch(rules)
+        self.dispatch.take_id(self.name, 0.0)
         self.dispatch.add_model(NAME, MODEL)
 
     def _draw(self) -> float:

@@ -5,7 +5,7 @@ commands that tell nodes and clients.
 """
 
 from services.gateway.core.commands import End, Resumed, Send, Withdraw
-from services.gateway.core.ledger import Ledger, Rules
+from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Move, Request, State
 from services.gateway.core.routing import Route, Table
 from shared.errors import LambdaScaleError, NotFound
@@ -14,10 +14,9 @@ from shared.messages.serving import Cancel, Submit
 
 
 class Attempts:
-    def __init__(self, name: ModelName, table: Table, rules: Rules, ledger: Ledger) -> None:
+    def __init__(self, name: ModelName, table: Table, ledger: Ledger) -> None:
         self._name = name
         self._table = table
-        self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
 
@@ -95,12 +94,14 @@ class Attempts:
         move = request.move
         if move is not None and move.instance != route.instance.id:
             move = None
+        gateway = self._ledger.gateway
+        assert gateway is not None
         return Submit(
             cause=self._ledger.cause,
             request=request.id,
             attempt=move.attempt if move else request.attempt,
             takes_over=request.attempt if move else 0,
-            gateway=self._rules.gateway,
+            gateway=gateway,
             model_id=request.model_id,
             instance=route.instance.id,
             stages=route.instance.stages,

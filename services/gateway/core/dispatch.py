@@ -19,7 +19,7 @@ from services.gateway.core.others import Changed, Others
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
-from shared.ids import ModelId, ModelName, NodeId, RequestId
+from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
@@ -33,7 +33,7 @@ BROKEN = "the gateway failed; its log says why"
 class Dispatch:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._ledger = Ledger(Others(rules.gateway))
+        self._ledger = Ledger(Others())
         self._models: dict[ModelId, Model] = {}
         self._sets: dict[ModelId, InstanceSet] = {}
         """The newest instance set of each model."""
@@ -52,6 +52,18 @@ class Dispatch:
     def _begin(self, cause: str, now: float) -> None:
         """Begins to handle the event with the id `cause`."""
         self._ledger.cause, self._ledger.now = cause, now
+
+    def take_id(self, gateway: GatewayId, now: float) -> list[Command]:
+        """This gateway has this id from now on. Nothing that comes for an earlier one counts: what
+        runs is submitted again."""
+        earlier = self._ledger.gateway
+        self._ledger.gateway = gateway
+        self._ledger.others.is_own(gateway)
+        if earlier:
+            self._begin(gateway, now)
+            for model in list(self._models.values()):
+                self._guard(model, now, model.begin_again, f"{earlier} is now {gateway}", now)
+        return self._flush()
 
     # --- what is there -------------------------------------------------------
 

@@ -13,7 +13,6 @@ from shared.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    gateway: GatewayId
     draw: Callable[[], float]
     """Uniform numbers in [0, 1)."""
     max_queue: int
@@ -32,6 +31,9 @@ class Ledger:
     """What the models of a gateway share."""
 
     others: Others
+    gateway: GatewayId | None = None
+    """This gateway's id now: where nodes send the tokens of what it submits. Set before it submits
+    anything."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
     """All requests that have not ended."""
     out: list[Command] = field(default_factory=list)

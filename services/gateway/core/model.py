@@ -55,7 +55,7 @@ class Model:
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
-        self._attempts = Attempts(name, self.table, rules, ledger)
+        self._attempts = Attempts(name, self.table, ledger)
         self._moves = Moves(name, self.table, self._attempts, self._out)
 
     @property
@@ -87,6 +87,12 @@ class Model:
             for request in route.runs():
                 request.failures += 1
         self._give_back(gone, f"node {node} is gone", now)
+        self.dispatch(now)
+
+    def begin_again(self, why: str, now: float) -> None:
+        """Ends every attempt. The requests go back to the queue, and to instances as those take
+        them."""
+        self._give_back(self.table.routes.values(), why, now)
         self.dispatch(now)
 
     def score(self, request: Request, scores: Scores, now: float) -> None:

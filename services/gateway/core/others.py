@@ -44,10 +44,14 @@ class _Gateway:
 
 
 class Others:
-    def __init__(self, own: GatewayId) -> None:
-        self._own = own
+    def __init__(self) -> None:
+        self._own: set[GatewayId] = set()
         self._gateways: dict[GatewayId, _Gateway] = {}
         self._totals: dict[ModelName, OnInstances] = {}
+
+    def is_own(self, gateway: GatewayId) -> None:
+        """Reports under this id are this gateway's own."""
+        self._own.add(gateway)
 
     def of(self, model: ModelName) -> Mapping[InstanceId, Work]:
         """All that others have running on a model's instances."""
@@ -56,7 +60,7 @@ class Others:
     def hear(self, load: GatewayLoad, now: float) -> Changed:
         """Takes in a report."""
         changed: Changed = {}
-        if load.gateway == self._own:
+        if load.gateway in self._own:
             return changed
         known = self._gateways.setdefault(load.gateway, _Gateway())
         known.heard_at = now

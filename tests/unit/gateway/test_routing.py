@@ -16,7 +16,7 @@ from services.gateway.core.routing import (
     switch,
 )
 from shared.errors import IllegalTransition
-from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
+from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.serving import Sampling
 from tests.unit.gateway.support import path, replica
@@ -252,7 +252,7 @@ def test_the_time_of_a_token_follows_what_is_measured() -> None:
 
 @given(st.lists(st.sampled_from(State), max_size=8))
 def test_an_end_is_an_end(states: list[State]) -> None:
-    one, ledger = request("a"), Ledger(Others(GatewayId("g")), cause="an-event", now=7.0)
+    one, ledger = request("a"), Ledger(Others(), cause="an-event", now=7.0)
     for state in states:
         if state in NEXT[one.state]:
             ledger.step(one, state, "test")

@@ -344,7 +344,7 @@ async def test_health_does_not_wait_for_the_others() -> None:
             assert response.status == 200
 
 
-async def test_two_gateways_of_one_configured_id_do_not_meet() -> None:
+async def test_two_gateways_of_one_name_do_not_meet() -> None:
     """Each would take the other's tokens for those of requests that are over, and cancel them."""
     async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
         (node,) = await nodes_of(cluster, 1, pause_at=10)

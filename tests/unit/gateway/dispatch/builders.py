@@ -23,8 +23,9 @@ class Driver:
     """A dispatch core with one model and its own time."""
 
     def __init__(self, *instances: Instance) -> None:
-        rules = Rules(GatewayId("g"), lambda: 0.0, 50, QUEUE_S, STALL_S, 3)
+        rules = Rules(lambda: 0.0, 50, QUEUE_S, STALL_S, 3)
         self.dispatch = Dispatch(rules)
+        self.dispatch.take_id(GatewayId("g"), 0.0)
         self.dispatch.add_model(NAME, MODEL)
         self.now = 0.0
         self.revision = 0
