@@ -115,6 +115,7 @@ def describe(
     fixed = {instances.name: instances.fixed for instances in planner.sets}
     return {
         "gateway_url": state.gateway_url,
+        "gateway_urls": state.gateway_urls,
         "processes": processes_of(state),
         "models": [
             {**msgspec.to_builtins(record), "fixed": fixed.get(record.name)}

@@ -38,8 +38,9 @@ def console() -> Console:
 
 def print_status(document: Document) -> None:
     out = console()
-    if document["gateway_url"]:
-        out.print(f"[bold]gateway[/]\n{document['gateway_url']}")
+    if urls := document["gateway_urls"]:
+        out.print(f"[bold]{'gateway' if len(urls) == 1 else 'gateways'}[/]")
+        out.print("\n".join(urls))
     for title, rows in (
         ("processes", document["processes"] and _processes(document)),
         ("models", _models(document)),

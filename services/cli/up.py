@@ -47,6 +47,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--nodes", type=int, default=3, metavar="N", help="how many (default: %(default)s)"
     )
     up.add_argument(
+        "--gateways", type=int, default=1, metavar="N",
+        help="how many gateways; all but the first take any free port (default: %(default)s)",
+    )  # fmt: skip
+    up.add_argument(
         "--standbys", type=int, default=0, metavar="N",
         help="how many planners and registries stand by, each, to take over within two seconds "
         "when the active one dies (default: %(default)s)",
@@ -84,6 +88,8 @@ def run_up(args: argparse.Namespace) -> int:
     """What can be wrong is told before anything starts."""
     if not 1 <= args.nodes <= 64:
         raise BadInput(f"--nodes {args.nodes}: one machine carries 1 to 64")
+    if not 1 <= args.gateways <= 16:
+        raise BadInput(f"--gateways {args.gateways}: use 1 to 16")
     if not 0 <= args.standbys <= 4:
         raise BadInput(f"--standbys {args.standbys}: use 0 to 4")
     if args.nats_servers not in (1, 3, 5):
@@ -140,6 +146,7 @@ async def _up(
     spec = ClusterSpec(
         directory=args.data,
         nodes=args.nodes,
+        gateways=args.gateways,
         standbys=args.standbys,
         nats_servers=args.nats_servers,
         config=args.config,
@@ -168,7 +175,7 @@ async def _up(
 async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
     await cluster.start(say)
     url = cluster.state.gateway_url
-    say(f"ready: {url} (data in {args.data})")
+    say(f"ready: {', '.join(cluster.state.gateway_urls)} (data in {args.data})")
     if args.model is not None:
         name = ModelName(args.name or args.model.name)
         async with NatsBus(bus_config(cluster.state), "cli") as bus:
@@ -185,6 +192,7 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
         print_json(
             {
                 "gateway_url": url,
+                "gateway_urls": cluster.state.gateway_urls,
                 "nats_url": cluster.state.nats_url,
                 "data": str(args.data.absolute()),
                 "processes": processes_of(cluster.state),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services.local import processes
-from services.local.nats_servers import HERE, NatsServers, Place
+from services.local.nats_servers import HERE, NatsServers, Place, free_ports
 from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
 from shared import subjects
 from shared.bus.base import Bus, On
@@ -30,7 +30,8 @@ READY_S = 60.0
 READY_PER_NODE_S = 3.0
 """Seconds for each node to start: it imports torch, and all share the machine's cores."""
 POLL_S = 0.05
-SERVICES = ("registry", "planner", "gateway")
+GATEWAY = "gateway"
+SERVICES = ("registry", "planner", GATEWAY)
 ELECTED = ("registry", "planner")
 """Roles that one process has at a time, while others stand by."""
 PREFIX = "lambdascale: "
@@ -43,7 +44,8 @@ class ClusterSpec:
     nodes: int
     config: Path | None = None
     gateway_port: int | None = None
-    """0: any free port; None: the configured port."""
+    """0: any free port; None: the configured port. Further gateways have any free ports."""
+    gateways: int = 1
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for every process, for example LAMBDASCALE_NODE_LINK_BYTES_PER_S."""
     apart: bool = False
@@ -93,6 +95,8 @@ class Cluster:
         self._lock: int | None = None
         self._nats: NatsServers | None = None
         self._children: dict[str, Child] = {}
+        self._gateway_ports: dict[str, int | None] = {}
+        """The port of each gateway, by its name; None: as configured."""
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when every service answers. StartFailed names the service that does not, and
@@ -115,12 +119,20 @@ class Cluster:
         before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
+        ports = free_ports(self.spec.gateways - 1)
+        self._gateway_ports[GATEWAY] = self.spec.gateway_port
+        for number, port in enumerate(ports):
+            self._gateway_ports[f"{GATEWAY}-{number + 2}"] = port
         for name in self.services:
             self.start_service(name)
         for number in range(self.spec.nodes):
             self.start_node(number)
-        url = await self._wait_until_ready(before)
-        self._write(msgspec.structs.replace(self.state, gateway_url=url))
+        urls = await self._wait_until_ready(before)
+        more = {_port(url): url for url in urls}
+        further = [more.pop(port) for port in ports]
+        (url,) = more.values()
+        self._gateway_ports[GATEWAY] = _port(url)  # which it keeps when it is started again
+        self._write(msgspec.structs.replace(self.state, gateway_urls=(url, *further)))
 
     async def _start_nats(self, count: int) -> None:
         bus = bus_config(self.state)
@@ -149,17 +161,18 @@ class Cluster:
     def services(self) -> dict[str, str]:
         """The processes that are no nodes, with the role of each. `planner-2` is the second
         planner; who is active does not follow from the name."""
-        more = {f"{role}-{n + 2}": role for n in range(self.spec.standbys) for role in ELECTED}
+        counts = dict.fromkeys(ELECTED, self.spec.standbys + 1)
+        counts[GATEWAY] = self.spec.gateways
+        more = {f"{role}-{n}": role for role in SERVICES for n in range(2, counts[role] + 1)}
         return {role: role for role in SERVICES} | more
 
     def start_service(self, name: str) -> None:
         """Starts a process that is no node, possibly again."""
-        role = self.services[name]
         settings: dict[str, str] = {}
-        port = _port(self.state.gateway_url) or self.spec.gateway_port
-        if role == "gateway" and port is not None:
+        port = self._gateway_ports.get(name)
+        if port is not None:
             settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
-        self._spawn(name, role, settings)
+        self._spawn(name, self.services[name], settings)
 
     def start_node(self, number: int) -> None:
         """Starts a node, possibly again. What its disk holds is still there."""
@@ -220,24 +233,25 @@ class Cluster:
         self.state = state
         processes.write_state(self.spec.directory, state)
 
-    async def _wait_until_ready(self, before: Mapping[NodeId, int]) -> str:
-        """Waits until every service answers. Returns the gateway's URL."""
+    async def _wait_until_ready(self, before: Mapping[NodeId, int]) -> set[str]:
+        """Waits until every service answers. Returns the gateways' URLs."""
         limit_s = READY_S + READY_PER_NODE_S * self.spec.nodes
         deadline = time.monotonic() + limit_s
         async with NatsBus(bus_config(self.state), "up") as bus:
-            url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            urls: set[str] = set()
 
             async def hear(message: GatewayLoad) -> None:
-                if message.url and not url.done():
-                    url.set_result(message.url)
+                if message.url:
+                    urls.add(message.url)
 
             await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, hear))
             missing = "the registry"
             while time.monotonic() < deadline:
                 self._check_children()
-                missing = await self._missing(bus, before) or ("" if url.done() else "the gateway")
-                if not missing:
-                    return url.result()
+                missing = await self._missing(bus, before)
+                if not missing and len(urls) == self.spec.gateways:
+                    return urls
+                missing = missing or "the gateway"
                 await asyncio.sleep(POLL_S)
         raise StartFailed(
             f"{missing} did not get ready within {limit_s:.0f} s; "

@@ -109,7 +109,7 @@ class NatsServers:
         await asyncio.gather(*(server.stop() for server in self._servers.values()))
 
     def _form_cluster(self) -> dict[str, Member]:
-        ports = _free_ports(len(self._places))
+        ports = free_ports(len(self._places))
         routes = tuple(
             f"{place.address}:{port}"
             for place, port in zip(self._places.values(), ports, strict=True)
@@ -119,8 +119,9 @@ class NatsServers:
         }
 
 
-def _free_ports(count: int) -> list[int]:
-    """Different free ports, which the servers must know of each other before any of them runs."""
+def free_ports(count: int) -> list[int]:
+    """Different ports of loopback that are free, for processes whose addresses must be known before
+    they run."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

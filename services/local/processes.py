@@ -69,11 +69,16 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """Empty until nats-server is up; several addresses have commas between them."""
     nats_copies: int = 0
     """Copies of durable state that the nats-servers keep; 0: as configured."""
-    gateway_url: str = ""
+    gateway_urls: tuple[str, ...] = ()
     """Empty until everything is up."""
     config: str = ""
     """The file that the cluster was started with, in which commands find the bus's user."""
     processes: tuple[ProcessRecord, ...] = ()
+
+    @property
+    def gateway_url(self) -> str:
+        """The first gateway's."""
+        return self.gateway_urls[0] if self.gateway_urls else ""
 
     @property
     def running(self) -> bool:

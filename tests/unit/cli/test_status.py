@@ -22,7 +22,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
 
     nodes = [node("node-0", "cpu", ""), node("node-1", "cuda:0", "pinned host arena")]
     empty = dict.fromkeys(("processes", "models", "instances", "events", "shortfall", "errors"), ())
-    print_status({"gateway_url": "", "nodes": nodes, **empty})
+    print_status({"gateway_urls": (), "nodes": nodes, **empty})
     lines = capsys.readouterr().out.splitlines()
     (on_cpu,) = [line for line in lines if "node-0" in line]
     (on_gpu,) = [line for line in lines if "node-1" in line]

@@ -61,7 +61,7 @@ def state_with(**roles: int) -> ClusterState:
 def test_the_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     state = ClusterState(
         nats_url="nats://x",
-        gateway_url="http://y",
+        gateway_urls=("http://y",),
         config="/etc/z.toml",
         processes=(record("nats", "nats", os.getpid()),),
     )
