@@ -19,6 +19,7 @@ from shared.ids import Generation, ModelId, NodeId
 from shared.layout import ALIGN
 from shared.messages.pool import MEMORY, ModelRecord, NodeInfo, Tier
 from shared.schedule import least
+from shared.story import Story
 
 LOAD_BYTES_PER_S = 1e9
 """What a disk is taken to read if no node has measured it."""
@@ -37,9 +38,14 @@ class HostCopies(KeptCopies):
     least_handed_over = 1
 
     def __init__(
-        self, settings: Keeping, catalog: Catalog, leases: Leases, holdings: Holdings
+        self,
+        settings: Keeping,
+        catalog: Catalog,
+        leases: Leases,
+        holdings: Holdings,
+        story: Story,
     ) -> None:
-        super().__init__(settings, catalog, leases, holdings)
+        super().__init__(settings, catalog, leases, holdings, story)
         self._chances: dict[ModelId, float] = {}
         """The share of the time in which each model was in use, of late."""
         self._kept: frozenset[ModelId] = frozenset()

@@ -1,17 +1,7 @@
-"""The registry's orders of copies in one tier: which were given, and what became of them.
+"""Keeps the wanted number of copies of each model in one tier: what is missing, and who makes it.
 
-What nodes report is the truth: a copy is under way if its node says so, and made once it is in the
-node's holdings. So a registry that starts anew, late answers and repeated orders do no harm. Only
-this is remembered here:
-
-    order of a copy    to          when
-    asked              reported    the node's status shows the copy, or that it is made
-                       refused     the node answers with an error, or says nothing for ASKED_S
-    reported           refused     the node reports an error, or no progress for STALL_S
-    refused            (none)      REFUSED_S later: the node may be asked again
-    any                (none)      the node or the model is gone
-
-and which nodes went lately with copies: they are waited for, because restarts move nothing.
+`orders` has the states of the copies that are ordered. Beside these, only the nodes are remembered
+that went lately with copies: they are waited for, because restarts move nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +16,7 @@ from services.registry.core.catalog import Catalog
 from services.registry.core.goals import Choice, Goals, Need, Place, goals, machine_of
 from services.registry.core.holdings import Holdings
 from services.registry.core.leases import Leases
+from services.registry.core.orders import Order, Orders
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import (
     CopyProgress,
@@ -35,13 +26,11 @@ from shared.messages.pool import (
     Source,
     Tier,
 )
+from shared.story import Story
 
 T = TypeVar("T")
 
 EVERY_S = 1.0
-ASKED_S = 15.0
-STALL_S = 60.0
-REFUSED_S = 60.0
 SOURCES = 4
 """The most sources of one copy."""
 LINK_SHARE = 4
@@ -89,15 +78,6 @@ class _Left:
     until: float
 
 
-@dataclass(slots=True)
-class _Progress:
-    done: int
-    since: float
-
-
-_Order = tuple[ModelId, NodeId, Generation]
-
-
 class KeptCopies(ABC):
     tier: ClassVar[Tier]
     least_handed_over: ClassVar[int]
@@ -105,7 +85,12 @@ class KeptCopies(ABC):
     are wanted."""
 
     def __init__(
-        self, settings: Keeping, catalog: Catalog, leases: Leases, holdings: Holdings
+        self,
+        settings: Keeping,
+        catalog: Catalog,
+        leases: Leases,
+        holdings: Holdings,
+        story: Story,
     ) -> None:
         self.settings = settings
         self.reasons: dict[ModelId, str] = {}
@@ -117,17 +102,12 @@ class KeptCopies(ABC):
         self._holdings = holdings
         self._known: dict[NodeId, NodeInfo] = {}
         """Nodes that are not gone."""
-        self._asked: dict[_Order, float] = {}
-        self._coming: dict[_Order, CopyProgress] = {}
-        """The copies that nodes report to be making, as of the last `settle`."""
-        self._refused: dict[_Order, tuple[float, str]] = {}
-        self._progress: dict[_Order, _Progress] = {}
+        self._orders = Orders(self.tier.value, story)
         self._left: dict[NodeId, _Left] = {}
         self._patient_until: dict[ModelId, float] = {}
         """Models from before a restart: nodes that held them may not be back yet."""
         self._leaving: set[tuple[NodeId, Generation]] = set()
         """Nodes that are about to end."""
-        self._hurried: set[_Order] = set()
         self._next_at = float("inf")
 
     # --- what happens ---
@@ -159,7 +139,7 @@ class KeptCopies(ABC):
         ):
             return False
         need = replace(self._need(record, givers), wanted=1)
-        busy = {name for _, name, _ in self._asked.keys() | self._coming.keys()}
+        busy = {order.node for order in self._orders.under_way}
         found = goals([need], list(self._places(busy)), 1)
         return bool(need.coming or found.choices or found.waiting)
 
@@ -167,11 +147,12 @@ class KeptCopies(ABC):
         """Copies under way of models that only nodes hold which are about to end: they are ordered
         once more, at a higher rate."""
         found: list[Choice] = []
-        for order in sorted(self._coming.keys() - self._hurried):
-            record, info = self._catalog.get(order[0]), self._leases.info(order[1])
-            if record is not None and info is not None and self._is_urgent(record):
-                self._hurried.add(order)
-                found.append(Choice(order[0], info))
+        for order in self._orders.made:
+            record, info = self._catalog.get(order.model_id), self._leases.info(order.node)
+            if record is None or info is None or not self._is_urgent(record):
+                continue
+            if self._orders.hurry(order):
+                found.append(Choice(order.model_id, info))
         return found
 
     def _is_urgent(self, record: ModelRecord) -> bool:
@@ -203,9 +184,8 @@ class KeptCopies(ABC):
 
     def failed(self, order: CopyOrdered, why: str, now: float) -> None:
         """The node refused, or did not answer. Late answers to older orders change nothing."""
-        key = (order.model_id, order.info.node, order.info.generation)
-        if self._asked.pop(key, None) is not None:
-            self._refuse(key, why, now)
+        key = Order(order.model_id, order.info.node, order.info.generation)
+        self._orders.refuse(key, why, now)
 
     # --- what follows ---
 
@@ -228,14 +208,14 @@ class KeptCopies(ABC):
             for model, givers in models.items()
             if (need := self.attempt(model, partial(self._need_of, model, givers), None))
         ]
-        under_way = self._asked.keys() | self._coming.keys()
-        busy = {node for _, node, _ in under_way}
+        under_way = self._orders.under_way
+        busy = {order.node for order in under_way}
         most = self.settings.at_a_time - len(under_way)
         found = goals(needs, list(self._places(busy)), most)
         self.reasons = dict(found.reasons)
         for choice in found.choices:
             info = choice.info
-            self._asked[choice.model_id, info.node, info.generation] = now
+            self._orders.ask(Order(choice.model_id, info.node, info.generation), now)
         return found
 
     def settle(self, now: float) -> None:
@@ -245,64 +225,33 @@ class KeptCopies(ABC):
             info = self._leases.info(node)
             if now >= left.until or (info is not None and self._holdings.of(info) is not None):
                 del self._left[node]
-        stands = {k for k in self._refused if self._stands(k)}
-        self._refused = {k: v for k, v in self._refused.items() if now < v[0] and k in stands}
         reported = {
-            (progress.model_id, info.node, info.generation): progress
+            Order(progress.model_id, info.node, info.generation): progress
             for info, progress in self.copying()
         }
-        for order in list(self._asked):
-            self.attempt(order[0], partial(self._settle, order, reported.get(order), now), None)
-        self._coming = {order: found for order, found in reported.items() if found.running}
-        self._hurried &= self._coming.keys()
-        for order in [order for order in self._progress if order not in reported]:
-            del self._progress[order]
-        for order, progress in reported.items():
-            self.attempt(order[0], partial(self._follow, order, progress, now), None)
+        for order in {**dict.fromkeys(self._orders.known), **reported}:
+            look = partial(self._look, order, reported.get(order), now)
+            self.attempt(order.model_id, look, None)
 
-    def _settle(self, order: _Order, progress: CopyProgress | None, now: float) -> None:
-        """What has become of a copy that was asked for."""
-        if not self._stands(order) or self._is_made(order):
-            del self._asked[order]
-        elif progress is not None and progress.running:
-            del self._asked[order]
-            self._progress[order] = _Progress(progress.done, now)
-        elif progress is not None and progress.error:
-            del self._asked[order]
-            self._refuse(order, progress.error, now)
-        elif now - self._asked[order] >= ASKED_S:
-            del self._asked[order]
-            self._refuse(order, "it does not answer", now)
+    def _look(self, order: Order, progress: CopyProgress | None, now: float) -> None:
+        """Takes in what has become of one copy."""
+        gone = not self._stands(order)
+        made = not gone and self._is_made(order)
+        self._orders.report(order, progress, now, gone=gone, made=made)
 
-    def _follow(self, order: _Order, progress: CopyProgress, now: float) -> None:
-        known = self._progress.get(order)
-        if not progress.running:
-            if known is not None and progress.error:
-                self._refuse(order, progress.error, now)
-            self._progress.pop(order, None)
-        elif known is None or known.done != progress.done:
-            self._progress[order] = _Progress(progress.done, now)
-        elif now - known.since >= STALL_S and order not in self._refused:
-            self._refuse(order, f"no progress for {STALL_S:.0f} s", now)
-
-    def _refuse(self, order: _Order, why: str, now: float) -> None:
-        self._refused[order] = (now + REFUSED_S, why)
-
-    def _stands(self, order: _Order) -> bool:
+    def _stands(self, order: Order) -> bool:
         """Whether the order's node and model are still there."""
-        info = self._leases.info(order[1])
-        known = self._catalog.get(order[0]) is not None
-        return known and info is not None and info.generation == order[2]
+        info = self._leases.info(order.node)
+        known = self._catalog.get(order.model_id) is not None
+        return known and info is not None and info.generation == order.generation
 
-    def _is_made(self, order: _Order) -> bool:
-        record = self._catalog.identified(order[0])
-        return any(info.node == order[1] for info in self.there(record))
+    def _is_made(self, order: Order) -> bool:
+        record, info = self._catalog.identified(order.model_id), self._leases.info(order.node)
+        return info is not None and self._has(info, record)
 
     def validate(self) -> None:
-        """Raises AssertionError if a copy is both asked for and under way, or a node lies under
-        another's name."""
-        assert not self._asked.keys() & self._coming.keys()
-        assert self._hurried <= self._coming.keys()
+        """Raises AssertionError if parts of the state contradict each other."""
+        self._orders.validate()
         assert all(info.node == node for node, info in self._known.items())
         assert all(left.info.node == node for node, left in self._left.items())
 
@@ -373,9 +322,8 @@ class KeptCopies(ABC):
 
     def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
         model = record.model_id
-        under_way = (self._asked.keys() | self._coming.keys()) - self._refused.keys()
         ending = {node for node, _ in self._leaving}
-        coming = sorted(node for m, node, _ in under_way if m == model and node not in ending)
+        coming = [node for node in self._orders.expected(model) if node not in ending]
         return Need(
             model,
             self.size(record),
@@ -385,7 +333,7 @@ class KeptCopies(ABC):
             + tuple(info for info in self.there(record) if not self._stays(info)),
             coming=tuple(filter(None, map(self._leases.info, coming))),
             sources=sources,
-            refused={n: why for (m, n, _), (_, why) in self._refused.items() if m == model},
+            refused=self._orders.passed_over(model),
             worth=self.worth(record),
             own=self.tier is not Tier.DISK,
         )

@@ -81,8 +81,8 @@ class Pool:
         self.leases = Leases(self.story)
         self.holdings = Holdings()
         self.reservations = Reservations()
-        self.durable = DurableCopies(durable, self.catalog, self.leases, self.holdings)
-        self.host = HostCopies(host, self.catalog, self.leases, self.holdings)
+        parts = self.catalog, self.leases, self.holdings, self.story
+        self.durable, self.host = DurableCopies(durable, *parts), HostCopies(host, *parts)
         self._tiers: tuple[KeptCopies, ...] = (self.durable, self.host)
         self.at = 0.0
         """The time of what happens, for the story. The shell sets it before a request. Other events

@@ -6,15 +6,13 @@ import pytest
 from services.registry.core.copies_view import copies_view
 from services.registry.core.durable import DurableCopies
 from services.registry.core.kept import (
-    ASKED_S,
     LINK_SHARE,
-    REFUSED_S,
-    STALL_S,
     UNKNOWN_RATE,
     CopyOrdered,
     Keeping,
     ModelSkipped,
 )
+from services.registry.core.orders import ASKED_S, REFUSED_S, STALL_S
 from services.registry.core.pool import Effect, Pool
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.copies import ModelCopies
