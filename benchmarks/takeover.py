@@ -21,7 +21,7 @@ from shared.bus.nats import NatsBus
 from shared.election.lease import LeaseRecord
 from shared.errors import BusError
 from shared.messages import Message
-from shared.messages.pool import PoolQuery, PoolState
+from shared.messages.pool import PoolPage, PoolQuery
 from shared.messages.scaling import PlannerQuery, PlannerState
 
 ROUNDS = 5
@@ -31,7 +31,7 @@ TRY_S = 0.05
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 QUESTIONS: dict[str, tuple[str, Message, type[Message]]] = {
     "planner": (subjects.PLANNER_STATE, PlannerQuery(events=0), PlannerState),
-    "registry": (subjects.REGISTRY_POOL, PoolQuery(), PoolState),
+    "registry": (subjects.REGISTRY_POOL, PoolQuery(), PoolPage),
 }
 
 

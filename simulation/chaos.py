@@ -29,7 +29,7 @@ from shared.errors import BusError, IllegalTransition
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
 from shared.messages.instances import InstanceSet, InstanceState
-from shared.messages.pool import NodeGone, NodeJoined, NodeStatus, PoolQuery, PoolState
+from shared.messages.pool import NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
     EventChanged,
@@ -38,6 +38,7 @@ from shared.messages.scaling import (
     PlannerState,
     PullFailed,
 )
+from shared.pool_pages import read_pool
 from simulation import instance_sets, invariants, loop
 from simulation.clients import Bins, Replay
 from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
@@ -330,7 +331,7 @@ class Play:
         cluster = self._cluster
         ask = partial(cluster.bus.request, timeout=2.0)
         try:
-            pool = await ask(subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+            pool = await read_pool(ask)
             planner = await ask(subjects.PLANNER_STATE, PlannerQuery(events=100), PlannerState)
         except BusError as error:
             return [str(error)]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +23,7 @@ from shared.config import BusConfig
 from shared.errors import BusError, LambdaScaleError
 from shared.ids import EventId, ModelName, NodeId, new_id
 from shared.messages import Message, Ok
-from shared.messages.pool import ModelRecord, NodeInfo, PoolQuery, PoolState
+from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import (
     ApplyPlan,
     BlockArrived,
@@ -32,6 +33,7 @@ from shared.messages.scaling import (
     PullFailed,
     ReleaseModel,
 )
+from shared.pool_pages import read_pool
 
 READY_S = 60.0
 READY_PER_NODE_S = 8.0
@@ -231,9 +233,7 @@ class Nodes:
 
     async def _pool(self) -> dict[NodeId, NodeInfo]:
         try:
-            pool = await self._bus.request(
-                subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=REQUEST_S
-            )
+            pool = await read_pool(partial(self._bus.request, timeout=REQUEST_S))
         except BusError:  # the registry is still starting
             return {}
         return {view.info.node: view.info for view in pool.nodes}

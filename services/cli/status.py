@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,8 +25,9 @@ from shared import subjects
 from shared.errors import BusError
 from shared.ids import ModelId, NodeId
 from shared.messages.instances import InstanceSet
-from shared.messages.pool import NodeView, PoolQuery, PoolState
+from shared.messages.pool import NodeView, PoolState
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
+from shared.pool_pages import read_pool
 
 EVENTS = 10
 DESCRIPTION = """\
@@ -72,7 +74,7 @@ async def _query(
     try:
         async with connect(args) as bus:
             try:
-                pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+                pool = await read_pool(partial(ask, bus))
                 lacking = shortfalls(await copies(bus))
             except BusError as error:
                 errors.append(str(error))

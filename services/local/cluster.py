@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,8 +24,8 @@ from shared.counters import last_number
 from shared.errors import BusError
 from shared.ids import NodeId
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import PoolQuery, PoolState
 from shared.messages.scaling import PlannerQuery, PlannerState
+from shared.pool_pages import read_pool
 
 READY_S = 60.0
 READY_PER_NODE_S = 3.0
@@ -261,7 +262,7 @@ class Cluster:
     async def _missing(self, bus: Bus, before: Mapping[NodeId, int]) -> str:
         """What does not answer yet, in words."""
         try:
-            pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
+            pool = await read_pool(partial(bus.request, timeout=1.0))
         except BusError:
             return "the registry"
         there = {view.info.node: view.info.generation for view in pool.nodes}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from services.local.asking import ask
 from services.local.copies import copies, shortfalls
@@ -12,8 +13,9 @@ from shared.ids import ModelName, NodeId, check_model_name
 from shared.messages import Message
 from shared.messages.instances import InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import ModelRecord, PoolQuery, PoolState
+from shared.messages.pool import ModelRecord
 from shared.messages.scaling import EventChanged, EventState, ImportModel, ModelImported
+from shared.pool_pages import read_pool
 
 IMPORT_TIMEOUT_S = 3600.0
 """Seconds. Packing reads and writes the whole checkpoint."""
@@ -25,7 +27,7 @@ async def import_model(
 ) -> ModelRecord:
     """Has a node (the first, unless one is named) pack and publish a checkpoint. The path is the
     node's, and absolute."""
-    pool = await ask(bus, subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+    pool = await read_pool(partial(ask, bus))
     nodes = sorted(view.info.node for view in pool.nodes)
     if not nodes:
         raise NotFound("no node is there to import the model; see `lambdascale status`")

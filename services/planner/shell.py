@@ -6,6 +6,7 @@ it, it ends as one answer with the question's ticket. Nothing is decided here.
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from structlog.stdlib import BoundLogger
@@ -22,6 +23,7 @@ from services.planner.core.stimuli import (
     PathsPlanned,
     Pinged,
     Planned,
+    PoolRead,
     Repaired,
     Replied,
     Stimulus,
@@ -37,8 +39,9 @@ from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, 
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.instances import InstanceSet
-from shared.messages.pool import PoolState, Reserved, Sources
+from shared.messages.pool import Reserved, Sources
 from shared.messages.scaling import SetInstances
+from shared.pool_pages import read_pool
 
 REGISTRY_TIMEOUT_S = 2.0
 PLAN_TIMEOUT_S = 5.0
@@ -196,6 +199,9 @@ class Shell:
                     can_send=question.can_send,
                 )
                 return Appended(question.ticket, appended)
+            case commands.ReadPool(message=query):
+                within_s = partial(self._bus.request, timeout=REGISTRY_TIMEOUT_S)
+                return PoolRead(question.ticket, await read_pool(within_s, query))
             case commands.PlanPaths():
                 paths = await asyncio.to_thread(
                     instances.plan, question.previous, question.members, question.rules
@@ -216,9 +222,6 @@ class Shell:
             case commands.Unreserve(message=end):
                 subject = subjects.REGISTRY_UNRESERVE
                 return await ask(subject, end, Ok, timeout=REGISTRY_TIMEOUT_S)
-            case commands.ReadPool(message=pool):
-                subject = subjects.REGISTRY_POOL
-                return await ask(subject, pool, PoolState, timeout=REGISTRY_TIMEOUT_S)
             case commands.SendPlan(message=plan):
                 return await ask(subjects.node_plan(plan.node), plan, Ok, timeout=PLAN_TIMEOUT_S)
             case commands.Release(message=release):

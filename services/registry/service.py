@@ -36,8 +36,8 @@ from shared.messages.pool import (
     Nodes,
     NodesQuery,
     NodeStatus,
+    PoolPage,
     PoolQuery,
-    PoolState,
     ReportStatus,
     Reserve,
     Reserved,
@@ -206,9 +206,9 @@ class RegistryService(Service):
         await self._store.settled(STORED_WAIT_S)
         return Ok()
 
-    async def _view(self, request: PoolQuery) -> PoolState:
+    async def _view(self, request: PoolQuery) -> PoolPage:
         await self._reconciled.wait()
-        return self.pool.view()
+        return self.pool.page(request)
 
     async def _nodes(self, request: NodesQuery) -> Nodes:
         await self._reconciled.wait()

@@ -333,7 +333,12 @@ class Nodes(Message, frozen=True, kw_only=True, tag="nodes"):
 
 
 class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
-    """Asks for the whole pool. Answered with PoolState."""
+    """Asks who is there and what each holds. Answered with PoolPage (`shared/pool_pages.py`)."""
+
+    after: NodeId = NodeId("")
+    """Only nodes whose names come after this one."""
+    holdings: bool = True
+    """Whether to say what the nodes hold, and what they have measured."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -351,6 +356,16 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
 
 
-class PoolState(Message, frozen=True, kw_only=True, tag="pool_state"):
+class PoolPage(Message, frozen=True, kw_only=True, tag="pool_page"):
+    """The next nodes, by name."""
+
+    nodes: tuple[NodeView, ...]
+    more: bool
+    """Whether there are nodes after the last of these."""
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """All pages, and the models."""
+
     nodes: tuple[NodeView, ...]
     models: tuple[ModelRecord, ...]

@@ -1,13 +1,15 @@
 """Sleep and wake, and services that are killed and come back, with real processes."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from shared import subjects
 from shared.errors import BusError
 from shared.ids import Generation, NodeId
-from shared.messages.pool import Holding, PoolQuery, PoolState, Tier
+from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import PlannerQuery, PlannerState
+from shared.pool_pages import read_pool
 from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
@@ -36,7 +38,7 @@ async def test_asleep_until_a_request_comes_and_asleep_again(
 
 async def tiers(up: Running) -> set[Tier]:
     """Where whole copies of the model are."""
-    pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=60.0)
+    pool = await read_pool(partial(up.bus.request, timeout=60.0))
     holdings: list[Holding] = [holding for view in pool.nodes for holding in view.holdings]
     return {h.tier for h in holdings if len(h.blocks) == up.record.n_blocks}
 
@@ -71,7 +73,7 @@ async def test_planner_registry_and_a_node_killed_and_back(
 
 
 async def generations(up: Running) -> dict[NodeId, Generation]:
-    pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
+    pool = await read_pool(partial(up.bus.request, timeout=1.0))
     return {view.info.node: view.info.generation for view in pool.nodes}
 
 

@@ -5,6 +5,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from services.local.nats_server import NatsServer
 from services.registry.service import RegistryService
@@ -18,13 +19,13 @@ from shared.messages.pool import (
     ModelsQuery,
     NodeGone,
     NodeJoined,
-    PoolQuery,
     PoolState,
     Reserved,
     Sources,
     SourcesQuery,
     Tier,
 )
+from shared.pool_pages import read_pool
 from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
 from tests.unit.registry.cluster import WAIT_S, Node, Observer
 
@@ -59,7 +60,7 @@ async def publish_model(bus: NatsBus) -> None:
 
 
 async def pool(bus: NatsBus) -> PoolState:
-    return await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=WAIT_S)
+    return await read_pool(partial(bus.request, timeout=WAIT_S))
 
 
 async def reserved(bus: NatsBus, *exclude: str) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.planner.core import commands
 from services.planner.core.commands import Question
-from services.planner.core.stimuli import Answer, Failed, Pinged, Replied
+from services.planner.core.stimuli import Answer, Failed, Pinged, PoolRead, Replied
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import EventId, GatewayId, ModelId, ModelName
 from shared.messages import Message, Ok
@@ -125,6 +125,8 @@ class MemoryShares(RuleBasedStateMachine):
                 answer = thought(question)
             case commands.Ping():
                 answer = Pinged(question.ticket, True)
+            case commands.ReadPool():
+                answer = PoolRead(question.ticket, self.pool())
             case _:
                 try:
                     answer = Replied(question.ticket, self.reply(question))
@@ -148,8 +150,6 @@ class MemoryShares(RuleBasedStateMachine):
                 self.reserved = {n: e for n, e in self.reserved.items() if e != asked.event}
             case commands.FindSources(message=asked):
                 return Sources(sources=tuple(self.sources(asked.model_id)))
-            case commands.ReadPool():
-                return self.pool()
             case commands.SendPlan(message=plan):
                 arena = self.arenas[plan.node]
                 if plan.model_id not in arena and self.free(plan.node) < 400:

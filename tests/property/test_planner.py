@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from services.planner.core import commands
 from services.planner.core.commands import Question
 from services.planner.core.event_base import THINK_S
-from services.planner.core.stimuli import Answer, Asked, Failed, Pinged, Replied
+from services.planner.core.stimuli import Answer, Asked, Failed, Pinged, PoolRead, Replied
 from shared.errors import BusTimeout, LambdaScaleError, NoResponders, PeerLost, StaleEpoch
 from shared.ids import Generation, ModelName, NodeId
 from shared.messages import Message, Ok
@@ -273,6 +273,8 @@ class PlannerMachine(RuleBasedStateMachine):
                     return Failed(question.ticket, error)
             case commands.Ping():
                 return Pinged(question.ticket, question.node in self.nodes.live)
+            case commands.ReadPool():
+                return PoolRead(question.ticket, self._pool())
         try:
             return Replied(question.ticket, self._reply(question))
         except LambdaScaleError as error:
@@ -290,8 +292,6 @@ class PlannerMachine(RuleBasedStateMachine):
                 nodes.reserved = {n: e for n, e in nodes.reserved.items() if e != asked.event}
             case commands.FindSources():
                 return Sources(sources=nodes.sources())
-            case commands.ReadPool():
-                return self._pool()
             case commands.SendPlan(message=plan):
                 self._check(plan.node, plan.generation)
                 held = set(EVERY) if plan.node in nodes.host else set[int]()

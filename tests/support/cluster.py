@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -23,9 +24,10 @@ from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.instances import Stage
-from shared.messages.pool import ModelRecord, NodeStatus, PoolQuery, PoolState
+from shared.messages.pool import ModelRecord, NodeStatus
 from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
+from shared.pool_pages import read_pool
 
 MODEL = ModelName("tiny")
 LIMIT_S = 200.0
@@ -118,7 +120,7 @@ class Running:
 
     async def path(self, *names: str) -> tuple[Stage, ...]:
         """The model's blocks, cut evenly over these nodes in this order."""
-        pool = await self.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=60.0)
+        pool = await read_pool(partial(self.bus.request, timeout=60.0))
         addresses = {view.info.node: view.info.address for view in pool.nodes}
         cuts = [self.record.n_blocks * i // len(names) for i in range(len(names) + 1)]
         return tuple(

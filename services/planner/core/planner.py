@@ -24,6 +24,7 @@ from services.planner.core.stimuli import (
     PathsPlanned,
     Pinged,
     Planned,
+    PoolRead,
     Repaired,
     Replied,
     Stimulus,
@@ -64,7 +65,7 @@ AGAIN_S = 1.0
 """How long after an error an alarm is due again."""
 LEAST_WAIT_S = 0.001
 NEVER = float("inf")
-ANSWERS = (Replied, Pinged, Planned, Repaired, Appended, PathsPlanned, Failed)
+ANSWERS = (Replied, PoolRead, Pinged, Planned, Repaired, Appended, PathsPlanned, Failed)
 STRAYS, LOST = ".strays", ".lost"
 """Names of the planner's own alarms."""
 

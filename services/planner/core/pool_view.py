@@ -12,7 +12,7 @@ from services.planner.core.alarms import NEVER, Alarms
 from services.planner.core.desk import ASK_S, Desk
 from services.planner.core.machines import Machines
 from services.planner.core.model import ModelMachine
-from services.planner.core.stimuli import Answer, Failed, Replied
+from services.planner.core.stimuli import Answer, Failed, PoolRead
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import (
     NodeGone,
@@ -66,9 +66,9 @@ class PoolView:
             dict(self._cluster.over),
             frozenset(self._machines.by_id),
         )
-        desk.do(
-            commands.ReadPool(ticket=ticket, message=PoolQuery(cause=desk.cause), cause=desk.cause)
-        )
+        # What nodes hold they say themselves. Only a planner that starts has not heard it.
+        query = PoolQuery(holdings=not self.ready, cause=desk.cause)
+        desk.do(commands.ReadPool(ticket=ticket, message=query, cause=desk.cause))
 
     def on_answer(self, answer: Answer) -> bool:
         """Takes the answer in, if it is the registry's. Returns whether it is."""
@@ -82,11 +82,11 @@ class PoolView:
         self._asked = None
         again_s = REFRESH_S if self.ready else self._desk.settings.tick_s
         self._alarms.set(REFRESH, self._desk.at + again_s)
-        if not isinstance(answer, Replied) or not isinstance(answer.reply, PoolState):
+        if not isinstance(answer, PoolRead):
             error = str(answer.error) if isinstance(answer, Failed) else "it said something else"
             self._desk.log("info", "registry does not answer", error=error)
             return
-        self._learn(asked, answer.reply)
+        self._learn(asked, answer.pool)
         if not self.ready:
             self._end_what_cannot_go_on()
             self.ready = True
@@ -101,7 +101,9 @@ class PoolView:
         for view in pool.nodes:
             if asked.over.get(view.info.node) == view.info.generation:
                 self._cluster.on_revived(view.info)
-            self._learn_node(view)
+            self.join(view.info)
+            if not self.ready:
+                self._learn_holdings(view)
         published = {record.model_id for record in pool.models}
         for model in list(self._machines.named.values()):
             if model.record.model_id in asked.models - published:
@@ -119,8 +121,7 @@ class PoolView:
         running = {event.record.id for event in self._machines.events()}
         desk.do(*desk.archive.fail_unfinished(running, desk.now.wall_ns, desk.cause))
 
-    def _learn_node(self, view: NodeView) -> None:
-        self.join(view.info)
+    def _learn_holdings(self, view: NodeView) -> None:
         status = NodeStatus(
             node=view.info.node,
             generation=view.info.generation,

@@ -15,7 +15,14 @@ from services.planner.core.tickets import Ticket
 from shared.errors import LambdaScaleError
 from shared.messages import Message
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import ModelAdded, ModelRemoved, NodeGone, NodeJoined, NodeStatus
+from shared.messages.pool import (
+    ModelAdded,
+    ModelRemoved,
+    NodeGone,
+    NodeJoined,
+    NodeStatus,
+    PoolState,
+)
 from shared.messages.scaling import (
     BlockArrived,
     FirstPartialToken,
@@ -42,6 +49,13 @@ class Replied(msgspec.Struct, frozen=True):
 
     ticket: Ticket
     reply: Message
+
+
+class PoolRead(msgspec.Struct, frozen=True):
+    """The registry said who is there."""
+
+    ticket: Ticket
+    pool: PoolState
 
 
 class Pinged(msgspec.Struct, frozen=True):
@@ -79,7 +93,7 @@ class Failed(msgspec.Struct, frozen=True):
     error: LambdaScaleError
 
 
-Answer = Replied | Pinged | Planned | Repaired | Appended | PathsPlanned | Failed
+Answer = Replied | PoolRead | Pinged | Planned | Repaired | Appended | PathsPlanned | Failed
 Heard = (
     NodeStatus
     | NodeJoined
@@ -105,7 +119,16 @@ def cause_of(stimulus: Stimulus) -> str:
             return "wake"
         case Asked():
             return "operator"
-        case Replied() | Pinged() | Planned() | Repaired() | Appended() | PathsPlanned() | Failed():
+        case (
+            Replied()
+            | PoolRead()
+            | Pinged()
+            | Planned()
+            | Repaired()
+            | Appended()
+            | PathsPlanned()
+            | Failed()
+        ):
             return stimulus.ticket.event or type(stimulus).__name__.lower()
         case _:
             return stimulus.origin

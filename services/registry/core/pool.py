@@ -4,6 +4,7 @@ Invariants: a node belongs to at most one event; a reservation is of a node and 
 present; only nodes with a standing lease are sources or targets.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from functools import partial
 
@@ -23,6 +24,7 @@ from services.registry.core.kept import (
     ModelSkipped,
 )
 from services.registry.core.leases import Change, Leases
+from services.registry.core.pages import page_of
 from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
@@ -36,7 +38,8 @@ from shared.messages.pool import (
     NodeJoined,
     NodeStatus,
     NodeView,
-    PoolState,
+    PoolPage,
+    PoolQuery,
     Profile,
     Reserve,
     Source,
@@ -335,20 +338,23 @@ class Pool:
                     return True
         return False
 
-    def view(self) -> PoolState:
-        return PoolState(
-            nodes=tuple(self._node_view(info) for info in self.leases.present),
-            models=self.catalog.records,
-        )
+    def page(self, query: PoolQuery) -> PoolPage:
+        """The next nodes that are not gone, by name."""
+        present = self.leases.present
+        rest = present[bisect_right(present, query.after, key=lambda info: info.node) :]
+        return page_of(self._node_view(info, query.holdings) for info in rest)
 
-    def _node_view(self, info: NodeInfo) -> NodeView:
+    def _node_view(self, info: NodeInfo, holdings: bool) -> NodeView:
         status = self.holdings.of(info)
         held = self.reservations.of(info.node)
+        reserved_by = held.event if held else None
+        if not holdings:
+            return NodeView(info=info, holdings=(), arena_free=0, reserved_by=reserved_by)
         return NodeView(
             info=info,
             holdings=status.holdings if status else (),
             arena_free=status.arena_free if status else 0,
-            reserved_by=held.event if held else None,
+            reserved_by=reserved_by,
             running=status.running if status else 0,
             kv_used=status.kv_used if status else 0,
             kv_capacity=status.kv_capacity if status else 0,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from services.cli.run_service import MAKERS
@@ -27,9 +28,10 @@ from shared.config import BusConfig, Config, GatewayConfig
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.instances import Stage
-from shared.messages.pool import ModelRecord, NodeView, PoolQuery, PoolState
+from shared.messages.pool import ModelRecord, NodeView
 from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
 from shared.messages.serving import Sampling, Submit, Tokens
+from shared.pool_pages import read_pool
 from tests.rdma.guest.peer import DEVICE, GID_INDEX
 
 HOST = "10.9.0.1"
@@ -93,7 +95,7 @@ async def both_nodes(bus: NatsBus) -> dict[NodeId, NodeView]:
     """Once they are there."""
     async with asyncio.timeout(LIMIT_S):
         while True:
-            pool = await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=10.0)
+            pool = await read_pool(partial(bus.request, timeout=10.0))
             views = {view.info.node: view for view in pool.nodes}
             if set(views) == set(NODES):
                 return views

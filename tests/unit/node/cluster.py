@@ -21,7 +21,6 @@ from shared.messages.pool import (
     ModelRecord,
     NodeInfo,
     NodeStatus,
-    PoolQuery,
     PoolState,
     ReportStatus,
     Tier,
@@ -36,6 +35,7 @@ from shared.messages.scaling import (
     ReleaseModel,
 )
 from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from shared.pool_pages import read_pool
 
 WAIT_S = 100.0
 NAME = ModelName("tiny")
@@ -295,8 +295,7 @@ class Nodes:
         )
 
     async def pool(self) -> PoolState:
-        state: PoolState = await self.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState)
-        return state
+        return await read_pool(self.request)
 
     async def nothing_leaked(self, name: str) -> None:
         """All of the node's arena is free, and it says so."""

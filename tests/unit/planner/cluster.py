@@ -16,7 +16,7 @@ from shared.config import PlannerConfig, RegistryConfig
 from shared.ids import EventId, ModelName, NodeId
 from shared.messages import Message, Ok
 from shared.messages.instances import Instance, InstanceSet, InstanceState
-from shared.messages.pool import ModelAdd, ModelRecord, ModelRemove, PoolQuery, PoolState
+from shared.messages.pool import ModelAdd, ModelRecord, ModelRemove, PoolState
 from shared.messages.scaling import (
     EventChanged,
     EventRecord,
@@ -26,6 +26,7 @@ from shared.messages.scaling import (
     ScaleAccepted,
     SetInstances,
 )
+from shared.pool_pages import read_pool
 from simulation.checked import CheckedPlanner
 from tests.unit.planner.scripted import (
     MODEL,
@@ -221,7 +222,7 @@ class Cluster:
             await bucket.put(MODEL, msgspec.msgpack.encode(count))
 
     async def pool(self) -> PoolState:
-        return await self.ask(subjects.REGISTRY_POOL, PoolQuery(), PoolState)
+        return await read_pool(self.ask)
 
     async def until_unreserved(self) -> None:
         """Asks again and again: the registry announces no reservations."""

@@ -20,6 +20,7 @@ from services.planner.core.stimuli import (
     PathsPlanned,
     Pinged,
     Planned,
+    PoolRead,
     Repaired,
     Replied,
     Stimulus,
@@ -227,10 +228,14 @@ class Driver:
     def all_asked(self, kind: type[Q]) -> list[Q]:
         return [question for question in self.open if isinstance(question, kind)]
 
-    def answer(self, question: Question, reply: Message | LambdaScaleError) -> list[Command]:
+    def answer(
+        self, question: Question, reply: Message | PoolState | LambdaScaleError
+    ) -> list[Command]:
         """Answers a question that was sent as a request on the bus."""
         if isinstance(reply, LambdaScaleError):
             return self.reply(question, Failed(question.ticket, reply))
+        if isinstance(reply, PoolState):
+            return self.reply(question, PoolRead(question.ticket, reply))
         return self.reply(question, Replied(question.ticket, reply))
 
     def reply(self, question: Question, answer: Answer) -> list[Command]:

@@ -177,7 +177,7 @@ QUESTIONS: list[tuple[str, Message]] = [
 
 POOL = (
     "status", "lease_put", "lease_dropped", "leases_are", "copies_after", "reserve", "unreserve",
-    "sources", "view", "tick",
+    "sources", "page", "tick",
 )  # fmt: skip
 DURABLE = ("due", "settle", "step", "lacking", "joined", "gone", "there")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from shared.messages.pool import (
     Unreserve,
 )
 from shared.messages.story import StoryQuery, Told
+from shared.pool_pages import read_pool
 from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
 from tests.unit.registry.cluster import WAIT_S, FailingBus, Node, Observer
 
@@ -87,7 +89,7 @@ async def reserved(bus: MemoryBus, request: Reserve) -> list[str]:
 
 
 async def pool(bus: MemoryBus) -> PoolState:
-    return await bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=WAIT_S)
+    return await read_pool(partial(bus.request, timeout=WAIT_S))
 
 
 async def models(bus: MemoryBus) -> list[str]:
