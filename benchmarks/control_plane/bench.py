@@ -1,0 +1,278 @@
+"""What the control plane costs by the number of nodes: the real planner, registry and one gateway
+in virtual time, beside simulated nodes and gateways that send what real ones send.
+
+Processor time is real, and is counted for each service by itself. What NATS's client takes for each
+message is measured with a real nats-server, and added.
+"""
+
+import asyncio
+import gc
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from benchmarks.control_plane import gateways, nodes
+from benchmarks.control_plane.meter import CountedBus, CountingBroker, MeteredLoop, begin
+from benchmarks.control_plane.scene import SPREADS, Scene
+from services.gateway.service import GatewayService
+from services.planner.service import PlannerService
+from services.registry.service import RegistryService
+from shared import subjects, telemetry
+from shared.bus.base import Bus, On
+from shared.bus.memory import MemoryBus
+from shared.clock import now
+from shared.config import GatewayConfig, PlannerConfig, RegistryConfig, TelemetryConfig
+from shared.errors import LambdaScaleError
+from shared.ids import ModelName
+from shared.messages.scaling import EventChanged, EventState, ScaleAccepted, SetInstances
+from shared.service import Service
+from simulation.loop import reproducible
+
+START_LIMIT_S = 60.0
+EVENT_LIMIT_S = 60.0
+SETTLE_S = 3.0
+"""Virtual seconds between the start and the first measurement, and after the event."""
+GARBAGE = 500_000
+"""Objects made between two looks for cycles, in a process that plays a thousand others."""
+PLANNER, REGISTRY, GATEWAY = "planner", "registry", "gateway"
+ROLES = (PLANNER, REGISTRY, GATEWAY)
+
+
+class BenchFailed(LambdaScaleError):
+    code = "bench_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    nodes: tuple[int, ...]
+    models: int
+    gateways: int
+    fill: float
+    """The share of all slots that requests take."""
+    stay_s: float
+    """How long a request runs, in the mean."""
+    window_s: float
+    """How long the steady load is measured."""
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service had, in some time."""
+
+    cpu_s: float
+    messages: int
+    nbytes: int
+
+    def since(self, before: "Spent") -> "Spent":
+        return Spent(
+            cpu_s=self.cpu_s - before.cpu_s,
+            messages=self.messages - before.messages,
+            nbytes=self.nbytes - before.nbytes,
+        )
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured with so many nodes."""
+
+    nodes: int
+    start_s: float
+    """Virtual seconds from the start of planner and registry until the planner knows all."""
+    start: dict[str, Spent]
+    steady_s: float
+    steady: dict[str, Spent]
+    event_s: float
+    """Virtual seconds until one node's model was on all of them."""
+    event: dict[str, Spent]
+    """What it took beside the steady load."""
+    event_set_bytes: int
+    """Instance sets to each gateway."""
+
+
+def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
+    telemetry.configure("bench", TelemetryConfig(log_level="error"))
+    rows = []
+    for count in settings.nodes:
+        scene = Scene(
+            nodes=count,
+            models=settings.models,
+            gateways=settings.gateways,
+            fill=settings.fill,
+            stay_s=settings.stay_s,
+        )
+        say(f"{count} nodes")
+        gc.collect()
+        gc.set_threshold(GARBAGE)
+        loop = MeteredLoop()
+        rows.append(_in_virtual_time(loop, Bench(scene, loop, say).row(settings.window_s)))
+    return rows
+
+
+def _in_virtual_time(loop: MeteredLoop, work: Coroutine[Any, Any, Row]) -> Row:
+    with reproducible(loop, 0), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(work)
+
+
+class Bench:
+    def __init__(self, scene: Scene, loop: MeteredLoop, say: Callable[[str], None]) -> None:
+        self._scene = scene
+        self._loop = loop
+        self._say = say
+        self._broker = CountingBroker()
+        self._services: dict[str, Service] = {}
+        self._over = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._stack = AsyncExitStack()
+
+    async def row(self, window_s: float) -> Row:
+        async with self._stack:
+            return await self._row(window_s)
+
+    async def _row(self, window_s: float) -> Row:
+        scene = self._scene
+        bus = await self._stack.enter_async_context(MemoryBus(self._broker, "bench"))
+        await self._publish_models(bus)
+        await bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
+        self._play("nodes", lambda bus: nodes.run(bus, scene))
+        await asyncio.sleep(SETTLE_S)
+        began = now()
+        planner = PlannerConfig(idle_s=3600.0)
+        registry = RegistryConfig(durable_copies=1)  # nothing is copied beside what is measured
+        self._serve(REGISTRY, lambda bus: RegistryService(bus, registry))
+        self._serve(PLANNER, lambda bus: PlannerService(bus, planner))
+        self._serve(GATEWAY, lambda bus: GatewayService(bus, GatewayConfig(), listen=False))
+        await self._until_known()
+        start_s, start = now() - began, self._spent()
+        self._tell(f"start {start_s:.1f} s", start)
+        self._play("gateways", lambda bus: gateways.run(bus, scene))
+        await asyncio.sleep(SETTLE_S)
+        before = self._spent()
+        await asyncio.sleep(window_s)
+        steady = self._since(before)
+        self._tell(f"steady {window_s:.1f} s", steady)
+        before, sets = self._spent(), self._set_bytes()
+        began = now()
+        event_s = await self._spread(bus)
+        await asyncio.sleep(SETTLE_S)
+        event = self._beside(steady, window_s, self._since(before), now() - began)
+        self._tell(f"event {event_s:.1f} s", event)
+        return Row(
+            nodes=scene.nodes,
+            start_s=start_s,
+            start=start,
+            steady_s=window_s,
+            steady=steady,
+            event_s=event_s,
+            event=event,
+            event_set_bytes=self._set_bytes() - sets,
+        )
+
+    # --- who is there ---
+
+    async def _publish_models(self, bus: Bus) -> None:
+        models = await bus.kv(subjects.KV_MODELS)
+        for name in self._scene.names:
+            record = self._scene.record(name)
+            await models.put(record.model_id, msgspec.msgpack.encode(record))
+
+    def _play(self, name: str, play: Callable[[Bus], Coroutine[Any, Any, None]]) -> None:
+        """Begins what stands in for others."""
+
+        async def work() -> None:
+            async with MemoryBus(self._broker, name) as bus:
+                await play(bus)
+
+        task = begin(name, work())
+        self._stack.callback(task.cancel)
+
+    def _serve(self, role: str, make: Callable[[Bus], Service]) -> None:
+        async def work() -> None:
+            async with CountedBus(self._broker, role) as bus, make(bus) as service:
+                self._services[role] = service
+                await asyncio.Event().wait()
+
+        task = begin(role, work())
+        self._stack.callback(task.cancel)
+
+    # --- what happens ---
+
+    async def _until_known(self) -> None:
+        """Returns once the planner and the gateway know every instance that there is."""
+        wanted, found = self._scene.nodes + 1, 0
+        async with asyncio.timeout(START_LIMIT_S):
+            while found < wanted:
+                await asyncio.sleep(0.1)
+                planner = self._services.get(PLANNER)
+                if isinstance(planner, PlannerService):
+                    found = sum(len(each.instances) for each in planner.core.sets())
+
+    async def _spread(self, bus: Bus) -> float:
+        """Has one node's model spread to all nodes. Returns how long that took."""
+        began = now()
+        request = SetInstances(name=ModelName(SPREADS), instances=self._scene.nodes)
+        await bus.request(subjects.PLANNER_SCALE, request, ScaleAccepted, timeout=10.0)
+        async with asyncio.timeout(EVENT_LIMIT_S):
+            await self._over.wait()
+        return now() - began
+
+    async def _on_event(self, message: EventChanged) -> None:
+        record = message.record
+        if record.name != SPREADS:
+            return
+        if record.state is EventState.COMPLETE:
+            self._say(f"  {len(record.targets)} targets, revision {record.revision}")
+            self._over.set()
+        elif record.state in (EventState.FAILED, EventState.CANCELLED):
+            raise BenchFailed(f"the event ended: {record.error}")
+
+    # --- what it takes ---
+
+    def _spent(self) -> dict[str, Spent]:
+        nbytes = dict.fromkeys(ROLES, 0)
+        for (name, _), count in self._broker.nbytes.items():
+            if name in nbytes:
+                nbytes[name] += count
+        return {
+            role: Spent(
+                cpu_s=self._loop.cpu_s(role),
+                messages=self._broker.messages[role],
+                nbytes=nbytes[role],
+            )
+            for role in ROLES
+        }
+
+    def _since(self, before: dict[str, Spent]) -> dict[str, Spent]:
+        return {role: spent.since(before[role]) for role, spent in self._spent().items()}
+
+    def _beside(
+        self, steady: dict[str, Spent], steady_s: float, all_: dict[str, Spent], took_s: float
+    ) -> dict[str, Spent]:
+        times = took_s / steady_s
+        return {
+            role: spent.since(
+                Spent(
+                    cpu_s=steady[role].cpu_s * times,
+                    messages=round(steady[role].messages * times),
+                    nbytes=round(steady[role].nbytes * times),
+                )
+            )
+            for role, spent in all_.items()
+        }
+
+    def _set_bytes(self) -> int:
+        return self._broker.nbytes[GATEWAY, subjects.INSTANCES]
+
+    def _tell(self, what: str, spent: dict[str, Spent]) -> None:
+        texts = [
+            f"{role} {each.cpu_s:.2f} s cpu, {each.messages} messages, {each.nbytes / 1e6:.1f} MB"
+            for role, each in spent.items()
+        ]
+        self._say(f"  {what}: {'; '.join(texts)}; sets {self._set_bytes() / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    sizes = tuple(int(each) for each in sys.argv[1].split(","))
+    for row in measure(Settings(sizes, 100, 100, 0.4, 10.0, 4.0), print):
+        print(msgspec.json.format(msgspec.json.encode(row)).decode())

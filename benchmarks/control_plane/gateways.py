@@ -1,0 +1,87 @@
+"""Gateways without clients, which say on the bus what gateways say under a steady load."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from benchmarks.control_plane.scene import Scene
+from services.gateway.service import LOAD_S
+from shared import subjects
+from shared.bus.base import Bus
+from shared.ids import GatewayId, InstanceId, ModelName
+from shared.messages.load import GatewayLoad, ModelLoad
+
+PROMPT_TOKENS = 512
+TOKENS_PER_S = 25
+
+
+@dataclass(slots=True)
+class Asked:
+    model: ModelName
+    instance: InstanceId
+    ends_at: float
+
+
+@dataclass
+class Gateway:
+    """Requests end at random, and others begin in their place."""
+
+    id: GatewayId
+    scene: Scene
+    requests: int
+    """How many run at any time."""
+    draw: random.Random
+    running: list[Asked] = field(default_factory=list)
+    asked: Counter[ModelName] = field(default_factory=Counter)
+
+    def load(self, now: float) -> GatewayLoad:
+        self.running = [each for each in self.running if each.ends_at > now]
+        instances = self.scene.instances()
+        while len(self.running) < self.requests:
+            model, instance = self.draw.choice(instances)
+            ends_at = now + self.draw.expovariate(1 / self.scene.stay_s)
+            self.running.append(Asked(model, instance, ends_at))
+            self.asked[model] += 1
+        by_model: dict[ModelName, list[Asked]] = {ModelName(n): [] for n in self.scene.names}
+        for each in self.running:
+            by_model[each.model].append(each)
+        every: dict[ModelName, dict[InstanceId, int]] = {}
+        for model, instance in instances:
+            every.setdefault(model, {})[instance] = 0
+        models = [
+            self._model(name, running, every.get(name, {}), now)
+            for name, running in by_model.items()
+        ]
+        return GatewayLoad(gateway=self.id, url="http://10.0.0.1:8000", models=tuple(models))
+
+    def _model(
+        self, name: ModelName, running: list[Asked], every: dict[InstanceId, int], now: float
+    ) -> ModelLoad:
+        return ModelLoad(
+            model=name,
+            queued_requests=0,
+            queued_tokens=0,
+            running_requests=len(running),
+            running_tokens=int(sum(each.ends_at - now for each in running) * TOKENS_PER_S),
+            asked_requests=self.asked[name],
+            asked_tokens=self.asked[name] * PROMPT_TOKENS,
+            instance_requests={**every, **Counter(each.instance for each in running)},
+        )
+
+
+async def report(bus: Bus, gateway: Gateway, offset: float) -> None:
+    loop = asyncio.get_running_loop()
+    at = loop.time() + offset
+    while True:
+        await asyncio.sleep(at - loop.time())
+        await bus.publish(subjects.LOAD_GATEWAY, gateway.load(loop.time()))
+        at = max(at + LOAD_S, loop.time())
+
+
+async def run(bus: Bus, scene: Scene) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(scene.gateways):
+            requests = scene.requests(index)
+            gateway = Gateway(scene.gateway(index), scene, requests, random.Random(index))
+            tasks.create_task(report(bus, gateway, index / scene.gateways * LOAD_S))

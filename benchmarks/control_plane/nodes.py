@@ -1,0 +1,197 @@
+"""Nodes that hold, lend and run nothing, but say on the bus what nodes say.
+
+Each keeps its lease, reports its status, takes plans, and reports blocks as they would arrive: the
+pulls of a step end when a block has crossed the link in it.
+"""
+
+import asyncio
+import itertools
+import random
+
+import msgspec
+
+from benchmarks.control_plane.scene import (
+    ARENA_BYTES,
+    BLOCK_BYTES,
+    BLOCKS,
+    CHUNK_BYTES,
+    LINK_BYTES_PER_S,
+    Scene,
+)
+from services.node.service import STATUS_EVERY_S, STATUS_GAP_S
+from shared import subjects
+from shared.bus.base import Bus, KeyValue, On
+from shared.clock import wall_ns
+from shared.config import NodeConfig
+from shared.errors import BusError
+from shared.ids import ModelId, NodeId
+from shared.messages import Ok, Ping
+from shared.messages.pool import Holding, NodeStatus, ReportStatus, Tier
+from shared.messages.scaling import ApplyPlan, BlockArrived, Pull, ReleaseModel
+
+BLOCK_S = BLOCK_BYTES / LINK_BYTES_PER_S
+CHUNK_S = CHUNK_BYTES / LINK_BYTES_PER_S
+LEASE_S = NodeConfig(id="any").lease_s
+
+
+class Wires:
+    """The links between the nodes. A node sends one block at a time. A relay sends a block on while
+    it still receives it, one chunk later."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._ports = {scene.node(i).node: asyncio.Lock() for i in range(scene.nodes)}
+        self._comes: dict[tuple[NodeId, ModelId, int], asyncio.Event] = {}
+        """Set once the first chunk of a block is at a node."""
+        self._ends: dict[tuple[NodeId, ModelId, int], float] = {}
+        """When the last chunk is there."""
+        for index in range(scene.nodes):
+            for holding in scene.holdings(index):
+                for block in holding.blocks:
+                    self._begin(scene.node(index).node, holding.model_id, block, 0.0)
+
+    def _event(self, node: NodeId, model: ModelId, block: int) -> asyncio.Event:
+        return self._comes.setdefault((node, model, block), asyncio.Event())
+
+    def _begin(self, node: NodeId, model: ModelId, block: int, ends: float) -> None:
+        self._ends[node, model, block] = ends
+        self._event(node, model, block).set()
+
+    async def carry(self, model: ModelId, pull: Pull, target: NodeId) -> None:
+        """Returns when the block is at the target."""
+        loop = asyncio.get_running_loop()
+        await self._event(pull.source, model, pull.block).wait()
+        async with self._ports[pull.source]:
+            source_ends = self._ends[pull.source, model, pull.block]
+            ends = max(loop.time() + BLOCK_S, source_ends) + CHUNK_S
+            await asyncio.sleep(CHUNK_S)
+            self._begin(target, model, pull.block, ends)
+            await asyncio.sleep(ends - loop.time())
+
+
+class Node:
+    def __init__(
+        self, bus: Bus, leases: KeyValue, wires: "Wires", scene: Scene, index: int
+    ) -> None:
+        self.info = scene.node(index)
+        self._wires = wires
+        self._bus = bus
+        self._leases = leases
+        self._holdings = {(h.model_id, h.tier): h.blocks for h in scene.holdings(index)}
+        self._seq = itertools.count(1)
+        self._due = asyncio.Event()
+        self._offset = index / scene.nodes
+        self._pulling: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        node, bus = self.info.node, self._bus
+        await bus.subscribe(subjects.POOL_REPORT, On(ReportStatus, self._on_report))
+        await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply)
+        await bus.serve(subjects.node_release(node), ReleaseModel, self._release)
+        await bus.serve(subjects.node_ping(node), Ping, self._pong)
+
+    async def keep_lease(self) -> None:
+        value = msgspec.msgpack.encode(self.info)
+        revision = await self._leases.create(self.info.node, value, ttl=LEASE_S)
+        await asyncio.sleep(self._offset * LEASE_S / 4)
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            try:
+                revision = await self._leases.update(self.info.node, value, revision, ttl=LEASE_S)
+            except BusError:
+                revision = await self._leases.create(self.info.node, value, ttl=LEASE_S)
+
+    async def report(self) -> None:
+        wait_s = self._offset * STATUS_EVERY_S
+        while True:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._due.wait()
+            except TimeoutError:
+                pass
+            self._due.clear()
+            await self._bus.publish(subjects.POOL_STATUS, self._status())
+            await asyncio.sleep(STATUS_GAP_S)
+            wait_s = STATUS_EVERY_S - STATUS_GAP_S
+
+    def _status(self) -> NodeStatus:
+        holdings = tuple(Holding(*key, blocks) for key, blocks in self._holdings.items())
+        in_arena = {model for model, tier in self._holdings if tier is Tier.GPU}
+        return NodeStatus(
+            node=self.info.node,
+            generation=self.info.generation,
+            seq=next(self._seq),
+            arena_free=ARENA_BYTES - len(in_arena) * BLOCKS * BLOCK_BYTES,
+            holdings=holdings,
+            running=random.randrange(16),
+            kv_used=random.randrange(10_000),
+            kv_capacity=100_000,
+            tokens_out=wall_ns() // 10**7,
+            disk_bytes=4 * 10**12,
+            disk_free=2 * 10**12,
+        )
+
+    async def _on_report(self, message: ReportStatus) -> None:
+        self._due.set()
+
+    async def _pong(self, message: Ping) -> Ok:
+        return Ok()
+
+    async def _release(self, message: ReleaseModel) -> Ok:
+        self._holdings.pop((message.model_id, Tier.GPU), None)
+        self._due.set()
+        return Ok()
+
+    async def _apply(self, plan: ApplyPlan) -> Ok:
+        self._holdings.setdefault((plan.model_id, Tier.GPU), ())
+        self._due.set()
+        if self._pulling is not None:
+            self._pulling.cancel()
+        self._pulling = asyncio.create_task(self._pull(plan))
+        return Ok()
+
+    async def _pull(self, plan: ApplyPlan) -> None:
+        """One block after the other, each from a source that has it or is about to."""
+        held = self._holdings[plan.model_id, Tier.GPU]
+        for pull in sorted(plan.pulls, key=lambda pull: pull.step):
+            if pull.block not in held:
+                began_ns = wall_ns()
+                await self._wires.carry(plan.model_id, pull, self.info.node)
+                self._hold(plan.model_id, pull.block)
+                await self._bus.publish(subjects.ARRIVALS, self._arrived(plan, pull, began_ns))
+
+    def _arrived(self, plan: ApplyPlan, pull: Pull, began_ns: int) -> BlockArrived:
+        ended_ns = wall_ns()
+        return BlockArrived(
+            event=plan.event,
+            revision=plan.revision,
+            node=self.info.node,
+            generation=self.info.generation,
+            model_id=plan.model_id,
+            block=pull.block,
+            source=pull.source,
+            transport="tcp",
+            nbytes=BLOCK_BYTES,
+            started_ns=began_ns,
+            first_byte_ns=ended_ns - int(BLOCK_S * 1e9),
+            finished_ns=ended_ns,
+            ready_ns=ended_ns,
+            cause=plan.event,
+        )
+
+    def _hold(self, model: ModelId, block: int) -> None:
+        held = (*self._holdings[model, Tier.GPU], block)
+        self._holdings[model, Tier.GPU] = tuple(sorted(held))
+        if len(held) == BLOCKS:
+            self._due.set()
+
+
+async def run(bus: Bus, scene: Scene) -> None:
+    leases = await bus.kv(subjects.KV_LEASES)
+    wires = Wires(scene)
+    nodes = [Node(bus, leases, wires, scene, index) for index in range(scene.nodes)]
+    for node in nodes:
+        await node.open()
+    async with asyncio.TaskGroup() as tasks:
+        for node in nodes:
+            tasks.create_task(node.keep_lease())
+            tasks.create_task(node.report())
