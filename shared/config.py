@@ -163,6 +163,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Size of the host cache: memory beside the arena, for models that are not in use here. Copies
     that are given back move there, and come back from there. 0: no host cache; they stay in the
     arena until others need the room."""
+    keep_weights_s: Seconds = 60.0
+    """How long the node's weights stay in memory after its process has ended, for the process that
+    takes its place: a keeper, a small process of its own, holds them. 0: no keeper; they end with
+    the process."""
     kv_bytes: Size = 0
     """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
     taken, less a tenth of the whole. A model gets the same share of it as of the arena."""

@@ -59,7 +59,13 @@ def _node(bus: Bus, config: Config) -> Service:
             bus=elsewhere,
         )
     shares = config.node.share_compiled and bool(config.bus.user)
-    return NodeService(bus, config.node, RealParts(config.node), shares_compiled=shares)
+    return NodeService(
+        bus,
+        config.node,
+        RealParts(config.node),
+        keep_s=config.node.keep_weights_s,
+        shares_compiled=shares,
+    )
 
 
 def buses_elsewhere(config: Config) -> list[str]:

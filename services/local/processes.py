@@ -3,8 +3,8 @@
 A cluster lives in a data directory. `cluster.json` there names its processes; each of them also
 carries the directory in its environment (LS_CLUSTER), so that `down` finds even one that was
 started a moment before a crash and never written down. Whoever started the cluster holds a lock on
-the directory for as long as the cluster runs; the processes die with it. The lock names it, if it
-ends its cluster in good order when it gets a SIGTERM.
+the directory for as long as the cluster runs; the processes die with it (the keepers of nodes see
+its end: LS_HOLDER). The lock names it, if it ends its cluster in good order when it gets a SIGTERM.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.node.keeper.messages import HOLDER
 from shared.errors import Conflict, LambdaScaleError, NotFound
 
 STATE_FILE = "cluster.json"
@@ -169,7 +170,8 @@ def record(name: str, role: str, pid: int) -> ProcessRecord:
 
 
 def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, **settings, MARK: str(directory.resolve())}
+    """Of a process of the cluster that this process runs."""
+    return {**os.environ, **settings, MARK: str(directory.resolve()), HOLDER: str(os.getpid())}
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The node's lease: a key in JetStream that lives only while it is renewed."""
 
 import asyncio
+from collections.abc import Collection
 
 import msgspec
 from structlog.stdlib import BoundLogger
@@ -35,7 +36,10 @@ class Lease:
         info: NodeInfo,
         lease_s: int,
         log: BoundLogger,
+        ended: frozenset[Generation] = frozenset(),
     ) -> None:
+        """`ended`: generations of processes that are dead for certain. What they have left of a
+        lease is this one's to take, at once."""
         self.info = info
         self._bucket = bucket
         self._counters = counters
@@ -44,6 +48,7 @@ class Lease:
         self._revision = 0
         self._generations = {info.generation}
         """The generations of this process."""
+        self._ended = ended
         self._turn = asyncio.Lock()
         """Serialises calls, because a renewal must not bring back a key that was given back."""
         self.over = False
@@ -53,7 +58,9 @@ class Lease:
         """Waits until a dead process's lease has ended. Conflict if a living process holds the
         node's name."""
         give_up = now() + self._lease_s + EXPIRY_SLACK_S
-        while await self._bucket.get(self.info.node) is not None:
+        while (entry := await self._bucket.get(self.info.node)) is not None:
+            if _is_of(entry, self._ended):
+                return
             if now() > give_up:
                 raise self._taken()
             await asyncio.sleep(POLL_S)
@@ -62,7 +69,12 @@ class Lease:
         """Takes the lease. From here on the registry knows the node. Conflict if another process
         was faster."""
         try:
-            await self._create()
+            entry = await self._bucket.get(self.info.node)
+            if entry is not None and _is_of(entry, self._ended):
+                self._revision = entry.revision
+                await self._update()
+            else:
+                await self._create()
         except KeyExists as error:
             raise self._taken() from error
 
@@ -105,7 +117,8 @@ class Lease:
                 return
             self.over = True
             try:
-                if self._is_ours(await self._bucket.get(self.info.node)):
+                entry = await self._bucket.get(self.info.node)
+                if entry is not None and _is_of(entry, self._generations):
                     await self._bucket.delete(self.info.node)
             except BusError as error:
                 self._log.warning("lease not given back; it will end by itself", error=str(error))
@@ -125,7 +138,7 @@ class Lease:
         entry = await self._bucket.get(self.info.node)
         if entry is None:
             await self._create()
-        elif self._is_ours(entry):
+        elif _is_of(entry, self._generations):
             self._revision = entry.revision
             await self._update()
         else:
@@ -142,16 +155,15 @@ class Lease:
     def _value(self) -> bytes:
         return msgspec.msgpack.encode(self.info)
 
-    def _is_ours(self, entry: KvEntry | None) -> bool:
-        if entry is None:
-            return False
-        try:
-            info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
-        except msgspec.MsgspecError:
-            return False
-        return info.generation in self._generations
-
     def _taken(self) -> Conflict:
         return Conflict(
             f"node id {self.info.node!r} is in use by a running node; give this one another node.id"
         )
+
+
+def _is_of(entry: KvEntry, generations: Collection[Generation]) -> bool:
+    try:
+        info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
+    except msgspec.MsgspecError:
+        return False
+    return info.generation in generations

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
@@ -10,9 +12,11 @@ from services.node.core.profile import Profiler
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
+from services.node.hosting.inheritance import ARENA, CACHE
 from services.node.hosting.lending import Lending
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
 from services.node.hosting.reports import Reports
+from services.node.keeper.link import Estate, KeeperLink
 from services.node.lease import Lease, next_generation
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
@@ -25,7 +29,7 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import NodeConfig
-from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
+from shared.errors import BadInput, BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import DropCopy, KeepCopy, Leave
@@ -68,10 +72,17 @@ class NodeService(Service):
     role: ClassVar[str] = "node"
 
     def __init__(
-        self, bus: Bus, config: NodeConfig, parts: Parts, *, shares_compiled: bool = False
+        self,
+        bus: Bus,
+        config: NodeConfig,
+        parts: Parts,
+        *,
+        keep_s: float = 0.0,
+        shares_compiled: bool = False,
     ) -> None:
-        """`shares_compiled`: whether compiled libraries come from other nodes, and go to them. It
-        concerns the whole process."""
+        """`keep_s`: how long a keeper keeps the weights after this process (`node.keep_weights_s`);
+        0: there is none. `shares_compiled`: whether compiled libraries come from other nodes, and
+        go to them. Both concern the whole process."""
         check_name("node.id", config.id)
         super().__init__(config.id)
         self.drain_s += config.evacuate_s
@@ -86,6 +97,7 @@ class NodeService(Service):
         self._status_seq = 0
         self._profiler = Profiler()
         self.node = NodeId(config.id)
+        self._keeper = KeeperLink(Path(config.data_dir).absolute(), self.node, keep_s)
 
     @property
     def info(self) -> NodeInfo:
@@ -93,20 +105,17 @@ class NodeService(Service):
 
     async def open(self) -> None:
         config = self._config
+        estate = await self._claim()
+        self.resources.callback(estate.close)
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
         await self._library.read_store()
         self._lending = Lending(self._library, self._profiler)
         if self._shares_compiled:
             await self.resources.enter_async_context(Artefacts(self._bus, self._spawn_one))
-        started = now()
-        arena = await asyncio.to_thread(Arena, config.arena_bytes)
-        self.resources.callback(arena.close)
-        self.log.info("arena taken", nbytes=arena.nbytes, seconds=round(now() - started, 3))
+        arena = await self._take(ARENA, config.arena_bytes, "node.arena_bytes", estate)
         cache = None
         if config.host_bytes:
-            cache = await asyncio.to_thread(Arena, config.host_bytes, "node.host_bytes")
-            self.resources.callback(cache.close)
-            self.log.info("host cache taken", nbytes=cache.nbytes)
+            cache = await self._take(CACHE, config.host_bytes, "node.host_bytes", estate)
         device = self._parts.device(arena.memory)
         if device is not None:
             await asyncio.to_thread(device.__enter__)
@@ -116,7 +125,9 @@ class NodeService(Service):
         leases = await self._bus.kv(subjects.KV_LEASES)
         counters = await self._bus.kv(subjects.KV_COUNTERS)
         info = self._describe(await next_generation(counters, self.node))
-        self._lease = Lease(leases, counters, info, config.lease_s, self.log)
+        self._lease = Lease(
+            leases, counters, info, config.lease_s, self.log, ended=estate.generations
+        )
         self._hosting = Hosting(
             self.node,
             arena,
@@ -125,10 +136,13 @@ class NodeService(Service):
             self._data,
             self._worker,
             Reports(self._bus, self.log, lambda: self._lease.info, self._profiler),
+            keeper=self._keeper,
             changed=self._status_due.set,
             spawn=lambda work, name: self.spawn(work, name=name),
         )
         self.resources.push_async_callback(self._hosting.close)
+        self.spawn(self._keeper.stay(lambda: self._lease.info.generation), name="keeper")
+        await self._hosting.inherit(estate.spaces)
         self._copying = Copying(
             self.node,
             self._library,
@@ -140,6 +154,40 @@ class NodeService(Service):
         )
         await self._copying.read_drafts()
         await self._connect_to_bus()
+
+    async def _claim(self) -> Estate:
+        """Waits until no other process of this node can touch what is kept of it."""
+
+        def stand_by() -> None:
+            self.stands_by = True
+
+        try:
+            estate = await self._keeper.claim(stand_by)
+        finally:
+            self.stands_by = False
+        self.resources.callback(self._keeper.close)
+        return estate
+
+    async def _take(self, name: str, nbytes: int, setting: str, estate: Estate) -> Arena:
+        """The memory of that name as it was kept, if its size is still right, or else new."""
+        started, kept = now(), estate.memories.pop(name, None)
+        arena = None
+        if kept is not None:
+            try:
+                arena = Arena(nbytes, setting, kept.descriptor)
+            except BadInput as error:
+                self.log.warning("a memory is not taken over", memory=name, why=str(error))
+                estate.spaces = [space for space in estate.spaces if space.memory != name]
+                self._keeper.drop(name)
+            finally:
+                os.close(kept.descriptor)
+        if arena is None:
+            arena = await asyncio.to_thread(Arena, nbytes, setting)
+            self._keeper.hold(name, arena.file, arena.nbytes)
+        self.resources.callback(arena.close)
+        took = round(now() - started, 3)
+        self.log.info(f"{name} taken", nbytes=arena.nbytes, seconds=took, kept=kept is not None)
+        return arena
 
     def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         """For one copy: the node goes on without it."""

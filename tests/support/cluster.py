@@ -81,10 +81,17 @@ class Running:
         os.kill(self.pid(name), number)
 
     async def ask(
-        self, prompt: Sequence[int], max_tokens: int, model: str = MODEL, **fields: float
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        model: str = MODEL,
+        *,
+        into: Answer | None = None,
+        **fields: float,
     ) -> Answer:
-        """One streaming completion of token ids; greedy, unless other fields say how."""
-        answer = Answer()
+        """One streaming completion of token ids; greedy, unless other fields say how. `into`: the
+        answer as it comes."""
+        answer = into or Answer()
         body = {
             "model": model,
             "prompt": list(prompt),

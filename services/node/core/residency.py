@@ -3,6 +3,7 @@
 A model's whole span in the arena is taken before its first block comes. From then on:
 
     step        from      to        legal if
+    inherit     standby   as it is  the model has the blocks, and nothing is held yet
     follow      any       as it is  the plan is not older than the one that is followed
     activate    standby   active
     hold        active    as it is  the model has the block, and it is not held yet
@@ -31,6 +32,7 @@ class Mode(enum.Enum):
 
 
 class ResidencyStep(enum.Enum):
+    INHERIT = "inherit"
     FOLLOW = "follow"
     ACTIVATE = "activate"
     HOLD = "hold"
@@ -39,6 +41,7 @@ class ResidencyStep(enum.Enum):
 
 
 STEPS: dict[ResidencyStep, tuple[frozenset[Mode], Mode | None]] = {
+    ResidencyStep.INHERIT: (frozenset({Mode.STANDBY}), None),
     ResidencyStep.FOLLOW: (frozenset(Mode), None),
     ResidencyStep.ACTIVATE: (frozenset({Mode.STANDBY}), Mode.ACTIVE),
     ResidencyStep.HOLD: (frozenset({Mode.ACTIVE}), None),
@@ -71,6 +74,11 @@ class Residency:
     @property
     def complete(self) -> bool:
         return len(self.held) == self.n_blocks
+
+    def inherit(self, blocks: frozenset[int]) -> "Residency":
+        """Verified blocks were there before this process."""
+        legal = not self.held and blocks <= set(range(self.n_blocks))
+        return self._take(ResidencyStep.INHERIT, legal, held=blocks)
 
     def follow(self, plan: PlanId) -> "Residency":
         """Takes up a plan. StaleEpoch if it is older than the plan being followed."""

@@ -15,10 +15,13 @@ import numpy as np
 from services.node.checkpoints.packing import digest
 from services.node.checkpoints.reading import Outcome, Verified, Wanted
 from services.node.core.host_cache import CacheBook, CacheState
+from services.node.hosting.inheritance import CACHE, whole
+from services.node.keeper.link import KeeperLink
+from services.node.keeper.messages import Space
 from services.node.memory.arena import Arena, ModelSpace, Span
 from services.node.parts import AnyDataPlane, AnyDraft
 from shared.clock import now, wall_ns
-from shared.errors import CapacityExceeded, Conflict, DigestMismatch
+from shared.errors import CapacityExceeded, Conflict, DigestMismatch, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
@@ -87,15 +90,18 @@ class HostCache:
         arena: Arena | None,
         data: AnyDataPlane,
         story: Story,
+        keeper: KeeperLink,
         *,
         turn: Callable[[ModelId], asyncio.Lock],
         in_arena: Callable[[ModelId], bool],
     ) -> None:
-        """`arena`: its memory; None: the node has no host cache. `turn`: what is held while a model
+        """`arena`: its memory; None: the node has no host cache. `keeper` is told which copies are
+        whole. `turn`: what is held while a model
         gets or loses its space in the arena. `in_arena`: whether the model has space there."""
         self._arena = arena
         self._data = data
         self._story = story
+        self._keeper = keeper
         self._turn = turn
         self._in_arena = in_arena
         self._book = CacheBook(arena.nbytes if arena else 0, story)
@@ -125,7 +131,7 @@ class HostCache:
     # --- copies that come ---
 
     async def drafts(self) -> Sequence[AnyDraft]:
-        """What an earlier process has left: nothing, since memory ends with its process."""
+        """What an earlier process has left unfinished: nothing. Only whole copies are kept."""
         return ()
 
     async def draft(self, model: ModelId, manifest: Manifest) -> CacheDraft:
@@ -145,17 +151,44 @@ class HostCache:
         """A draft from elsewhere is whole."""
         model = draft.model_id
         async with self._turn(model):
-            self._book.complete(model)
+            self._complete(model)
             if not self._in_arena(model):
                 await self.lend(model)
 
     def complete(self, draft: CacheDraft) -> None:
         """A draft from the arena is whole."""
-        self._book.complete(draft.model_id)
+        self._complete(draft.model_id)
+
+    def _complete(self, model: ModelId) -> None:
+        self._book.complete(model)
+        place = self._places[model]
+        blocks = tuple(range(place.manifest.n_blocks))
+        self._keeper.note(Space(CACHE, model, place.span.offset, place.span.nbytes, blocks))
 
     async def discard(self, draft: AnyDraft) -> None:
         self._book.give_up(draft.model_id)
         self._free(draft.model_id)
+
+    async def inherit(self, left: Space, manifest: Manifest) -> None:
+        """Takes over a copy that a process before has left. What that process held in its arena was
+        taken over before. NotFound: it is not as it was; Conflict, BadInput: nor is its place."""
+        model = ModelId(left.model)
+        if self._arena is None:
+            raise NotFound("this node has no host cache any more")
+        span = self._arena.take(left.offset, left.nbytes)
+        try:
+            space = ModelSpace(manifest, span)
+            if len(await whole(manifest, space, left.blocks)) < manifest.n_blocks:
+                raise NotFound("its copy in the host cache is not as it was")
+            self._book.begin(model, span.taken)
+        except BaseException:
+            self._arena.free(span)
+            raise
+        self._places[model] = _Place(manifest, span, space)
+        self._complete(model)
+        if not self._in_arena(model):
+            await self.lend(model)
+        self._story.tell(now(), "", "its copy in the host cache outlived the process before", model)
 
     # --- copies that are there ---
 
@@ -206,6 +239,7 @@ class HostCache:
 
     def _free(self, model: ModelId) -> None:
         place = self._places.pop(model)
+        self._keeper.forget(CACHE, model)
         assert self._arena is not None  # a copy lies in it
         self._arena.free(place.span)
 

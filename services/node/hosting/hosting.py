@@ -1,23 +1,26 @@
 """The models in a node's arena: their space, their blocks, and the plans that fill them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from services.node.core.residency import Mode, PlanId, Planners, Residency
 from services.node.hosting.demotion import Demotion
 from services.node.hosting.host_cache import HostCache
+from services.node.hosting.inheritance import ARENA, CACHE, whole
 from services.node.hosting.library import Library
 from services.node.hosting.promotion import Promotion, Spawn
 from services.node.hosting.reports import CACHED, DISK, HELD, Reports
+from services.node.keeper.link import KeeperLink
+from services.node.keeper.messages import Space
 from services.node.memory.arena import Arena, ModelSpace, Span
 from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.containment import is_containable
-from shared.errors import BadInput, CapacityExceeded, as_typed
+from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound, as_typed
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
@@ -68,11 +71,12 @@ class Hosting:
         worker: AnyWorker,
         reports: Reports,
         *,
+        keeper: KeeperLink,
         changed: Callable[[], None],
         spawn: Spawn,
     ) -> None:
-        """`cache_arena`: the host cache's memory; None: the node has none. `changed` is called when
-        what is held has changed."""
+        """`cache_arena`: the host cache's memory; None: the node has none. `keeper` is told what
+        lies in both. `changed` is called when what is held has changed."""
         self._node = node
         self._log = telemetry.logger("hosting", node=node)
         self._arena = arena
@@ -80,6 +84,7 @@ class Hosting:
         self._data = data
         self._worker = worker
         self._reports = reports
+        self._keeper = keeper
         self._changed = changed
         self._spawn = spawn
         self._planners = Planners()
@@ -90,6 +95,7 @@ class Hosting:
             cache_arena,
             data,
             self.story,
+            keeper,
             turn=self._turn,
             in_arena=lambda model: model in self._hosted,
         )
@@ -108,6 +114,52 @@ class Hosting:
         """Plans and releases of a model are taken up one after the other, in the order of their
         coming."""
         return self._turns.setdefault(model, asyncio.Lock())
+
+    # --- what outlived the process before ---
+
+    async def inherit(self, left: Iterable[Space]) -> None:
+        """Takes over what a process before has left in the arena and the host cache, if it is
+        right: nothing is copied. What was whole and open runs again once this returns. To be called
+        before any plan can come."""
+        for space in left:
+            try:
+                manifest = await self._library.manifest(ModelId(space.model))
+                if space.memory == CACHE:
+                    await self.cache.inherit(space, manifest)
+                else:
+                    await self._inherit(space, manifest)
+            except LambdaScaleError as error:  # a model's boundary: it is loaded anew
+                self._keeper.forget(space.memory, space.model)
+                self._log.warning("a model was not taken over", model=space.model, error=str(error))
+
+    async def _inherit(self, left: Space, manifest: Manifest) -> None:
+        model = ModelId(left.model)
+        span = self._arena.take(left.offset, left.nbytes)
+        try:
+            space = ModelSpace(manifest, span)
+            blocks = await whole(manifest, space, left.blocks)
+            if not blocks:
+                raise NotFound(f"none of its {len(left.blocks)} blocks is as it was")
+        except BaseException:
+            self._arena.free(span)
+            raise
+        residency = Residency(model, manifest.n_blocks, self.story).inherit(blocks)
+        hosted = self._hosted[model] = Hosted(manifest, span, space, residency)
+        self._tell(hosted, "", f"{len(blocks)} blocks outlived the process before")
+        await self._data.host(model, manifest, space, blocks)
+        if left.active and residency.complete:
+            try:
+                await self._activate(hosted)
+            except LambdaScaleError as error:
+                self._log.warning("a model stays asleep", model=model, error=str(error))
+        self._note(hosted)
+
+    def _note(self, hosted: Hosted) -> None:
+        """Tells the keeper what is there of a model."""
+        span, residency = hosted.span, hosted.residency
+        active = residency.mode is Mode.ACTIVE
+        held = tuple(sorted(residency.held))
+        self._keeper.note(Space(ARENA, hosted.model, span.offset, span.nbytes, held, active))
 
     # --- plans ---
 
@@ -180,6 +232,7 @@ class Hosting:
                 hosted.span.release(ENGINE)
                 raise
             hosted.residency = hosted.residency.activate()
+            self._note(hosted)
             self._tell(hosted, _event_of(hosted), "active")
             if not is_classifier(hosted.manifest.config):
                 work = self._bring_tokenizer(hosted.model)
@@ -280,6 +333,7 @@ class Hosting:
             plan = hosted.residency.plan
             assert plan is not None  # it follows one while it is active
             hosted.residency = hosted.residency.hold(item.block)
+            self._note(hosted)
             try:
                 await self._attach(hosted, item.block)
             except BaseException as error:  # the block's boundary: the planner is told of it
@@ -417,12 +471,14 @@ class Hosting:
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)
             hosted.residency = hosted.residency.stand_by()
+            self._note(hosted)
             self._tell(hosted, cause, "stands by")
 
     async def _free(self, hosted: Hosted, cause: str) -> None:
         await self._close_engine(hosted, cause)
         await self._end_demotion(hosted, cause)
         await self._data.drop(hosted.model)
+        self._keeper.forget(ARENA, hosted.model)  # before anything else is written there
         del self._hosted[hosted.model]
         self._arena.free(hosted.span)
         self._tell(hosted, cause, "gives its space back")

@@ -20,12 +20,8 @@ from shared.layout import ALIGN, Manifest
 PAGE = mmap.PAGESIZE
 LARGE = 64 * PAGE
 """Blocks of at least this many bytes begin at a page; that wastes less than 2 %."""
-_FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE (Linux 5.1): the memory can be written only through the mapping that exists
-already."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _FUTURE_WRITE
-"""Peers on this machine map the file. They must neither lose its pages while they read, nor change
-them."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Peers on this machine map the file: they must not lose its pages while they read."""
 _TOUCH = 64 << 20
 """Bytes faulted in at a time. Other threads run in between."""
 
@@ -57,38 +53,63 @@ class Span:
 
 
 class Arena:
-    def __init__(self, nbytes: int, setting: str = "node.arena_bytes") -> None:
+    def __init__(
+        self, nbytes: int, setting: str = "node.arena_bytes", kept: int | None = None
+    ) -> None:
         """Allocates and faults in `nbytes`, rounded up to whole pages. CapacityExceeded if the
-        machine does not have them. `setting`: what says how many, for the error."""
+        machine does not have them. `setting`: what says how many, for the error.
+
+        `kept`: the descriptor of an arena of this size that outlived its process, to be gone on
+        with: its bytes are as they were. BadInput: it is no such arena. The caller closes it."""
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
-        if self.nbytes > (left := host_memory().left):
-            raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's", setting)
-        descriptor = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close_descriptor = weakref.finalize(self, os.close, descriptor)
-        try:
-            os.ftruncate(descriptor, self.nbytes)
-            self._memory = memoryview(mmap.mmap(descriptor, self.nbytes))
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            self._close_descriptor()
-            raise _no_memory(self.nbytes, error.strerror, setting) from error
-        for start in range(0, self.nbytes, _TOUCH):
-            pages = self._memory[start : start + _TOUCH : PAGE]
-            pages[:] = bytes(len(pages))
-        self.memory = Memory(self._memory, descriptor)
+        self._memory, self.file = self._new(setting) if kept is None else self._again(kept)
+        """`file` is the descriptor of the memfd, for the keeper."""
+        self._close_file = weakref.finalize(self, os.close, self.file)
+        readable = os.open(f"/proc/self/fd/{self.file}", os.O_RDONLY | os.O_CLOEXEC)
+        self._close_readable = weakref.finalize(self, os.close, readable)
+        self.memory = Memory(self._memory, readable)
         """The whole arena, for transports to register once."""
         self._holes: list[tuple[int, int]] = [(0, self.nbytes)]
         """Free ranges (start, stop), ascending; no two of them touch."""
         self._spans: dict[int, Span] = {}
+
+    def _new(self, setting: str) -> tuple[memoryview, int]:
+        if self.nbytes > (left := host_memory().left):
+            raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's", setting)
+        file = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, self.nbytes)
+            memory = memoryview(mmap.mmap(file, self.nbytes))
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(file)
+            raise _no_memory(self.nbytes, error.strerror, setting) from error
+        for start in range(0, self.nbytes, _TOUCH):
+            pages = memory[start : start + _TOUCH : PAGE]
+            pages[:] = bytes(len(pages))
+        return memory, file
+
+    def _again(self, kept: int) -> tuple[memoryview, int]:
+        if os.fstat(kept).st_size != self.nbytes:
+            raise BadInput(
+                f"what was kept has {os.fstat(kept).st_size} bytes, the arena {self.nbytes}"
+            )
+        try:
+            if fcntl.fcntl(kept, fcntl.F_GET_SEALS) != _SEALS:
+                raise BadInput("what was kept is sealed in another way than an arena")
+            return memoryview(mmap.mmap(kept, self.nbytes)), os.dup(kept)
+        except OSError as error:
+            raise BadInput(f"what was kept cannot be mapped: {error.strerror}") from error
 
     def close(self) -> None:
         """Stops handing out memory. The memory is freed with the last view of it."""
         self._holes = []
         self._memory = memoryview(b"")
         self.memory = Memory(self._memory, -1)
-        self._close_descriptor()
+        self._close_readable()
+        self._close_file()
 
     @property
     def free_bytes(self) -> int:
@@ -99,19 +120,35 @@ class Arena:
         if nbytes <= 0:
             raise BadInput(f"a span of {nbytes} bytes")
         size = _round_up(nbytes, PAGE)
-        for index, (start, stop) in enumerate(self._holes):
+        for start, stop in self._holes:
             if stop - start >= size:
-                self._holes[index : index + 1] = (
-                    [(start + size, stop)] if stop - start > size else []
-                )
-                span = Span(start, self._memory[start : start + nbytes])
-                self._spans[start] = span
-                return span
+                return self._take(start, nbytes)
         largest = max((stop - start for start, stop in self._holes), default=0)
         raise CapacityExceeded(
             f"{nbytes} bytes are wanted, {self.free_bytes} of the arena's {self.nbytes} are free, "
             f"{largest} in one piece"
         )
+
+    def take(self, offset: int, nbytes: int) -> Span:
+        """The span at this place, as an earlier process had it. Conflict: a part of it is not free,
+        or it is no place for a span."""
+        fits = any(
+            start <= offset and offset + _round_up(nbytes, PAGE) <= stop
+            for start, stop in self._holes
+        )
+        if offset % PAGE or nbytes <= 0 or not fits:
+            raise Conflict(f"{nbytes} bytes at {offset} of the arena are not free")
+        return self._take(offset, nbytes)
+
+    def _take(self, offset: int, nbytes: int) -> Span:
+        end = offset + _round_up(nbytes, PAGE)
+        index, (start, stop) = next(
+            (index, hole) for index, hole in enumerate(self._holes) if hole[1] >= end
+        )
+        rest = [(start, offset)] * (start < offset) + [(end, stop)] * (end < stop)
+        self._holes[index : index + 1] = rest
+        span = self._spans[offset] = Span(offset, self._memory[offset : offset + nbytes])
+        return span
 
     def free(self, span: Span) -> None:
         """Conflict if the span is still held, or is not this arena's (for example because it was

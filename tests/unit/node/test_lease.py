@@ -123,6 +123,29 @@ def test_a_renewal_without_an_answer_costs_nothing() -> None:
     with_bucket(test)
 
 
+def test_the_lease_of_a_process_that_is_known_to_be_dead_is_taken_at_once() -> None:
+    async def test(bucket: Bucket) -> None:
+        await lease(bucket).take()
+        mine = msgspec.structs.replace(INFO, generation=Generation(2))
+        other = Lease(
+            bucket, bucket.counters, mine, LEASE_S, telemetry.logger("test"),
+            ended=frozenset({INFO.generation}),
+        )  # fmt: skip
+        before = asyncio.get_running_loop().time()
+        await other.wait_until_free()
+        await other.take()
+        assert asyncio.get_running_loop().time() == before
+        assert bucket.info == mine
+        await kept(other, 2 * LEASE_S)
+        with pytest.raises(Conflict):
+            await Lease(
+                bucket, bucket.counters, INFO, LEASE_S, telemetry.logger("test"),
+                ended=frozenset({Generation(7)}),
+            ).take()  # fmt: skip
+
+    with_bucket(test)
+
+
 def test_the_lease_of_a_dead_process_is_waited_out() -> None:
     async def test(bucket: Bucket) -> None:
         await lease(bucket).take()

@@ -106,10 +106,44 @@ def test_who_has_the_descriptor_can_read_and_no_more() -> None:
         assert seen[:4] == b"here"
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, PAGE)
-    with pytest.raises(PermissionError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(descriptor, b"x")
-    with pytest.raises(PermissionError):
-        os.ftruncate(descriptor, 0)
+    for file in (descriptor, arena.file):
+        with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
+            os.ftruncate(file, 0)
+
+
+def test_an_arena_that_was_kept_has_its_bytes_and_places_again() -> None:
+    before = Arena(8 * PAGE)
+    before.allocate(PAGE)
+    span = before.allocate(2 * PAGE + 5)
+    span.memory[:] = bytes(range(256)) * 32 + b"12345"
+    kept = os.dup(before.file)
+    before.close()
+    after = Arena(8 * PAGE, kept=kept)
+    os.close(kept)
+    again = after.take(span.offset, span.nbytes)
+    assert again.memory == bytes(range(256)) * 32 + b"12345"
+    assert after.free_bytes == 5 * PAGE
+    taken = (PAGE, 1), (0, PAGE + 1), (3 * PAGE, PAGE)
+    nowhere = (5, 1), (8 * PAGE, 1), (-PAGE, PAGE), (0, 0)
+    for offset, nbytes in (*taken, *nowhere):
+        with pytest.raises(Conflict):
+            after.take(offset, nbytes)
+    assert after.take(4 * PAGE, 4 * PAGE).taken == 4 * PAGE
+    after.free(again)
+    assert after.allocate(4 * PAGE).offset == 0
+
+
+def test_what_is_no_kept_arena_is_refused() -> None:
+    arena = Arena(2 * PAGE)
+    with pytest.raises(BadInput, match="has 8192 bytes, the arena 4096"):
+        Arena(PAGE, kept=arena.file)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, PAGE)
+    with pytest.raises(BadInput, match="sealed in another way"):
+        Arena(PAGE, kept=unsealed)
+    os.close(unsealed)
 
 
 def test_no_memory_for_the_arena() -> None:
