@@ -71,6 +71,10 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     """The longest wait for an instance, then 429 with Retry-After."""
     max_attempts: Count = 8
     """After this many failures a request ends with an error."""
+    keep_answers_s: Positive = 600.0
+    """How long an answer with an `Idempotency-Key` can be fetched again. At least 1 s."""
+    max_keys: Count = 10_000
+    """The most idempotency keys of one client that a gateway keeps answers for."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True):

@@ -49,6 +49,12 @@ class CapacityExceeded(LambdaScaleError):
 
     code = "capacity"
 
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: when it probably succeeds; None: not known. It does not cross the
+        wire."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class NotReady(LambdaScaleError):
     """Something that only some requests need has not arrived yet. The same call may succeed later

@@ -25,8 +25,14 @@ _encode = msgspec.json.encode
 
 class Answers:
     def __init__(
-        self, asked: Asked, generation: Generation, answer_id: str, codec: TextCodec
+        self,
+        asked: Asked,
+        generation: Generation,
+        answer_id: str,
+        codec: TextCodec,
+        created: int | None = None,
     ) -> None:
+        """`created`: when the answer was begun, in seconds since the epoch. None: now."""
         self._asked = asked
         self._codec = codec
         self._generation = generation
@@ -37,7 +43,7 @@ class Answers:
         self._common: dict[str, object] = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{answer_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": int(time.time()) if created is None else created,
             "model": generation.record.name,
             "system_fingerprint": f"ls-{generation.record.model_id[:12]}",
         }
@@ -193,7 +199,8 @@ class Answers:
     @staticmethod
     def failed(error: ApiError) -> bytes:
         """The end of a stream that fails after it has begun."""
-        return b"data: " + error.body + b"\n\n" + DONE
+        wait = b"" if error.retry_after is None else b"retry: %d000\n" % error.retry_after
+        return wait + b"data: " + error.body + b"\n\n" + DONE
 
 
 def _finite(logprob: float) -> float:

@@ -1,10 +1,22 @@
 """The OpenAI API's errors."""
 
+import math
 from typing import NoReturn
 
 import msgspec
 
-from shared.errors import BadInput, BusError, CapacityExceeded, LambdaScaleError, NotFound
+from services.gateway.core.keyed import KeyReused
+from shared.errors import (
+    BadInput,
+    BusError,
+    CapacityExceeded,
+    Conflict,
+    LambdaScaleError,
+    NotFound,
+)
+
+MOST_SECONDS = 600
+"""The longest time for which a client is sent away."""
 
 
 class ApiError(Exception):
@@ -33,15 +45,24 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 def of_error(error: LambdaScaleError) -> ApiError:
     match error:
+        case KeyReused():
+            return ApiError(422, str(error), param="Idempotency-Key", code=error.code)
         case BadInput():
             return ApiError(400, str(error))
         case NotFound():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case CapacityExceeded():
-            return ApiError(429, str(error), code="capacity", retry_after=1)
+            return ApiError(429, str(error), code="capacity", retry_after=_seconds(error))
+        case Conflict():
+            return ApiError(409, str(error), code="conflict")
         case BusError():
             return ApiError(503, str(error), code=error.code, retry_after=1)
     return ApiError(500, str(error), code=error.code)
+
+
+def _seconds(error: CapacityExceeded) -> int:
+    """For `Retry-After`, in whole seconds."""
+    return max(1, min(math.ceil(error.retry_after_s or 1), MOST_SECONDS))
 
 
 def invalid(param: str, message: str) -> NoReturn:

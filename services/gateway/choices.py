@@ -55,6 +55,23 @@ class Choice:
         self._min_tokens = min_tokens
         self._silent = silent
 
+    def ask_for_the_rest(self) -> None:
+        """Has a request of its own for what is still missing."""
+        one = self.request
+        self.request = Request(
+            id=RequestId(new_id("req")),
+            model_id=one.model_id,
+            call=one.call,
+            prompt=one.prompt,
+            max_tokens=one.max_tokens,
+            stop_ids=one.stop_ids,
+            sampling=one.sampling,
+            rules=one.rules,
+            score_from=len(self.prompt_logprobs) + 1 if one.score_from else 0,
+            tokens=self.tokens.copy(),
+            waiting_since=now(),
+        )
+
     def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
         """Takes a token and returns the text that became certain. Sets `finish` with the last
         token."""
@@ -113,10 +130,16 @@ async def _ids(prompt: str | list[int] | Dialogue, lingo: Lingo) -> tuple[list[i
 
 
 def choices_of(
-    asked: Asked, record: ModelRecord, lingo: Lingo, prompts: list[list[int]], call: str
+    asked: Asked,
+    record: ModelRecord,
+    lingo: Lingo,
+    prompts: list[list[int]],
+    call: str,
+    seed: int | None = None,
 ) -> list[Choice]:
     """One choice for every prompt and each of its `n` completions, in the API's order. `call` is
-    the id of the API call."""
+    the id of the API call. `seed`: from which all choices have theirs, if the client gives none;
+    None: random seeds."""
     scored = asked.echo and asked.logprobs
     _check_size(asked, prompts, scored)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
@@ -125,8 +148,13 @@ def choices_of(
     for number, prompt in enumerate(prompts):
         limit = _limit(asked, len(prompt), record.context_length)
         for i in range(asked.n):
-            seed = secrets.randbits(63) if asked.seed is None else asked.seed
-            sampling = msgspec.structs.replace(asked.sampling, seed=admission.derive_seed(seed, i))
+            if asked.seed is not None:
+                drawn = admission.derive_seed(asked.seed, i)
+            elif seed is not None:
+                drawn = admission.derive_seed(seed, number * asked.n + i)
+            else:
+                drawn = secrets.randbits(63)
+            sampling = msgspec.structs.replace(asked.sampling, seed=drawn)
             request = Request(
                 id=RequestId(new_id("req")),
                 model_id=record.model_id,

@@ -1,14 +1,14 @@
 """From tokens to what a client reads: one call, until all its choices have ended."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from services.gateway.api_error import of_error
+from services.gateway.api_error import ApiError, of_error
 from services.gateway.choices import Choice
-from services.gateway.core.commands import Emit, End, Piece
+from services.gateway.core.commands import Emit, End, Piece, Scored
 from services.gateway.frontend import Frontend
 from services.gateway.metrics import Metrics
 from shared import telemetry
@@ -54,7 +54,8 @@ class Generation:
         self._trace = trace
         self._arrived, self._arrived_ns = now(), wall_ns()
         self._pieces: asyncio.Queue[tuple[Choice, Piece]] = asyncio.Queue()
-        self._open = len(choices)
+        self.open = len(choices)
+        """How many choices have not ended."""
         self._failed = "cancelled"
         """What ended the choices that did not end by themselves: the code of an error, or the
         client."""
@@ -63,12 +64,9 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         try:
-            self._frontend.begin(
-                {choice.request: partial(self._take, choice) for choice in self.choices}
-            )
+            self.begin(lambda choice, piece: self._pieces.put_nowait((choice, piece)))
         except LambdaScaleError as error:
             raise of_error(error) from error
-        self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
         return self
 
     async def __aexit__(
@@ -77,9 +75,20 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def begin(self, take: Callable[[Choice, Piece], None]) -> None:
+        """Begins the choices that have not ended; `take` is called with what comes of each.
+        CapacityExceeded or NotFound as of `Frontend.begin`."""
+        begun = [choice for choice in self.choices if choice.finish is None]
+        self._frontend.begin({choice.request: partial(take, choice) for choice in begun})
+        self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
+
+    def end(self) -> None:
+        """Cancels the choices that have not ended."""
         self._frontend.end(choice.request for choice in self.choices)
-        if self._open:
-            self._metrics.requests.labels(self.record.name, self._failed).inc(self._open)
+        if self.open:
+            self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
         self._record_span()
 
     def _record_span(self) -> None:
@@ -96,13 +105,10 @@ class Generation:
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self.generated,
                 "attempts": sum(request.attempt for request in requests),
-                "ended": not self._open,
+                "ended": not self.open,
             },
             links=[trace for request in requests for trace in request.traces],
         )
-
-    def _take(self, choice: Choice, piece: Piece) -> None:
-        self._pieces.put_nowait((choice, piece))
 
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """The pieces that came since the last time, until all choices have ended. ApiError if a
@@ -111,7 +117,7 @@ class Generation:
         An empty list means that there is nothing to tell yet, or that nothing came for
         `patience_s`.
         """
-        while self._open:
+        while self.open:
             try:
                 async with asyncio.timeout(patience_s):
                     pieces = [await self._pieces.get()]
@@ -123,19 +129,34 @@ class Generation:
             deltas = []
             for choice, piece in pieces:
                 if isinstance(piece, End):
-                    error = of_error(piece.error)
-                    self._failed = error.code or "error"
-                    raise error
-                if not isinstance(piece, Emit):
-                    choice.prompt_logprobs += piece.logprobs
-                elif choice.finish is None:
-                    text = self._push(choice, piece)
-                    token = piece.token if choice.tokens else None
-                    delta = Delta(
-                        choice, text, token, piece.logprobs, choice.finish, self.generated
-                    )
+                    raise self.fail(piece.error)
+                if delta := self.take(choice, piece):
                     deltas.append(delta)
             yield deltas
+
+    def fail(self, error: LambdaScaleError) -> ApiError:
+        """What ended the choices that are open. Returns it as the client gets it."""
+        told = of_error(error)
+        self._failed = told.code or "error"
+        return told
+
+    def take(self, choice: Choice, piece: Scored | Emit) -> Delta | None:
+        """Takes what an instance gave. None: nothing that a client is told now."""
+        if not isinstance(piece, Emit):
+            choice.prompt_logprobs += piece.logprobs
+            return None
+        if choice.finish is not None:
+            return None
+        delta = self.push(choice, piece.token, piece.finish, piece.logprobs, piece.cached)
+        self._measure(choice)
+        if choice.finish and not piece.finish:
+            self._frontend.finish(piece.request)
+        return delta
+
+    @property
+    def generation(self) -> Self:
+        """What gives the deltas, as of a `Reader`."""
+        return self
 
     @property
     def scored(self) -> bool:
@@ -162,23 +183,27 @@ class Generation:
                 least[choice.prompt] = min(choice.cached, least.get(choice.prompt, choice.cached))
         return sum(least.values())
 
-    def _push(self, choice: Choice, piece: Emit) -> str:
+    def push(
+        self, choice: Choice, token: int, finish: str, logprobs: Logprobs | None, cached: int
+    ) -> Delta:
+        """Takes the next token of a choice that has not ended, wherever it was generated."""
         if choice.cached is None:
-            choice.cached = piece.cached
+            choice.cached = cached
         before = len(choice.tokens)
-        text = choice.push(piece.token, piece.finish, piece.logprobs)
+        text = choice.push(token, finish, logprobs)
         self.generated += len(choice.tokens) - before
+        self.open -= choice.finish is not None
+        told = token if choice.tokens else None
+        return Delta(choice, text, told, logprobs, choice.finish, self.generated)
+
+    def _measure(self, choice: Choice) -> None:
         name, count = self.record.name, len(choice.tokens)
         if count == 1:
             choice.first_at = now()
             self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived)
         if choice.finish:
-            self._open -= 1
-            if not piece.finish:
-                self._frontend.finish(piece.request)
             self._metrics.tokens.labels(name).inc(count)
             self._metrics.requests.labels(name, choice.finish).inc()
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
                 self._metrics.tpot.labels(name).observe(mean)
-        return text

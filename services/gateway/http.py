@@ -1,6 +1,5 @@
 """The gateway's HTTP: OpenAI's API, image classification, health and metrics."""
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -10,28 +9,28 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
-from services.gateway import classify
-from services.gateway.answers import WAITING, Answers
+from services.gateway import classify, responses
+from services.gateway.answers import Answers
 from services.gateway.api_error import ApiError, invalid, of_error
 from services.gateway.asked import Asked, chat, completion
 from services.gateway.catalog import Catalog
 from services.gateway.choices import choices_of, prompts_of
+from services.gateway.event_ids import NumberedAnswers
 from services.gateway.frontend import NO_BUS, Frontend
 from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
+from services.gateway.idempotency import Key, key_of, marks_of
 from services.gateway.images import ImageDecoder
+from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import CONTENT_TYPE, Metrics
+from services.gateway.text import TextCodec
 from shared.config import GatewayConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
 
-FAILED = "the gateway failed; its log says why"
-KEEPALIVE_S = 3.0
-"""Seconds after which a silent stream sends a sign of life."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ID = web.RequestKey("request_id", str)
-_NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Found = TypeVar("Found")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,6 +43,7 @@ class Api:
         grammars: GrammarChecker,
         frontend: Frontend,
         metrics: Metrics,
+        keyed: KeyedAnswers,
         log: structlog.stdlib.BoundLogger,
         *,
         connected: Callable[[], bool],
@@ -59,6 +59,7 @@ class Api:
         self._grammars = grammars
         self._frontend = frontend
         self._metrics = metrics
+        self._keyed = keyed
         self._log = log
         self._connected = connected
 
@@ -96,7 +97,7 @@ class Api:
             response = _error_response(of_error(error))
         except Exception:  # the supervised boundary of all handlers
             self._log.exception("request failed", path=request.path, request=request[_ID])
-            response = _error_response(ApiError(500, FAILED))
+            response = _error_response(ApiError(500, responses.FAILED))
         resource = request.match_info.route.resource
         route = resource.canonical if resource else "none"
         self._metrics.responses.labels(route, str(response.status)).inc()
@@ -142,55 +143,35 @@ class Api:
         record = self._record(asked.model)
         lingo = await self._loaded(record, self._catalog.lingo)
         prompts = await prompts_of(asked, lingo)
-        choices = choices_of(asked, record, lingo, prompts, request[_ID])
+        key = key_of(request.headers, request.path, await request.read())
+        seed = None if key is None else key.seed
+        choices = choices_of(asked, record, lingo, prompts, request[_ID], seed)
         await self._check_grammar(asked)
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         trace = request.headers.get("traceparent", "")
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, trace
         )
+        if key is not None:
+            return await self._complete_keyed(request, asked, key, generation, lingo.codec)
         answers = Answers(asked, generation, request[_ID], lingo.codec)
         async with generation:
             if asked.stream:
-                return await self._stream(request, generation, answers)
-            texts: list[list[str]] = [[] for _ in choices]
-            async for deltas in generation.deltas(None):
-                for choice, text, *_ in deltas:
-                    texts[choice.index].append(text)
-            data = await _written(generation, answers.whole, texts)
-            return web.Response(body=data, content_type="application/json")
+                return await responses.stream(request, generation, answers, self._log, request[_ID])
+            return await responses.whole(generation, answers)
 
-    async def _stream(
-        self, request: web.Request, generation: Generation, answers: Answers
+    async def _complete_keyed(
+        self, request: web.Request, asked: Asked, key: Key, generation: Generation, codec: TextCodec
     ) -> web.StreamResponse:
-        """Streams an answer. Headers go out with the first piece, so that an early failure has its
-        own status."""
-        response = web.StreamResponse(headers=_NO_STORE)
-        response.content_type = "text/event-stream"
-        response.charset = "utf-8"
-        try:
-            try:
-                async for deltas in generation.deltas(KEEPALIVE_S):
-                    data = await _written(generation, answers.events, deltas) if deltas else WAITING
-                    if not data:
-                        continue  # half a character, or the possible beginning of a stop string
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(data)
-                await response.write(answers.last())
-            except (ConnectionResetError, asyncio.CancelledError):
-                raise
-            except Exception as error:  # headers are out, so the stream itself has to say it
-                if not response.prepared:
-                    raise
-                if not isinstance(error, ApiError):
-                    self._log.exception("stream failed", request=request[_ID])
-                    error = ApiError(500, FAILED)
-                await response.write(answers.failed(error))
-            await response.write_eof()
-        except ConnectionResetError:
-            pass  # the client left; the generation's context cancels its requests
-        return response
+        """Answers a request that may have been answered in part, by any gateway."""
+        count = len(generation.choices)
+        marks = marks_of(request.headers, count)
+        async with self._keyed.reader(key, generation) as reader:
+            answers = Answers(asked, reader.generation, reader.answer_id, codec, reader.created)
+            if not asked.stream:
+                return await responses.whole(reader, answers)
+            numbered = NumberedAnswers(answers, marks, count)
+            return await responses.stream(request, reader, numbered, self._log, request[_ID])
 
     async def _check_grammar(self, asked: Asked) -> None:
         if not asked.rules.grammar:
@@ -244,14 +225,6 @@ class Api:
             self._log.warning("model's files not loaded", model=record.name, error=str(error))
             message = f"model {record.name!r} can't be served now: {error}"
             raise ApiError(503, message, code=error.code, retry_after=1) from error
-
-
-async def _written(
-    generation: Generation, write: Callable[[list[Found]], bytes], what: list[Found]
-) -> bytes:
-    """Encodes an answer. With scores it has a line for every token of the prompt, and 10,000 of
-    them take 0.2 s. So it is encoded on a thread, while streams go on."""
-    return await asyncio.to_thread(write, what) if generation.scored else write(what)
 
 
 def _card(record: ModelRecord) -> dict[str, object]:

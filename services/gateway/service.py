@@ -17,6 +17,7 @@ from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http import Api
+from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
 from shared import subjects
@@ -155,12 +156,17 @@ class GatewayService(Service):
         config = self._config
         grammars = GrammarChecker()
         self.resources.push_async_callback(grammars.close)
+        keyed = KeyedAnswers(
+            self._bus, config, self._start, self.contain, self.log, lambda: self.id
+        )
+        await keyed.open()
         self._api = api = Api(
             config,
             self._catalog,
             grammars,
             self.frontend,
             self._metrics,
+            keyed,
             self.log,
             connected=self._connected,
         )

@@ -1,0 +1,79 @@
+"""The HTTP responses of completions: whole ones and streams, from whatever gives their deltas."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from services.gateway.answers import WAITING, Answers
+from services.gateway.api_error import ApiError
+from services.gateway.event_ids import NumberedAnswers
+from services.gateway.generation import Generation
+from services.gateway.keyed_answers import Reader
+
+FAILED = "the gateway failed; its log says why"
+KEEPALIVE_S = 3.0
+"""Seconds after which a silent stream sends a sign of life."""
+_NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Part = TypeVar("Part")
+
+
+async def whole(source: Generation | Reader, answers: Answers) -> web.Response:
+    generation = source.generation
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    async for deltas in source.deltas(None):
+        for choice, text, *_ in deltas:
+            texts[choice.index].append(text)
+    data = await _written(generation, answers.whole, texts)
+    return web.Response(body=data, content_type="application/json")
+
+
+async def stream(
+    request: web.Request,
+    source: Generation | Reader,
+    answers: Answers | NumberedAnswers,
+    log: structlog.stdlib.BoundLogger,
+    call: str,
+) -> web.StreamResponse:
+    """Streams an answer. Headers go out with the first piece, so that an early failure has its own
+    status. `call`: the request's id, for the log."""
+    response = web.StreamResponse(headers=_NO_STORE)
+    response.content_type = "text/event-stream"
+    response.charset = "utf-8"
+    try:
+        try:
+            async for deltas in source.deltas(KEEPALIVE_S):
+                data = WAITING
+                if deltas:
+                    data = await _written(source.generation, answers.events, deltas)
+                if not data:
+                    continue  # half a character, or the possible beginning of a stop string
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(data)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(answers.last())
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # headers are out, so the stream itself has to say it
+            if not response.prepared:
+                raise
+            if not isinstance(error, ApiError):
+                log.exception("stream failed", request=call)
+                error = ApiError(500, FAILED)
+            await response.write(answers.failed(error))
+        await response.write_eof()
+    except ConnectionResetError:
+        pass  # the client left, and with it its interest in the answer
+    return response
+
+
+async def _written(
+    generation: Generation, write: Callable[[list[Part]], bytes], what: list[Part]
+) -> bytes:
+    """Encodes an answer. With scores it has a line for every token of the prompt, and 10,000 of
+    them take 0.2 s. So it is encoded on a thread, while streams go on."""
+    return await asyncio.to_thread(write, what) if generation.scored else write(what)
