@@ -56,6 +56,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "when the active one dies (default: %(default)s)",
     )  # fmt: skip
     up.add_argument(
+        "--node-standbys", action="store_true",
+        help="beside each node, run a process that has loaded all but the weights, and goes on "
+        "with the node's when its process ends",
+    )  # fmt: skip
+    up.add_argument(
         "--nats-servers", type=int, default=1, metavar="N",
         help="how many nats-servers; three keep three copies of the cluster's state, and any one "
         "of them may die (default: %(default)s)",
@@ -148,6 +153,7 @@ async def _up(
         nodes=args.nodes,
         gateways=args.gateways,
         standbys=args.standbys,
+        node_standbys=args.node_standbys,
         nats_servers=args.nats_servers,
         config=args.config,
         gateway_port=args.port,

@@ -53,6 +53,8 @@ class ClusterSpec:
     """Whether each node names a machine of its own, so that nothing goes through shared memory."""
     standbys: int = 0
     """How many processes stand by for each of the roles `ELECTED`."""
+    node_standbys: bool = False
+    """Whether beside each node's process another one stands by, to go on with its weights."""
     nats_servers: int = 1
     """If several, they keep copies of each other's state."""
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -126,8 +128,8 @@ class Cluster:
             self._gateway_ports[f"{GATEWAY}-{number + 2}"] = port
         for name in self.services:
             self.start_service(name)
-        for number in range(self.spec.nodes):
-            self.start_node(number)
+        for name in self.node_names:
+            self.start_node(name)
         urls = await self._wait_until_ready(before)
         more = {_port(url): url for url in urls}
         further = [more.pop(port) for port in ports]
@@ -175,18 +177,27 @@ class Cluster:
             settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
         self._spawn(name, self.services[name], settings)
 
-    def start_node(self, number: int) -> None:
-        """Starts a node, possibly again. What its disk holds is still there."""
-        name = node_id(number)
+    @property
+    def node_names(self) -> dict[str, NodeId]:
+        """The nodes' processes, with the node of each. `node-0-standby` is the second process of
+        node-0; which of the two is at work does not follow from the name."""
+        nodes = [node_id(number) for number in range(self.spec.nodes)]
+        standbys = nodes if self.spec.node_standbys else []
+        return {node: node for node in nodes} | {f"{node}-standby": node for node in standbys}
+
+    def start_node(self, name: str) -> None:
+        """Starts a process of a node, possibly again. What its disk holds is still there, and what
+        its keeper holds."""
+        node = self.node_names[name]
         settings = {
-            "LAMBDASCALE_NODE_ID": name,
-            "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / name),
+            "LAMBDASCALE_NODE_ID": node,
+            "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / node),
             "LAMBDASCALE_NODE_KV_SHARE": str(
                 load(self.spec.config).node.kv_share / self.spec.nodes
             ),
         }
         if self.spec.apart:
-            settings["LAMBDASCALE_NODE_MACHINE"] = name
+            settings["LAMBDASCALE_NODE_MACHINE"] = node
         self._spawn(name, "node", settings)
 
     def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
@@ -317,8 +328,7 @@ class Cluster:
         elif name in self.services:
             self.start_service(name)
         else:
-            numbers = {node_id(number): number for number in range(self.spec.nodes)}
-            self.start_node(numbers[NodeId(name)])
+            self.start_node(name)
 
     @property
     def _nats_there(self) -> NatsServers:

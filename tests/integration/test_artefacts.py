@@ -42,6 +42,7 @@ def node(directory: Path, name: str, bus: BusConfig, **changes: str) -> Iterator
         "LAMBDASCALE_NODE_KV_BYTES": str(1 << 20),
         "LAMBDASCALE_NODE_THREADS": "1",
         "LAMBDASCALE_NODE_SHARE_COMPILED": "true",
+        "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
         **changes,
     }
     command = [sys.executable, "-m", "services.cli", "node"]

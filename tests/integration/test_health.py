@@ -56,6 +56,7 @@ async def test_a_service_is_well_while_it_is_ready_and_has_its_bus(
         "LAMBDASCALE_BUS_URL": nats_server.url,
         "LAMBDASCALE_GATEWAY_PORT": "0",
         "LAMBDASCALE_NODE_ARENA_BYTES": str(1 << 20),
+        "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
     }
     code, answer = await ask(environment)
     assert (code, answer.startswith(f"no answer at {path}: ")) == (1, True)

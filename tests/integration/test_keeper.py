@@ -32,7 +32,7 @@ async def test_a_killed_node_serves_on_with_its_weights_and_moves_no_byte(
         stream = asyncio.create_task(up.ask(prompt, TOKENS, into=answer))
         await up.until(lambda: len(answer.tokens) > TOKENS // 6, "some tokens")
         up.kill("node-0")
-        up.cluster.start_node(0)
+        up.cluster.start_node("node-0")
         await stream
         assert (answer.error, answer.tokens) == ("", oracle.tokens([prompt], TOKENS)[0])
         assert arrived == []

@@ -62,7 +62,7 @@ async def test_planner_registry_and_a_node_killed_and_back(
         up.kill("node-2")
         for role in ("registry", "planner"):
             up.cluster.start_service(role)
-        up.cluster.start_node(2)
+        up.cluster.start_node("node-2")
         await answered(up, after=killed)
         async with asyncio.timeout(LIMIT_S):  # a fast machine answers before the weights are there
             while max(sample.replicas for sample in up.watch.samples) < 3:
