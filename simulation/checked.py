@@ -1,8 +1,21 @@
-"""Services whose cores are validated while they run."""
+"""Services whose cores are validated while they run.
+
+What a core's `validate` finds is raised there, and kept in `found`, because the services contain
+errors: `Cluster` raises what was found when it ends.
+"""
 
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from services.gateway.core.commands import Broken
+from services.gateway.core.commands import Command as GatewayCommand
+from services.gateway.core.dispatch import Dispatch
+from services.gateway.service import GatewayService
+from services.node.core.batching import Batcher
+from services.node.core.pulling import Pulls
+from services.node.execution.steps import Steps
+from services.node.moving.mover import Mover
 from services.planner.core.commands import Command, Log
 from services.planner.core.planner import Planner
 from services.planner.core.stimuli import Stimulus
@@ -15,6 +28,44 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Core(Protocol):
+    def validate(self) -> None:
+        """Raises if parts of the state contradict each other."""
+
+
+C = TypeVar("C", bound=Core)
+found: list[Exception] = []
+"""What was found in this process, and has not been raised by `raise_found`."""
+
+
+def raise_found() -> None:
+    """AssertionError if a core was found to contradict itself since the last call."""
+    wrong, found[:] = found[:], []
+    if wrong:
+        raise AssertionError(f"{len(wrong)} contradictions in cores") from wrong[0]
+
+
+def _validated(act: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    @wraps(act)
+    def acting(core: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result = act(core, *args, **kwargs)
+        _check(core)
+        return result
+
+    return acting
+
+
+def _check(core: Core) -> None:
+    try:
+        core.validate()
+    except Exception as error:
+        found.append(error)
+        raise
+
+
+# --- the planner ------------------------------------------------------------
+
+
 class CheckedCore(Planner):
     """Is validated after every stimulus. Raises where the real one would log an error and go on."""
 
@@ -23,7 +74,7 @@ class CheckedCore(Planner):
         for command in commands:
             if isinstance(command, Log) and command.error is not None:
                 raise AssertionError(f"{command.text} at {stimulus}") from command.error
-        self.validate()
+        _check(self)
         return commands
 
 
@@ -31,25 +82,20 @@ class CheckedPlanner(PlannerService):
     core_type = CheckedCore
 
 
-def _validated(
-    act: Callable[Concatenate[Pool, P], T],
-) -> Callable[Concatenate[Pool, P], T]:
-    def acting(pool: Pool, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        found = act(pool, *args, **kwargs)
-        pool.validate()
-        return found
-
-    return acting
+# --- the registry -----------------------------------------------------------
 
 
 class CheckedPool(Pool):
-    """Is validated after every change of leases and reservations, and at every tick. Reports of
-    nodes are too many for that: the next tick follows them."""
+    """Is validated after every event and every request that changes it."""
 
     restore = _validated(Pool.restore)
+    start = _validated(Pool.start)
     lease_put = _validated(Pool.lease_put)
     lease_dropped = _validated(Pool.lease_dropped)
     leases_are = _validated(Pool.leases_are)
+    status = _validated(Pool.status)
+    leave = _validated(Pool.leave)
+    order_failed = _validated(Pool.order_failed)
     tick = _validated(Pool.tick)
     reserve = _validated(Pool.reserve)
     unreserve = _validated(Pool.unreserve)
@@ -57,3 +103,75 @@ class CheckedPool(Pool):
 
 class CheckedRegistry(RegistryService):
     pool_type = CheckedPool
+
+
+# --- the gateway ------------------------------------------------------------
+
+
+class CheckedDispatch(Dispatch):
+    """Is validated after every event. A model whose state had to be made anew is an error, too."""
+
+    take_id = _validated(Dispatch.take_id)
+    remove_model = _validated(Dispatch.remove_model)
+    on_instances = _validated(Dispatch.on_instances)
+    on_node_gone = _validated(Dispatch.on_node_gone)
+    admit = _validated(Dispatch.admit)
+    finish = _validated(Dispatch.finish)
+    cancel = _validated(Dispatch.cancel)
+    on_tokens = _validated(Dispatch.on_tokens)
+    on_not_taken = _validated(Dispatch.on_not_taken)
+    on_taken = _validated(Dispatch.on_taken)
+    on_load = _validated(Dispatch.on_load)
+    on_tick = _validated(Dispatch.on_tick)
+
+    def _flush(self) -> list[GatewayCommand]:
+        commands = super()._flush()
+        found.extend(each.error for each in commands if isinstance(each, Broken))
+        return commands
+
+
+class CheckedGateway(GatewayService):
+    dispatch_type = CheckedDispatch
+
+
+# --- nodes ------------------------------------------------------------------
+
+
+class CheckedBatcher(Batcher):
+    """Is validated after every event, and after every step that it has decided."""
+
+    submit = _validated(Batcher.submit)
+    cancel = _validated(Batcher.cancel)
+    received = _validated(Batcher.received)
+    prepared = _validated(Batcher.prepared)
+    peer_lost = _validated(Batcher.peer_lost)
+    model_closed = _validated(Batcher.model_closed)
+    give_up = _validated(Batcher.give_up)
+    close = _validated(Batcher.close)
+    take = _validated(Batcher.take)
+    join = _validated(Batcher.join)
+    ran = _validated(Batcher.ran)
+    failed = _validated(Batcher.failed)
+    refused = _validated(Batcher.refused)
+    no_room = _validated(Batcher.no_room)
+
+
+class CheckedSteps(Steps):
+    batcher_type = CheckedBatcher
+
+
+class CheckedPulls(Pulls):
+    """Is validated after every event."""
+
+    apply = _validated(Pulls.apply)
+    hold = _validated(Pulls.hold)
+    give_up = _validated(Pulls.give_up)
+    close = _validated(Pulls.close)
+    verified = _validated(Pulls.verified)
+    read = _validated(Pulls.read)
+    failed = _validated(Pulls.failed)
+    stopped = _validated(Pulls.stopped)
+
+
+class CheckedMover(Mover):
+    pulls_type = CheckedPulls

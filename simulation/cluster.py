@@ -13,9 +13,11 @@ from typing import Any, Self
 import msgspec
 
 from services.gateway.service import GatewayService
+from services.node.execution.steps import Steps
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
+from services.node.moving.mover import Mover
 from services.node.parts import WorkerListener
 from services.node.service import NodeService
 from services.planner.service import PlannerService
@@ -33,12 +35,19 @@ from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import ModelAdd
 from shared.messages.scaling import PlannerQuery, PlannerState
 from shared.service import Service
+from simulation import checked
 from simulation.bus import SimBroker
-from simulation.checked import CheckedPlanner, CheckedRegistry
+from simulation.checked import (
+    CheckedGateway,
+    CheckedMover,
+    CheckedPlanner,
+    CheckedRegistry,
+    CheckedSteps,
+)
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
-from simulation.locality import LocalityRegistry
+from simulation.locality import CheckedLocality, LocalityRegistry
 from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
@@ -95,8 +104,7 @@ class ClusterSpec:
     host_bytes: int = 0
     """Modelled bytes of each node's host cache. Copying in memory takes no time."""
     checked: bool = True
-    """Whether the cores of planner and registry are validated at every step, which takes a fifth of
-    the time where there are many models."""
+    """Whether all cores are validated after every event, which takes about a third of the time."""
     seed: int = 0
     """Disks differ by up to DISK_SPREAD in ways that the seed decides. 0: all are alike."""
 
@@ -201,12 +209,14 @@ class NodeParts:
             send=listener.send,
             emit=listener.emit,
             ran=listener.ran,
+            steps_type=CheckedSteps if spec.checked else Steps,
         )
 
     def data_plane(
         self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener
     ) -> ModelledDataPlane:
-        return ModelledDataPlane(self._cluster.ends, self.name, listener)
+        mover = CheckedMover if self._cluster.spec.checked else Mover
+        return ModelledDataPlane(self._cluster.ends, self.name, listener, mover)
 
 
 class Cluster:
@@ -239,6 +249,7 @@ class Cluster:
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
+        checked.found.clear()
         await self._stack.enter_async_context(self.bus)
         await self._stack.enter_async_context(self._group)
         self._stack.push_async_exit(self._stop)
@@ -256,6 +267,7 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         await self._stack.__aexit__(exc_type, exc, traceback)
+        checked.raise_found()
 
     async def _stop(self, _: object, exc: BaseException | None, __: object) -> None:
         """Stops all in order, the last one first. After an error the group cancels them."""
@@ -318,9 +330,11 @@ class Cluster:
         system = self.spec.system
         registry = CheckedRegistry if self.spec.checked else RegistryService
         planner = CheckedPlanner if self.spec.checked else PlannerService
+        gateway = CheckedGateway if self.spec.checked else GatewayService
         name = next((role for role in (REGISTRY, PLANNER) if name in self.candidates(role)), name)
         if name == REGISTRY and system.cache is Cache.KEEP_ALIVE:
-            return lambda bus: LocalityRegistry(bus, RegistryConfig(), self._cached)
+            local = CheckedLocality if self.spec.checked else LocalityRegistry
+            return lambda bus: local(bus, RegistryConfig(), self._cached)
         if name == REGISTRY:
             return lambda bus: registry(bus, RegistryConfig())
         if name == PLANNER:
@@ -328,7 +342,7 @@ class Cluster:
             return lambda bus: planner(bus, self.planner_config, decide)
         if name == GATEWAY:
             config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
-            return lambda bus: GatewayService(bus, config, listen=False, routing=system.routing)
+            return lambda bus: gateway(bus, config, listen=False, routing=system.routing)
         return self._node(int(name.removeprefix(NODE)))
 
     def _node(self, index: int) -> Callable[[Bus], NodeService]:

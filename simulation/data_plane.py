@@ -32,10 +32,11 @@ class ModelledDataPlane:
         ends: Ends,
         node: str,
         listener: PlaneListener,
+        mover_type: type[Mover] = Mover,
     ) -> None:
         """`node`: its name in the network."""
         self._transport = ModelledTransport(ends, node, listener=listener)
-        self._mover = Mover(
+        self._mover = mover_type(
             self._transport,
             on_arrived=listener.on_arrived,
             on_failed=listener.on_failed,

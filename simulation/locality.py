@@ -5,12 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.registry.core.placement import Candidate
+from services.registry.core.pool import Pool
 from services.registry.core.survey import Survey
+from services.registry.service import RegistryService
 from shared.bus.base import Bus
 from shared.config import RegistryConfig
 from shared.ids import EventId, ModelId, NodeId
 from shared.messages.pool import NodeInfo, NodeStatus
-from simulation.checked import CheckedPool, CheckedRegistry
+from simulation.checked import CheckedPool
 
 Cached = Callable[[NodeId, ModelId], int]
 """How many blocks of a model lie in the cache of a node's store."""
@@ -25,7 +27,7 @@ class _Survey(Survey):
         return replace(found, in_memory=max(found.in_memory, cached))
 
 
-class _Pool(CheckedPool):
+class _Pool(Pool):
     cached: Cached
 
     def _survey(self, model_id: ModelId, event: EventId | None) -> Survey:
@@ -35,10 +37,18 @@ class _Pool(CheckedPool):
         return survey
 
 
-class LocalityRegistry(CheckedRegistry):
+class _CheckedPool(CheckedPool, _Pool):
+    """Is validated, as `CheckedPool` is."""
+
+
+class LocalityRegistry(RegistryService):
     pool_type = _Pool
 
     def __init__(self, bus: Bus, config: RegistryConfig, cached: Cached) -> None:
         super().__init__(bus, config)
         assert isinstance(self.pool, _Pool)
         self.pool.cached = cached
+
+
+class CheckedLocality(LocalityRegistry):
+    pool_type = _CheckedPool

@@ -44,13 +44,14 @@ class ModelledWorker:
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
+        steps_type: type[Steps] = Steps,
     ) -> None:
         """`host` is told which models are in use."""
         self._node = node
         self._engine = engine
         self._pcie = pcie
         self._host = host
-        self._steps = Steps(
+        self._steps = steps_type(
             node=node,
             engine=engine,
             slots=slots,

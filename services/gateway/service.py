@@ -63,6 +63,7 @@ HANG_UP_S = 0.5
 
 class GatewayService(Service):
     role: ClassVar[str] = "gateway"
+    dispatch_type: ClassVar[type[Dispatch]] = Dispatch
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class GatewayService(Service):
             max_attempts=config.max_attempts,
             routing=routing,
         )
-        self._dispatch = Dispatch(rules)
+        self._dispatch = self.dispatch_type(rules)
         self.frontend = Frontend(
             bus, self._dispatch, self._metrics, self._start, self.contain, self.log
         )

@@ -12,6 +12,7 @@ from services.node.core.microbatches import Command, Emit, Failed, Failure, Part
 from shared.ids import ModelName
 from shared.messages.serving import AttemptFailed
 from simulation.chaos import play
+from simulation.checked import CheckedBatcher
 from simulation.cluster import PLANNER
 from simulation.faults import Crash, Fault, Restart, Whom
 from simulation.scenario import Arrival, Scenario
@@ -106,7 +107,7 @@ def test_requests_that_lose_their_kv_on_paths_are_resumed(monkeypatch: pytest.Mo
                 lost.extend(each.message.sequences)
         return commands
 
-    monkeypatch.setattr(Batcher, "no_room", watched)
+    monkeypatch.setattr(CheckedBatcher, "no_room", watched)
     requests = tuple(Arrival(1 + 0.02 * number, "model", 20, 300) for number in range(16))
     verdict = play(Scenario(0, SPEC, requests, ()))
     assert not verdict.violations

@@ -13,6 +13,7 @@ everything that runs and waits, and gateways resume it elsewhere. Each error is 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -62,6 +63,8 @@ STEP, GRAMMAR, BUG = "step", "grammar", "bug"
 
 
 class Steps:
+    batcher_type: ClassVar[type[Batcher]] = Batcher
+
     def __init__(
         self,
         *,
@@ -81,7 +84,7 @@ class Steps:
         none ever do, if there is no other thread."""
         self._node = node
         self._engine = engine
-        self._batcher = Batcher(
+        self._batcher = self.batcher_type(
             node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
         )
         self._send = send

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from services.node.core.pulling import (
     Arrived,
@@ -82,6 +83,8 @@ class _Model:
 
 
 class Mover:
+    pulls_type: ClassVar[type[Pulls]] = Pulls
+
     def __init__(
         self,
         transport: Transport,
@@ -108,7 +111,7 @@ class Mover:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is hosted already")
         most = max(1, self._read_bytes // manifest.chunk_bytes)
-        pulls = Pulls([len(spec.digests) for spec in manifest.blocks], most)
+        pulls = self.pulls_type([len(spec.digests) for spec in manifest.blocks], most)
         model = _Model(model_id, manifest, space, [], pulls)
         for spec in manifest.blocks:
             block = _Block(region_of(model_id, spec.index), space.block(spec.index))
