@@ -20,7 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace import Link, Span, SpanContext
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, Link, NonRecordingSpan, Span, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.config import TelemetryConfig
@@ -123,6 +123,8 @@ def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
 
 def context_of(traceparent: str) -> SpanContext | None:
     """The span that a traceparent names. None if it is empty or malformed."""
+    if not traceparent:
+        return None
     found = trace.get_current_span(
         _propagator.extract({"traceparent": traceparent})
     ).get_span_context()
@@ -157,7 +159,10 @@ def start(
     attributes: Mapping[str, Attribute] | None = None,
     links: Sequence[str] = (),
 ) -> Span:
-    """Begins a span. The caller ends it (`span.end(end_time=ns)`)."""
+    """Begins a span. The caller ends it (`span.end(end_time=ns)`). Where spans are not exported, it
+    stands for its parent."""
+    if _provider is not None and not _exporting:
+        return NonRecordingSpan(context_of(parent) or INVALID_SPAN_CONTEXT)
     contexts = [context for link in links if (context := context_of(link))]
     return _tracer.start_span(
         name,

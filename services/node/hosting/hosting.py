@@ -215,7 +215,8 @@ class Hosting:
             # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, followed, pulls, addresses)
             await self._activate(hosted)
-        self._changed()
+        if held:
+            self._changed()  # else there is nothing to tell before the first block
         missing = sorted(block for block in own if block not in held)
         if missing:
             self._promote(followed, hosted, missing)
@@ -234,9 +235,6 @@ class Hosting:
             hosted.residency = hosted.residency.activate()
             self._note(hosted)
             self._tell(hosted, _event_of(hosted), "active")
-            if not is_classifier(hosted.manifest.config):
-                work = self._bring_tokenizer(hosted.model)
-                hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self._attach(hosted, block)
 
@@ -262,6 +260,11 @@ class Hosting:
     async def _attach(self, hosted: Hosted, block: int) -> None:
         """Has the engine run a block that is held."""
         await self._worker.attach(hosted.model, block, hosted.space.block(block))
+        if not hosted.residency.runnable and not is_classifier(hosted.manifest.config):
+            # Not before the first block has come: nothing may hold up the first reads of a plan,
+            # and nothing is generated without a block.
+            work = self._bring_tokenizer(hosted.model)
+            hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         hosted.residency = hosted.residency.run(block)
         self._tell(hosted, _event_of(hosted), f"runs block {block}")
         if hosted.residency.complete:

@@ -211,3 +211,12 @@ async def test_code_knows_the_span_it_runs_in(tmp_path: Path) -> None:
     assert await task == telemetry.traceparent(outer)
     within, around = await asyncio.to_thread(read, tmp_path, "node-1")
     assert within["parent_id"] == around["span_id"]
+
+
+def test_a_span_that_is_not_exported_stands_for_its_parent() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    telemetry.configure("node-1", TelemetryConfig())
+    with telemetry.span("apply_plan", parent=parent):
+        assert telemetry.here() == parent
+    with telemetry.span("apply_plan"):
+        assert telemetry.here() == ""

@@ -217,6 +217,26 @@ async def test_a_tokenizer_is_asked_for_until_it_comes(
         assert await tokenizers.given.get() == b"tokenizer.json"
 
 
+async def test_a_tokenizer_is_not_asked_for_before_the_first_block(
+    tmp_path: Path, checkpoint: Path, tokenizers: Tokenizers
+) -> None:
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.apply("a")
+        await up.release("a")
+        assert tokenizers.asked.locked()
+
+
+async def test_a_tokenizer_comes_again_when_the_model_wakes(
+    tmp_path: Path, checkpoint: Path, tokenizers: Tokenizers
+) -> None:
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        assert await tokenizers.given.get() == b"tokenizer.json"
+        await up.release("a", keep=Tier.HOST)
+        await up.apply("a")
+        assert await tokenizers.given.get() == b"tokenizer.json"
+
+
 async def test_an_image_classifier_has_none(tmp_path: Path, tokenizers: Tokenizers) -> None:
     make_classifier(tmp_path / "vit", TINY_VIT)
     async with asyncio.timeout(WAIT_S), nodes(tmp_path, tmp_path / "vit", "a") as up:
