@@ -25,9 +25,6 @@ from shared.errors import PeerLost, ProtocolViolation, TransportError, Transport
 USED_S = 5.0
 """A connection is idle once only heartbeats went over it for this many seconds."""
 _HEARTBEAT = encode_prefix(Kind.HEARTBEAT)
-IDLE_SLOWER = 8
-"""An idle connection sends heartbeats less often, and may be silent for longer, by this factor. A
-node has connections to many peers, but exchanges bytes with few of them at a time."""
 
 
 class Inward(Protocol):
@@ -67,8 +64,6 @@ class Connection(Stream):
         self.outward: Outward | None = None
         self._in_frame = False
         self._sent_at = 0.0
-        self._watched_until = 0.0
-        """Until then nothing has to be done about silence, since the connection is idle."""
 
     # --- receiving -------------------------------------------------------------
 
@@ -156,20 +151,17 @@ class Connection(Stream):
 
     def watch(self, now: float, limit_s: float, interval_s: float) -> None:
         """Checks that the peer is not silent, and shows it that we are there. To be called every
-        `interval_s`."""
-        if now < self._watched_until:
-            return
-        self.check_silence(now, limit_s)
-        self.beat_after(now, interval_s)
-        if self._is_idle(now, 2 * USED_S):
-            self._watched_until = now + IDLE_SLOWER / 2 * interval_s
+        `interval_s`. An idle connection is left to the kernel (`sockets.keep_alive`)."""
+        # For twice as long, because the peer may notice later that we are idle.
+        if not self._is_idle(now, 2 * USED_S):
+            self.check_silence(now, limit_s)
+            self.beat_after(now, interval_s)
 
     def rest(self) -> None:
         """Idle until it is used: what came before, the handshake, does not count."""
         self._used_at = -math.inf
 
     def _use(self) -> None:
-        self._watched_until = 0.0
         now = asyncio.get_running_loop().time()
         if now - self._used_at > USED_S:
             self._in_use_since = now
@@ -177,18 +169,19 @@ class Connection(Stream):
         self._used_at = now
 
     def _is_idle(self, now: float, after_s: float) -> bool:
-        if self.busy():
+        if self.busy() or self._begun:
             self._used_at = now
         return now - self._used_at > after_s
 
     def check_silence(self, now: float, limit_s: float) -> None:
-        """Closes the connection if it has waited for bytes for longer than `limit_s`, or
-        IDLE_SLOWER times that if it is idle.
+        """Closes the connection if it is in use and has waited for bytes for longer than
+        `limit_s`.
 
         To be called several times within `limit_s`. Any byte counts as a sign of life, however many
         are waited for.
         """
-        idle = self._is_idle(now, USED_S)
+        if self._is_idle(now, USED_S):
+            return
         since, in_frame = self._silence(any_byte=False)
         if since is None:
             return
@@ -197,8 +190,6 @@ class Connection(Stream):
             return
         # From now on any byte wakes us: a slow link must not look like a silent peer.
         self._silence(any_byte=True)
-        if idle:
-            limit_s *= IDLE_SLOWER
         if silent_s < limit_s:
             return
         if in_frame:
@@ -224,9 +215,6 @@ class Connection(Stream):
 
     def beat_after(self, now: float, interval_s: float) -> None:
         """Posts a heartbeat if nothing was sent for `interval_s`."""
-        # Twice as long, because the peer may notice later that we are idle.
-        if self._is_idle(now, 2 * USED_S):
-            interval_s *= IDLE_SLOWER
         sent_at = self.outward.sent_at() if self.outward else self._sent_at
         if now - sent_at >= interval_s and not self._writing.locked() and not self._posted:
             self._beat(now)

@@ -6,7 +6,7 @@ import socket
 from urllib.parse import urlsplit
 
 from services.node.transport.connection import Connection
-from services.node.transport.sockets import DEEP, give_up_after, set_buffer
+from services.node.transport.sockets import DEEP, give_up_after, keep_alive, set_buffer
 from services.node.transport.tls import Tls
 from services.node.transport.wire import Hello, Purpose, encode_hello
 from shared.errors import BadInput, ConfigError, PeerLost
@@ -118,6 +118,7 @@ class Handshake:
 
     def _tune(self, sock: socket.socket, purpose: Purpose) -> None:
         sock.setblocking(False)
+        keep_alive(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if purpose is Purpose.READS:
             if self._paced:

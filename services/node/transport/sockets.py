@@ -6,6 +6,9 @@ from pathlib import Path
 
 DEEP = 4 << 20
 """The largest buffer that a socket asks for."""
+QUIET_S, PROBE_S, PROBES = 3, 1, 3
+"""After so many seconds of silence the kernel probes the other host, every so many seconds, and ends
+the connection after so many probes without an answer."""
 
 
 def _limit(name: str) -> int:
@@ -46,3 +49,12 @@ def give_up_after(sock: socket.socket, seconds: float) -> None:
     """For how long the kernel waits for the other host to say anything. 0: for as long as it wants.
     Unlike a timer of ours, it is not late when this process has to wait for a processor."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Has the kernels at both ends watch the connection, which wakes no process: a node has
+    connections to many peers, and exchanges bytes with few of them at a time."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

@@ -24,6 +24,9 @@ _MAX_BUFFERS = 64
 """The most buffers that one sendmsg gets."""
 AT_ONCE = 1024 * 1024
 """A receive waits for up to this many bytes at once, because waking up costs more than copying."""
+FEW = 64
+"""So few bytes come together. Whoever waits for them is woken by the first, so that it is known when
+the rest does not come."""
 MANY = 64 * 1024
 """A receive of more bytes than this waits before it first asks the kernel: they exceed one packet,
 so some have not arrived yet."""
@@ -70,6 +73,8 @@ class Stream:
         """Since when bytes have been waited for, if they are."""
         self._wanted = 0
         """How many bytes are waited for."""
+        self._begun = False
+        """Whether a part of them has come."""
         self._room = 0
         """The size of the send buffer that the kernel was asked for."""
         self._unsent_limit = 0
@@ -101,6 +106,7 @@ class Stream:
                 raise PeerLost(f"{self.address}: the peer closed the connection")
             sink.came(received)
             nbytes -= received
+            self._begun = nbytes > 0
             if self._had_its_turn():
                 await asyncio.sleep(0)
 
@@ -210,7 +216,7 @@ class Stream:
         also returns for fewer."""
         self.check()
         loop = asyncio.get_running_loop()
-        self._wake_at(min(wanted, AT_ONCE))
+        self._wake_at(1 if wanted <= FEW else min(wanted, AT_ONCE))
         self._wanted = wanted
         self._readable = loop.create_future()
         self._silent_since = loop.time()

@@ -270,6 +270,8 @@ async def test_connections_made_ahead_of_need_are_idle() -> None:
         mesh = list(here.transport._standing)
         assert len(mesh) == 2
         assert all(connection._is_idle(now(), USED_S) for connection in mesh)
+        for connection in (*mesh, *there.transport._standing):
+            assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         await here.transport.send(there.transport.address, b"hello")
         assert sum(connection._is_idle(now(), USED_S) for connection in mesh) == 1
 
