@@ -87,8 +87,11 @@ class ModelledDataPlane:
         plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
+        space: ModelSpace | None = None,
     ) -> None:
         self._check_open()
+        if space is not None:
+            self._mover.host(model, space.manifest, space, ())
         self._mover.apply(model, plan, pulls, addresses)
 
     async def drop(self, model: ModelId) -> None:

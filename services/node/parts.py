@@ -87,6 +87,7 @@ class AnyDataPlane(Protocol):
         plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
+        space: ModelSpace | None = None,
     ) -> None: ...
     async def drop(self, model: ModelId) -> None: ...
     async def fetch(

@@ -194,7 +194,7 @@ class NodeService(Service):
         return self.spawn(work, name=name, contained=True)
 
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
-        threads = Threads(self, self.contain)
+        threads = self._threads = Threads(self, self.contain)
         self._worker = threads.worker = self._parts.worker(device, threads)
         self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(
@@ -447,6 +447,7 @@ class NodeService(Service):
         return self._copying.progress()
 
     def _status(self) -> NodeStatus:
+        self._threads.catch_up()
         self._status_seq += 1
         cause, self._status_cause = self._status_cause, ""
         disk_free, disk_bytes = self._library.room()

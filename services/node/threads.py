@@ -48,6 +48,8 @@ class Threads(WorkerListener, PlaneListener):
         self._contain = contain
         self._loop = asyncio.get_running_loop()
         self._calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._woken = False
+        """Whether the loop was woken for them."""
         self._calling = threading.Lock()
 
     # --- on the engine thread -------------------------------------------------
@@ -78,7 +80,7 @@ class Threads(WorkerListener, PlaneListener):
         self._call(self._control.peer_connected, address, way)
 
     def on_sent(self, began: float, ended: float, nbytes: int) -> None:
-        self._call(self._control.bytes_sent, began, ended, nbytes)
+        self._call(self._control.bytes_sent, began, ended, nbytes, wakes=False)
 
     async def bring(self, region: str, offset: int, nbytes: int) -> Brought:
         """What a peer reads that is not in the arena comes from the disk."""
@@ -105,18 +107,21 @@ class Threads(WorkerListener, PlaneListener):
 
     # --- to the control loop --------------------------------------------------
 
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        """The loop is woken once for all calls that come before it looks."""
+    def catch_up(self) -> None:
+        """Makes the calls that have come, on the control loop."""
         with self._calling:
-            first = not self._calls
-            self._calls.append((function, args))
-        if first:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._make_calls)
-
-    def _make_calls(self) -> None:
-        with self._calling:
-            calls, self._calls = self._calls, []
+            calls, self._calls, self._woken = self._calls, [], False
         for function, args in calls:
             with self._contain("a call of another thread", call=function.__name__):
                 function(*args)
+
+    def _call(self, function: Callable[..., None], *args: object, wakes: bool = True) -> None:
+        """The loop is woken once for all calls that come before it looks. One that does not wake it
+        is made with the next that does, or with the next `catch_up`."""
+        with self._calling:
+            self._calls.append((function, args))
+            wakes = wakes and not self._woken
+            self._woken |= wakes
+        if wakes:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self.catch_up)

@@ -189,15 +189,17 @@ class Hosting:
         try:
             if self.cache.lends(plan.model_id):
                 await self.cache.withdraw(plan.model_id)
-            await self._data.host(plan.model_id, manifest, hosted.space)
-            await self._follow(plan, hosted)
+            await self._follow(plan, hosted, hosted.space)
         except BaseException:  # a model that no plan fills gives its space back
             await self._stop_promotion(hosted)
             async with hosted.lock:
                 await self._free(hosted, plan.event)
             raise
 
-    async def _follow(self, plan: ApplyPlan, hosted: Hosted) -> None:
+    async def _follow(
+        self, plan: ApplyPlan, hosted: Hosted, space: ModelSpace | None = None
+    ) -> None:
+        """`space`: where its blocks are to be readable by peers, if they are not yet."""
         _check_blocks(plan, hosted.manifest)
         followed = PlanId(plan.event, plan.revision)
         hosted.residency.follow(followed)  # before anything is changed
@@ -213,7 +215,7 @@ class Hosting:
             own = asked if cached else plan.promote
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             # First: the bytes are on their way while the engine opens the model.
-            await self._data.apply(plan.model_id, followed, pulls, addresses)
+            await self._data.apply(plan.model_id, followed, pulls, addresses, space)
             await self._activate(hosted)
         if held:
             self._changed()  # else there is nothing to tell before the first block

@@ -101,8 +101,7 @@ class DataPlane:
     async def host(
         self, model: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int] = ()
     ) -> None:
-        with telemetry.span("register_regions", parent=telemetry.here()):
-            await self._call(lambda: self._mover.host(model, manifest, space, held))
+        await self._call(lambda: self._mover.host(model, manifest, space, held))
 
     async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
         return await self._await(self._mover.take_over(model, block))
@@ -118,8 +117,20 @@ class DataPlane:
         plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
+        space: ModelSpace | None = None,
     ) -> None:
-        await self._call(lambda: self._mover.apply(model, plan, pulls, addresses))
+        """`space`: the model is hosted in it first. The data loop is asked once, because each turn
+        of the two loops takes milliseconds where many wait for a processor."""
+        if space is None:
+            await self._call(lambda: self._mover.apply(model, plan, pulls, addresses))
+            return
+
+        def begin() -> None:
+            self._mover.host(model, space.manifest, space, ())
+            self._mover.apply(model, plan, pulls, addresses)
+
+        with telemetry.span("register_regions", parent=telemetry.here()):
+            await self._call(begin)
 
     async def drop(self, model: ModelId) -> None:
         await self._await(self._mover.drop(model))

@@ -7,8 +7,8 @@ from pathlib import Path
 DEEP = 4 << 20
 """The largest buffer that a socket asks for."""
 QUIET_S, PROBE_S, PROBES = 3, 1, 3
-"""After so many seconds of silence the kernel probes the other host, every so many seconds, and ends
-the connection after so many probes without an answer."""
+"""After QUIET_S seconds of silence the kernel probes the other host every PROBE_S seconds, and ends
+the connection when PROBES of them were not answered."""
 
 
 def _limit(name: str) -> int:

@@ -25,8 +25,8 @@ _MAX_BUFFERS = 64
 AT_ONCE = 1024 * 1024
 """A receive waits for up to this many bytes at once, because waking up costs more than copying."""
 FEW = 64
-"""So few bytes come together. Whoever waits for them is woken by the first, so that it is known when
-the rest does not come."""
+"""A receive of at most this many bytes is woken by the first of them, so that it is known when the
+rest does not come. Usually they come together."""
 MANY = 64 * 1024
 """A receive of more bytes than this waits before it first asks the kernel: they exceed one packet,
 so some have not arrived yet."""

@@ -54,10 +54,11 @@ void set_timer(hub *h) {
     timerfd_settime(h->timer, TFD_TIMER_ABSTIME, &spec, NULL);
 }
 
-/* Has the kernel tell us what happens from now on, and what is the case already. */
+/* Has the kernel tell us what happens from now on, and what is the case already. That there is room
+   to send it tells once: mostly nobody waits for it. */
 void watch(conn *c, bool again) {
     struct epoll_event wish = {.events = EPOLLET, .data.u64 = (uint64_t)c->serial};
-    wish.events |= c->receives ? EPOLLIN | EPOLLRDHUP : EPOLLOUT;
+    wish.events |= c->receives ? EPOLLIN | EPOLLRDHUP : EPOLLOUT | EPOLLONESHOT;
     epoll_ctl(c->hub->epoll, again ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, c->fd, &wish);
 }
 

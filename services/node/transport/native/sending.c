@@ -115,6 +115,7 @@ void send_some(conn *c) {
         if (sent < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN && errno != EWOULDBLOCK) lose(c, errno);
+            else watch(c, true);
             return;
         }
         if (!framed) {
