@@ -24,8 +24,10 @@ from shared import subjects
 from shared.bus.base import On
 from shared.messages import Message
 from shared.messages.pool import NodeStatus
-from tests.support.cluster import MODEL, Running, running
+from tests.support.cluster import MODEL, Running, prompts, running
+from tests.support.cluster import Oracle as ClusterOracle
 from tests.support.models import TINY
+from tests.support.sse import Event, choices_of, read_stream
 
 KEY = "sk-of-the-test"
 SETTINGS = {
@@ -89,7 +91,7 @@ def oracle(checkpoint: Path) -> Oracle:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def up(checkpoint: Path) -> AsyncIterator[Running]:
     data = checkpoint.with_name("data")
-    async with running(data, checkpoint, nodes=1, settings=SETTINGS) as up:
+    async with running(data, checkpoint, nodes=1, settings=SETTINGS, gateways=2) as up:
         yield up
 
 
@@ -109,6 +111,74 @@ async def greedy(client: openai.AsyncOpenAI, tokens: int) -> str:
 
 def _logprobs(choices: list[Choice]) -> list[ChatCompletionTokenLogprob]:
     return [one for c in choices if c.logprobs for one in c.logprobs.content or []]
+
+
+async def test_streams_survive_their_gateway(up: Running, checkpoint: Path) -> None:
+    """Each client goes on at another gateway behind the last event that it has, and gets what an
+    uninterrupted answer has: greedily, and sampled."""
+    prompt, count = prompts(1, TINY.vocab_size)[0], 200
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": count,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    kinds: list[dict[str, float]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
+    login = {"Authorization": f"Bearer {KEY}"}
+    names = [{**login, "Idempotency-Key": f"survives-{i}"} for i in range(len(kinds))]
+    had: list[list[Event]] = [[] for _ in kinds]
+
+    async with asyncio.TaskGroup() as group:
+        for kind, name, events in zip(kinds, names, had, strict=True):
+            reading = read_stream(
+                up.urls[1], {**body, **kind}, name, route="completions", into=events
+            )
+            group.create_task(reading)
+        await up.until(lambda: min(map(len, had)) > 40, "streams that flow")
+        up.kill("gateway-2")
+    assert max(map(len, had)) < count
+    (right,) = ClusterOracle(checkpoint).tokens([prompt], count)
+    sampled = await read_stream(up.url, {**body, **kinds[1]}, login, route="completions")
+    for expected, kind, name, events in zip(
+        (right, tokens_of(sampled)), kinds, names, had, strict=True
+    ):
+        rest = await read_stream(
+            up.url, {**body, **kind}, name, route="completions", last=events[-1].id
+        )
+        assert tokens_of(events + rest) == expected
+        assert tokens_of(rest)
+    up.cluster.start_service("gateway-2")
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for choice in choices_of(events) for token in choice.get("token_ids") or ()]
+
+
+async def test_the_client_s_own_retries_get_the_one_answer(
+    up: Running, client: openai.AsyncOpenAI
+) -> None:
+    """The answer takes longer than the client waits. It asks again and again, with the same key."""
+    before = await generated(up)
+    hasty = client.with_options(timeout=0.3, max_retries=20)
+    answer = await hasty.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=LONG,
+        temperature=0,
+        extra_body=NO_END,
+        extra_headers={"Idempotency-Key": "a-client-in-haste"},
+    )
+    assert await generated(up) - before == LONG, "it was generated once"
+    assert answer.choices[0].text == await greedy(client, LONG)
+
+
+async def generated(up: Running) -> int:
+    """Tokens that the gateway has taken from instances."""
+    async with aiohttp.ClientSession(up.url) as http, http.get("/metrics") as response:
+        text = await response.text()
+    name = f'lambdascale_gateway_generated_tokens_total{{model="{MODEL}"}}'
+    return sum(int(float(line.split()[-1])) for line in text.splitlines() if name in line)
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:

@@ -49,6 +49,7 @@ class Running:
         self.watch = watch
         self.record = record
         self.url = cluster.state.gateway_url
+        self.urls = cluster.state.gateway_urls
         self.statuses: dict[NodeId, NodeStatus] = {}
         """What each node said last."""
         self._gateways = itertools.count()
@@ -194,6 +195,7 @@ async def running(
     min_instances: int = 1,
     apart: bool = True,
     standbys: int = 0,
+    gateways: int = 1,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
         directory=directory,
@@ -208,6 +210,7 @@ async def running(
         },
         apart=apart,
         standbys=standbys,
+        gateways=gateways,
     )
     cluster = Cluster(spec)
     await cluster.start()

@@ -1,7 +1,6 @@
 """Requests with an idempotency key: the same answer again, from any gateway."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import GatewayConfig
 from shared.messages.serving import Submit
+from tests.support.sse import Event, choices_of, read_stream
 from tests.unit.gateway.http.builders import ASK, CHAT, post
-from tests.unit.gateway.support import PATIENCE_S, Cluster, ids_of, replica, running
+from tests.unit.gateway.support import Cluster, ids_of, replica, running
 
 KEY = {"Idempotency-Key": "a-key-of-mine"}
 
@@ -24,16 +24,6 @@ KEY = {"Idempotency-Key": "a-key-of-mine"}
 def by_seed(submit: Submit) -> list[int]:
     """Sampling: another text for each seed, the same wherever it is drawn."""
     return ids_of(f"drawn by {submit.sampling.seed:x} with ünïcode")
-
-
-@dataclass
-class Event:
-    id: str
-    data: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.data)
 
 
 async def stream(
@@ -44,31 +34,12 @@ async def stream(
     most: int = 1 << 30,
     route: str = "chat/completions",
 ) -> list[Event]:
-    """The first events of a stream, which is then left."""
-    headers = {**KEY, **({"Last-Event-ID": last} if last else {})}
-    found: list[Event] = []
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        aiohttp.ClientSession() as http,
-        http.post(f"{url}/v1/{route}", json={**body, "stream": True}, headers=headers) as response,
-    ):
-        assert response.status == 200, await response.text()
-        event = ""
-        async for raw in response.content:
-            line = raw.decode().rstrip("\n")
-            if line.startswith("id: "):
-                event = line[4:]
-            elif line.startswith("data: "):
-                found.append(Event(event, line[6:]))
-                event = ""
-                if len(found) == most:
-                    break
-    return found
+    return await read_stream(url, body, KEY, route=route, last=last, most=most)
 
 
 def text_of(events: list[Event], index: int = 0) -> str:
-    choices = [c for event in events if event.data != "[DONE]" for c in event.json["choices"]]
-    return "".join(c["delta"].get("content", "") for c in choices if c["index"] == index)
+    found = [choice for choice in choices_of(events) if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in found)
 
 
 @dataclass
