@@ -169,6 +169,19 @@ class Testbed:
     ) -> None:
         self._stack.close()
 
+    def cut(self, host: int) -> None:
+        """Nothing comes to the host or from it any more, and nobody tells its peers."""
+        self.hub._batch("ip", [f"link set {name}{host} down" for name in ("data", "control")])
+
+    def join(self, host: int) -> None:
+        """Undoes `cut`."""
+        self.hub._batch("ip", [f"link set {name}{host} up" for name in ("data", "control")])
+
+    def shape(self, host: int, mbit: float) -> None:
+        """Gives the host's data link another rate, each way."""
+        self.hub._batch("tc", [_shape(f"data{host}", mbit)])
+        self.hosts[host]._batch("tc", [_shape("data", mbit)])
+
     def _namespace(self, stack: ExitStack) -> Namespace:
         made = Namespace()
         stack.callback(made.close)
@@ -261,4 +274,4 @@ def _check(result: int, what: str) -> None:
 
 def _shape(device: str, mbit: float) -> str:
     bits = round(mbit * 1e6)
-    return f"qdisc add dev {device} root tbf rate {bits}bit burst {BURST} limit {QUEUE}"
+    return f"qdisc replace dev {device} root tbf rate {bits}bit burst {BURST} limit {QUEUE}"

@@ -45,6 +45,15 @@ same path with one micro-batch in flight; and the time from the end of one stage
 next. Stages are processes, connected by TCP, and take a given time for a step without using the
 processor.
 """
+CHAOS = """\
+Torments a real cluster under load, run after run: in each, a burst of requests makes a model scale
+out, and up to three processes are killed, told to end, stopped, cut off or put on a slow link
+meanwhile. There are three nats-servers, two of each other service, four nodes; each process has a
+host of its own (a network namespace; without root and iproute2 the faults of the network are left
+out). Every answer is compared with what transformers says. A request may be refused with a clear
+error, never lost, hung or wrong; its client comes again to another gateway when its own dies. Each
+run draws its faults from a seed of its own: `--runs 1 --seed N` repeats the run with seed N.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
@@ -56,6 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     _add_serving_source(benches)
     _add_engine(benches)
     _add_pipeline(benches)
+    _add_chaos(benches)
 
 
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
@@ -265,6 +275,34 @@ def run_pipeline(args: argparse.Namespace) -> int:
     found = bench.measure(settings, say)
     _show(args, results.document(found), results.table(found), results.bars(found))
     return 0
+
+
+def _add_chaos(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "chaos",
+        help="a cluster under load whose processes die, hang and are cut off",
+        description=CHAOS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--runs", type=count, default=200, help="how many runs (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
+    parser.add_argument("--tokens", type=count, default=40, help="tokens of each answer (40)")
+    parser.add_argument(
+        "--lasting", type=amount, default=10.0, metavar="S",
+        help="seconds that a process is stopped, cut off or on a slow link (10)",
+    )  # fmt: skip
+    add_json_option(parser)
+    parser.set_defaults(run=run_chaos)
+
+
+def run_chaos(args: argparse.Namespace) -> int:
+    """1 if anything was lost, hung or wrong, or the cluster did not get well."""
+    from benchmarks.chaos import bench, results  # torch: a second or two
+
+    settings = bench.Settings(args.runs, args.seed, args.tokens, args.lasting)
+    found = bench.measure(settings, say)
+    _show(args, results.document(found), results.table(found), results.bars(found))
+    return 0 if all(run.is_good for run in found.runs) else 1
 
 
 def _show(

@@ -1,0 +1,81 @@
+"""What goes wrong in a run, and when: drawn from a seed, so that a run can be repeated."""
+
+import enum
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+MOST = 3
+"""Faults in a run."""
+
+
+class Kind(enum.Enum):
+    KILL = "killed"
+    END = "told to end"
+    PAUSE = "stopped"
+    CUT = "cut off"
+    SLOW = "on a slow link"
+
+
+LASTING = (Kind.PAUSE, Kind.CUT, Kind.SLOW)
+SIGNALS = (Kind.KILL, Kind.END, Kind.PAUSE)
+"""What needs no network of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    """Since the load of the run began."""
+    kind: Kind
+    process: str
+    role: str
+    for_s: float
+    """0 for a death: the process is started again a second later."""
+
+    def __str__(self) -> str:
+        lasting = f" for {self.for_s:.0f} s" if self.for_s else ""
+        return f"{self.process} {self.kind.value} at {self.at_s:.2f} s{lasting}"
+
+
+def draw(
+    seed: int,
+    processes: Mapping[str, str],
+    *,
+    kinds: Iterable[Kind],
+    within_s: float,
+    lasting_s: float,
+) -> tuple[Fault, ...]:
+    """One to MOST faults, in order of time, each on a process of its own.
+
+    `processes`: the role of each. Of each role enough stay untouched for the cluster to go on: a
+    majority of the NATS servers, half of the nodes, and one process of any other role that has
+    several. A slow link is a node's.
+    """
+    rng = random.Random(seed)
+    kinds = sorted(kinds, key=lambda kind: kind.name)
+    left = {
+        role: _may_fail(role, list(processes.values()).count(role)) for role in processes.values()
+    }
+    names = sorted(processes)
+    found: list[Fault] = []
+    for _ in range(rng.randint(1, MOST)):
+        name = rng.choice(names)
+        role = processes[name]
+        kind = rng.choice([kind for kind in kinds if kind is not Kind.SLOW or role == "node"])
+        at_s = rng.uniform(0.0, within_s)
+        names.remove(name)
+        if left[role]:
+            left[role] -= 1
+            for_s = lasting_s if kind in LASTING else 0.0
+            found.append(Fault(at_s, kind, name, role, for_s))
+    return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+
+def _may_fail(role: str, count: int) -> int:
+    match role:
+        case "nats":
+            return (count - 1) // 2
+        case "node":
+            return count // 2
+        case _:
+            return max(1, count - 1)
