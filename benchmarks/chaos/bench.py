@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,15 +21,15 @@ import uvloop
 
 from benchmarks.chaos import harness
 from benchmarks.chaos.client import SILENCE_S, Answered, Client, End, Request
-from benchmarks.chaos.faults import SIGNALS, Fault, Kind, draw
+from benchmarks.chaos.faults import SIGNALS, Fault, Kind, alone, draw
 from benchmarks.chaos.harness import Harness
 from benchmarks.testbed import Testbed
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from shared import subjects
 from shared.errors import BusError, ConfigError
 from shared.ids import EventId, new_id
-from shared.messages.pool import PoolQuery, PoolState
 from shared.messages.scaling import PlannerQuery, PlannerState
+from shared.pool_pages import read_pool
 
 MODEL = CheckpointSpec(
     layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=320, context_length=512
@@ -51,6 +52,8 @@ class Settings:
     tokens: int
     lasting_s: float
     """How long a process is stopped, cut off, or on a slow link."""
+    directory: Path | None = None
+    """Where the cluster's files are. None: in one that is removed afterwards."""
 
 
 @dataclass(slots=True)
@@ -64,9 +67,10 @@ class Run:
     well_s: float | None = None
     """From the last answer until all was well again; None: it was not within WELL_S."""
     stalls_s: dict[Fault, list[float]] = field(default_factory=dict)
-    """What each stream waited for its next token when the fault came."""
+    """What each stream waited for its next token when the fault came, if it was alone."""
     silences_s: dict[Fault, float] = field(default_factory=dict)
-    """How long no block arrived anywhere after the fault, where blocks moved before and after."""
+    """How long no block arrived anywhere after the fault, if it was alone and blocks moved before
+    and after."""
 
     def count(self, end: End) -> int:
         return sum(answered.end is end for answered in self.answers)
@@ -101,8 +105,8 @@ class Results:
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Results:
-    """What the processes logged is kept if a run was not good."""
-    directory = Path(tempfile.mkdtemp(prefix="lambdascale-chaos-"))
+    """What the processes logged is kept if a run was not good, or if a directory is named."""
+    directory = settings.directory or Path(tempfile.mkdtemp(prefix="lambdascale-chaos-"))
     with ExitStack() as stack:
         bed, without = None, ""
         try:
@@ -112,7 +116,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Results:
             say(f"without faults of the network: {without}")
         results = Results(settings, without)
         uvloop.run(_measure(directory, bed, results, say))
-    if results.runs and all(run.is_good for run in results.runs):
+    if not settings.directory and all(run.is_good for run in results.runs):
         shutil.rmtree(directory)
     else:
         say(f"logs are in {directory}")
@@ -175,10 +179,11 @@ async def _torment(
             group.create_task(send(AT_ONCE + number, number / PER_S))
     ended = time.monotonic()
     for fault in run.faults:
-        at = run.began_at + fault.at_s
-        run.stalls_s[fault] = [gap for answer in run.answers if (gap := answer.gap_over(at))]
-        if silence := _silence(up, at):
-            run.silences_s[fault] = silence
+        if alone(fault, run.faults):
+            at = run.began_at + fault.at_s
+            run.stalls_s[fault] = [gap for answer in run.answers if (gap := answer.gap_over(at))]
+            if silence := _silence(up, at):
+                run.silences_s[fault] = silence
     if await _until_well(up):
         run.well_s = time.monotonic() - ended
 
@@ -216,7 +221,7 @@ async def _is_well(up: Harness) -> bool:
         await up.bus.request(
             subjects.PLANNER_STATE, PlannerQuery(events=0), PlannerState, timeout=1.0
         )
-        pool = await up.bus.request(subjects.REGISTRY_POOL, PoolQuery(), PoolState, timeout=1.0)
+        pool = await read_pool(partial(up.bus.request, timeout=1.0))
     except BusError:
         return False
     there = len(pool.nodes) == harness.NODES

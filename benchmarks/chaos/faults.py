@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 MOST = 3
 """Faults in a run."""
+FELT_S = 3.0
+"""A fault is felt for about this long after its beginning."""
 
 
 class Kind(enum.Enum):
@@ -69,6 +71,16 @@ def draw(
             for_s = lasting_s if kind in LASTING else 0.0
             found.append(Fault(at_s, kind, name, role, for_s))
     return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+
+def alone(fault: Fault, faults: Iterable[Fault]) -> bool:
+    """Whether what happens after a fault is its own doing: no other is felt at that time."""
+    others = (other for other in faults if other is not fault)
+    return all(
+        abs(other.at_s - fault.at_s) > FELT_S
+        and not other.at_s < fault.at_s <= other.at_s + other.for_s
+        for other in others
+    )
 
 
 def _may_fail(role: str, count: int) -> int:

@@ -36,7 +36,7 @@ from shared.messages.load import GatewayLoad
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import Submit, Tokens
 
-SUBMIT_TIMEOUT_S = 5.0
+SUBMIT_TIMEOUT_S = 3.0
 NO_BUS = "the gateway is not connected to NATS: try again later"
 Client = Callable[[Piece], None]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]

@@ -8,12 +8,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from random import random
 from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.aio.client import Client
+from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
 from shared.bus.delivery import MAX_PAYLOAD, Tasks
@@ -27,10 +28,11 @@ _ANSWER_S = 1.0
 LEADER_S = 30.0
 """How long to wait for an answer about a bucket. NATS servers that form a cluster give none while
 they elect a leader, which takes 4 to 9 s."""
-_PING_S = 2
+_PING_S = 1
 _LOST_PINGS = 2
 """A server that does not answer this many pings is left for another server, or connected to
-anew."""
+anew. So one that hangs is left within 4 s."""
+_CONNECT_S = 1
 
 T = TypeVar("T")
 Receive = Callable[[Msg], Awaitable[None]]
@@ -93,6 +95,8 @@ class Connection:
         self._subscriptions: set[NatsSubscription] = set()
         self._last_error: Exception | None = None
         self._opening = False
+        self._server = ""
+        """The address of the server that it is, or was last, connected to."""
 
     async def open(self) -> None:
         timeout = self._config.connect_timeout_s
@@ -210,13 +214,14 @@ class Connection:
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=_RECONNECT_WAIT_S,
-                connect_timeout=2,
+                connect_timeout=_CONNECT_S,
                 ping_interval=_PING_S,
                 max_outstanding_pings=_LOST_PINGS,
                 error_cb=self._on_error,
                 disconnected_cb=self._on_disconnected,
                 reconnected_cb=self._on_reconnected,
                 closed_cb=self._on_closed,
+                reconnect_to_server_handler=self._next_server,
             )
         except BaseException:
             await self._close_client(client)
@@ -235,6 +240,7 @@ class Connection:
 
     def _use(self, client: Client) -> None:
         self.client = client
+        self._server = _address(client)
         self.jetstream = client.jetstream(timeout=CALL_TIMEOUT_S)
         self._up.set()
 
@@ -259,9 +265,16 @@ class Connection:
             self.log.warning("NATS disconnected", error=repr(self._last_error))
 
     async def _on_reconnected(self) -> None:
+        self._server = _address(self.client)
         self._up.set()
         self.log.info("NATS reconnected", server=_version(self.client))
         self._announce()
+
+    def _next_server(self, servers: list[Server], _: object) -> tuple[Server, float]:
+        """The server to try next, and after how many seconds: that which failed least often, and
+        the server that was lost only after the others."""
+        server = min(servers, key=lambda s: (s.reconnects, s.uri.netloc == self._server, random()))
+        return server, _RECONNECT_WAIT_S if server.reconnects else 0.0
 
     async def _on_closed(self) -> None:
         if self._open:
@@ -288,6 +301,11 @@ def _cancellation_kept() -> Iterator[None]:
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
+
+
+def _address(client: Client) -> str:
+    url = client.connected_url
+    return str(url.netloc) if url else ""
 
 
 def _version(client: Client) -> str:
