@@ -1,6 +1,7 @@
 """Limits: what a request may ask for, how many requests may wait, and what instance sets may be."""
 
 import math
+from collections.abc import Callable
 
 from shared.errors import BadInput, CapacityExceeded
 from shared.messages.instances import InstanceSet
@@ -14,12 +15,14 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that every choice of a request gets a different seed (Weyl sequence, golden ratio)."""
 
 
-def check_queue(waiting: int, arriving: int, limit: int) -> None:
-    """Lets all of a call's requests in, or none. CapacityExceeded."""
+def check_queue(waiting: int, arriving: int, limit: int, turn_s: Callable[[], float]) -> None:
+    """Lets all of a call's requests in, or none. CapacityExceeded. `turn_s`: when they should come
+    again, in seconds."""
     if waiting + arriving > limit:
         raise CapacityExceeded(
             f"{waiting} requests are waiting for this model and the limit is {limit}: "
-            "try again later"
+            "try again later",
+            turn_s(),
         )
 
 

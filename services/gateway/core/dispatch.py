@@ -101,7 +101,9 @@ class Dispatch:
         model = self._models.get(requests[0].model_id)
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
-        admission.check_queue(len(model.queue), len(requests), self._rules.max_queue)
+        admission.check_queue(
+            len(model.queue), len(requests), self._rules.max_queue, lambda: model.turn_s(now)
+        )
         self._begin(requests[0].call or requests[0].id, now)
         for request in requests:
             self._ledger.requests[request.id] = request

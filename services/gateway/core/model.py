@@ -15,6 +15,7 @@ from services.gateway.core.attempts import Attempts
 from services.gateway.core.commands import Emit, Resumed, Scored, Send, Served
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
+from services.gateway.core.pace import Pace
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import Route, Table
 from shared.errors import (
@@ -35,6 +36,8 @@ REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
 """Errors by which a node says that it does not take an attempt, or can no longer keep it. They do
 not count as failures of the request, which may try again as often as its time allows."""
 
+KEPT_AT_0_S = 60.0
+"""When to ask again for a model that its operator keeps at 0 instances."""
 SILENCE_S = 2.0
 """After this long without a token, an attempt's leader is asked for the first time whether it goes
 on: the message with its last token may be lost, and no later token would show that."""
@@ -52,6 +55,7 @@ class Model:
         """Requests that were submitted so far, and tokens of their prompts."""
         self._reported = 0
         """How many requests waited when the load was last reported."""
+        self._pace = Pace()
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
@@ -185,7 +189,8 @@ class Model:
             self.queue.remove(request)
             message = f"no instance of model {self.name!r} took the request for {patience:g} s"
             said = f" (the last one said: {request.refusal})" if request.refusals else ""
-            self._attempts.fail(request, CapacityExceeded(f"{message}{said}: try again later"))
+            error = CapacityExceeded(f"{message}{said}: try again later", self.turn_s(now))
+            self._attempts.fail(request, error)
         for route in self.table.routes.values():
             for request in route.runs():
                 patience = self._rules.stall_s
@@ -215,6 +220,7 @@ class Model:
                 position += 1  # it keeps away from all that are free: the next request may begin
                 continue
             del self.queue[position]
+            self._pace.start(now - request.waiting_since, now)
             self._attempts.start(request, route, now)
 
     def _closed(self) -> LambdaScaleError | None:
@@ -224,9 +230,14 @@ class Model:
         if self.table.fixed == 0 and not self.table.routes:
             return CapacityExceeded(
                 f"model {self.name!r} is kept at 0 instances by its operator, until `lambdascale "
-                f"scale {self.name} --instances auto`"
+                f"scale {self.name} --instances auto`",
+                KEPT_AT_0_S,
             )
         return None
+
+    def turn_s(self, now: float) -> float:
+        """Seconds until a request that comes now would probably begin."""
+        return self._pace.turn_s(len(self.queue) + 1, now)
 
     @property
     def pressing(self) -> bool:

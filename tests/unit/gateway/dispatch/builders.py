@@ -16,14 +16,14 @@ NAME, MODEL = ModelName("m"), ModelId("m-id")
 STALL_S = 20.0
 
 
-QUEUE_S = 60.0
+QUEUE, QUEUE_S = 50, 60.0
 
 
 class Driver:
     """A dispatch core with one model and its own time."""
 
     def __init__(self, *instances: Instance) -> None:
-        rules = Rules(lambda: 0.0, 50, QUEUE_S, STALL_S, 3)
+        rules = Rules(lambda: 0.0, QUEUE, QUEUE_S, STALL_S, 3)
         self.dispatch = Dispatch(rules)
         self.dispatch.take_id(GatewayId("g"), 0.0)
         self.dispatch.add_model(NAME, MODEL)

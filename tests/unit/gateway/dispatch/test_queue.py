@@ -4,11 +4,11 @@ import pytest
 
 from services.gateway.core.commands import Emit, End
 from services.gateway.core.routing import AVOID_S
-from shared.errors import NotFound, NotReady
+from shared.errors import CapacityExceeded, NotFound, NotReady
 from shared.ids import RequestId
 from shared.messages.instances import InstanceState
 from shared.messages.serving import AttemptFailed, Tokens
-from tests.unit.gateway.dispatch.builders import MODEL, NAME, QUEUE_S, Driver, ended, sent
+from tests.unit.gateway.dispatch.builders import MODEL, NAME, QUEUE, QUEUE_S, Driver, ended, sent
 from tests.unit.gateway.support import replica
 
 
@@ -35,6 +35,26 @@ def test_requests_wait_in_order_for_a_slot() -> None:
     assert [name for name, *_ in sent(driver.admit("a", "b", "c", "d"))] == ["a", "b"]
     assert sent(driver.give("b", 1, 0, "stop")) == [("c", "replica-1", 1)]
     assert [name for name, *_ in sent(driver.publish(replica(1, slots=3)))] == ["d"]
+
+
+def test_who_is_refused_is_told_when_the_queue_will_have_moved() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("first")
+    assert refused_for(driver) == driver.now, "it did not wait"
+    for number in range(10):  # one request every 2 s
+        driver.now += 2.0
+        driver.admit(f"r{number}")
+        driver.give("first" if number == 0 else f"r{number - 1}", 1, 0, "stop")
+    driver.admit(*(f"w{number}" for number in range(QUEUE)))
+    assert refused_for(driver) == pytest.approx(2.0 * (QUEUE + 1))
+    driver.now += 20.0
+    assert refused_for(driver) == pytest.approx(4.0 * (QUEUE + 1)), "it stands still"
+
+
+def refused_for(driver: Driver) -> float | None:
+    with pytest.raises(CapacityExceeded) as caught:
+        driver.admit(*(f"x{number}" for number in range(QUEUE + 1)))
+    return caught.value.retry_after_s
 
 
 def test_a_resumed_request_goes_first() -> None:
