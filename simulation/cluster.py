@@ -15,6 +15,7 @@ import msgspec
 from services.gateway.service import GatewayService
 from services.node.execution.steps import Steps
 from services.node.memory.device import DeviceArena
+from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
 from services.node.moving.mover import Mover
@@ -197,7 +198,9 @@ class NodeParts:
     def device(self, memory: Memory) -> None:
         """Returns None: the modelled worker has its own device."""
 
-    def worker(self, device: DeviceArena | None, listener: WorkerListener) -> ModelledWorker:
+    def worker(
+        self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
+    ) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),

@@ -16,6 +16,7 @@ from services.node.core.load import WorkerLoad
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
+from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
 from services.node.transport.base import Buffer
@@ -134,7 +135,10 @@ class Parts(Protocol):
     def device(self, memory: Memory) -> DeviceArena | None:
         """For an engine that does not compute in host memory. `memory`: the arena."""
 
-    def worker(self, device: DeviceArena | None, listener: WorkerListener) -> AnyWorker: ...
+    def worker(
+        self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
+    ) -> AnyWorker:
+        """`shelf`: for what the engine makes of blocks."""
 
     def data_plane(
         self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener

@@ -9,6 +9,7 @@ from services.node.engine.engine import TorchEngine, torch_device
 from services.node.execution.worker import Worker
 from services.node.memory.device import DeviceArena
 from services.node.memory.landing import Landing
+from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
@@ -36,7 +37,7 @@ class RealParts:
         device = torch_device(self._config.device)
         return None if device.type == "cpu" else DeviceArena(memory, device)
 
-    def worker(self, device: DeviceArena | None, listener: WorkerListener) -> Worker:
+    def worker(self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener) -> Worker:
         config = self._config
         return Worker(
             node=NodeId(config.id),
@@ -46,6 +47,7 @@ class RealParts:
                 config.threads,
                 step_floor_s=config.step_floor_s,
                 cpu_weights=config.cpu_weights,
+                shelf=shelf,
             ),
             device=device,
             slots=config.slots,

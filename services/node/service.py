@@ -20,6 +20,7 @@ from services.node.keeper.link import Estate, KeeperLink
 from services.node.lease import Lease, next_generation
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
+from services.node.memory.shelf import Keeping, Kept, Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import Arrival, PullFailure
 from services.node.parts import Parts
@@ -120,6 +121,7 @@ class NodeService(Service):
         if device is not None:
             await asyncio.to_thread(device.__enter__)
             self.resources.push(device)
+        self._shelf = self._packed_of(estate)
         memories = [each.memory for each in (arena, cache) if each is not None]
         await self._start_threads(memories, device)
         leases = await self._bus.kv(subjects.KV_LEASES)
@@ -143,6 +145,7 @@ class NodeService(Service):
         self.resources.push_async_callback(self._hosting.close)
         self.spawn(self._keeper.stay(lambda: self._lease.info.generation), name="keeper")
         await self._hosting.inherit(estate.spaces)
+        self._shelf.clear()
         self._copying = Copying(
             self.node,
             self._library,
@@ -189,13 +192,21 @@ class NodeService(Service):
         self.log.info(f"{name} taken", nbytes=arena.nbytes, seconds=took, kept=kept is not None)
         return arena
 
+    def _packed_of(self, estate: Estate) -> Shelf:
+        """What else was kept, and room for more of the kind."""
+        if not self._keeper.there:
+            return Shelf()
+        left = {name: Kept(*each) for name, each in estate.memories.items()}
+        estate.memories.clear()
+        return Shelf(Keeping(self._keeper.hold, self._keeper.drop), left)
+
     def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         """For one copy: the node goes on without it."""
         return self.spawn(work, name=name, contained=True)
 
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
         threads = self._threads = Threads(self, self.contain)
-        self._worker = threads.worker = self._parts.worker(device, threads)
+        self._worker = threads.worker = self._parts.worker(device, self._shelf, threads)
         self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(
             lambda: self._lease.info,

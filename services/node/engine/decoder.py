@@ -13,6 +13,7 @@ from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Bell, Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import AddExperts, add_experts
+from services.node.engine.huge_pages import Pages
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
@@ -75,8 +76,10 @@ class Decoder:
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rotations = Rotations(self.frequencies)
 
-    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Unit, ...]:
-        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times)
+    def units(
+        self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
+    ) -> tuple[Unit, ...]:
+        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times, pages)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.unit(self.config, unit) for unit in units)
 

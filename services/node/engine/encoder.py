@@ -28,6 +28,7 @@ from services.node.checkpoints.vit_config import (
 from services.node.engine.attention import Span
 from services.node.engine.base import Bell, Row, RowsRefused, Weights
 from services.node.engine.copies import to_device
+from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form, Linear
 from services.node.engine.sampling import largest_ids
 from services.node.engine.weights import BlockTensors
@@ -110,8 +111,10 @@ class Encoder:
         self._mean = torch.tensor(config.image.mean, device=device)
         self._std = torch.tensor(config.image.std, device=device)
 
-    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[EncoderUnit, ...]:
-        tensors = EncoderTensors(spec, weights, form)
+    def units(
+        self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
+    ) -> tuple[EncoderUnit, ...]:
+        tensors = EncoderTensors(spec, weights, form, pages)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.encoder_unit(self.config, unit) for unit in units)
 

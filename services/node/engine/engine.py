@@ -18,9 +18,11 @@ from services.node.engine.kv import KvCache
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network
 from services.node.engine.processors import Processor, Processors
+from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
+from services.node.memory.shelf import Shelf
 from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -51,22 +53,27 @@ class TorchEngine:
         step_floor_s: float = 0.0,
         cpu_weights: Form = "packed",
         capture: "Capture | None" = None,
+        shelf: Shelf | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions. `threads`: 0 takes
         torch's default. `step_floor_s`: the least seconds of a sweep through a whole model (see
         NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how decode steps are
         recorded; None lets the device decide. Given on a CPU, it makes the kernels for GPUs run
-        there, in Triton's interpreter. Make the engine on the thread that calls it."""
+        there, in Triton's interpreter. `shelf`: for packed weights. Make the engine on the thread
+        that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
             capture = capture or _own_stream(self._device)
         self._capture = capture
         self._step_floor_s = step_floor_s
         self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
+        compiled = None
         if self._device.type == "cpu":
             check_form(cpu_weights)
             if cpu_weights != "stored":
-                kernels.load()  # compile them now, before a model waits for them
+                compiled = kernels.load()  # compile them now, before a model waits for them
+        self._shelf = shelf or Shelf()
+        self._packed = PackedBlocks(self._shelf, self._form, compiled)
         self._budget = kv
         self._kv = KvCache(0, self._device)
         self._models: dict[ModelId, Model] = {}
@@ -150,7 +157,8 @@ class TorchEngine:
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
         spec = model.manifest.blocks[block]
-        model.blocks[block] = model.network.units(spec, weights, self._form)
+        with self._packed.of(model_id, block, spec.nbytes) as pages:
+            model.blocks[block] = model.network.units(spec, weights, self._form, pages)
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
             model.graphs.forget(block)
@@ -174,7 +182,8 @@ class TorchEngine:
         if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
-        self._models.pop(model_id, None)
+        if self._models.pop(model_id, None):
+            self._shelf.drop(model_id)
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

@@ -6,6 +6,7 @@ and 31 GB/s from huge pages.
 """
 
 import mmap
+from typing import Protocol
 
 import torch
 
@@ -16,9 +17,22 @@ ALIGN = 64
 FLAGS = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")
 
 
+class Pages(Protocol):
+    """Memory for the matrices of one block."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether what is taken has its content already."""
+
+    def take(self, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor [outputs, inputs]."""
+
+
 class HugePages:
     """Memory for the matrices of one block, side by side, so that matrices smaller than a page lie
     in huge pages too. What is taken lives as long as a tensor of it."""
+
+    filled = False
 
     def __init__(self, nbytes: int) -> None:
         """`nbytes`: about what will be taken. More comes from torch's own memory."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from services.node.engine import kernels
 from services.node.engine.attention import ROWS
-from services.node.engine.huge_pages import HugePages
+from services.node.engine.huge_pages import HugePages, Pages
 from shared.errors import ConfigError
 
 Form = Literal["stored", "packed", "int8"]
@@ -50,9 +50,7 @@ class Gate(Protocol):
         product."""
 
 
-def linear(
-    weight: Tensor, bias: Tensor | None, form: Form, pages: HugePages | None = None
-) -> Linear:
+def linear(weight: Tensor, bias: Tensor | None, form: Form, pages: Pages | None = None) -> Linear:
     """A product with `weight` [out, in] and `bias` [out]. The packed form falls back to stored
     where our kernels cannot run or do not support the dtype. `pages`: where packed weights lie, if
     not in torch's own memory."""
@@ -67,7 +65,7 @@ def gate(
     bias: Tensor | None,
     form: Form,
     silu_times: Callable[[Tensor], Tensor],
-    pages: HugePages | None = None,
+    pages: Pages | None = None,
 ) -> Gate:
     """A gated product with `weight` [out, in], whose first half are the gates. `silu_times` is used
     in the stored form, `pages` as in `linear`."""
@@ -126,23 +124,22 @@ class Packed:
         weight: Tensor,
         bias: Tensor | None,
         form: Form,
-        pages: HugePages | None = None,
+        pages: Pages | None = None,
         *,
         gated: bool = False,
     ) -> None:
-        if weight.dtype not in kernels.DTYPES:
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        weight = weight.contiguous()
-        (outputs, inputs), narrow = weight.shape, weight.dtype == torch.bfloat16
-        held = torch.int8 if form == "int8" else weight.dtype
+        dtype = weight.dtype if weight.dtype in kernels.DTYPES else torch.float32
+        (outputs, inputs), narrow = weight.shape, dtype == torch.bfloat16
+        held = torch.int8 if form == "int8" else dtype
         panels = -(-outputs // PANEL)
         self._compiled, self._panels, self._inputs = compiled, panels, inputs
         self._width = outputs // 2 if gated else outputs
         self._way = compiled.way if narrow else kernels.VECTORS
         pages = pages or HugePages(0)
         self._weight = pages.take(panels * PANEL, -(-inputs // DEPTH) * DEPTH, held)
-        self._scales = torch.empty(panels * PANEL) if held == torch.int8 else None
-        self._bias = None if bias is None else torch.empty(panels * PANEL)
+        beside = 1, panels * PANEL, torch.float32
+        self._scales = pages.take(*beside) if held == torch.int8 else None
+        self._bias = None if bias is None else pages.take(*beside)
         self._matrix = kernels.Matrix(
             kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, way=self._way,
             weight=self._weight.data_ptr(), scales=_address(self._scales),
@@ -150,6 +147,9 @@ class Packed:
         )  # fmt: skip
         self.matrix = ctypes.addressof(self._matrix)
         """The address of the matrix, for the kernels."""
+        if pages.filled:
+            return
+        weight, bias = weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype)
         packing = kernels.Packing(
             narrow=narrow, matrix=self.matrix, weight=weight.data_ptr(), bias=_address(bias)
         )

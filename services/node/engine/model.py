@@ -9,6 +9,7 @@ import torch
 from services.node.checkpoints.architecture import AnyConfig
 from services.node.engine.attention import Span
 from services.node.engine.base import Bell, Row, Weights
+from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form
 from services.node.engine.processors import Processors
 from shared.layout import BlockSpec, Manifest
@@ -49,7 +50,9 @@ class Network(Protocol):
         """The number of positions of every sequence, if a sequence runs whole in one row and keeps
         no KV. 0: any number of positions, in any rows."""
 
-    def units(self, spec: BlockSpec, weights: Weights, form: Form) -> tuple[Any, ...]:
+    def units(
+        self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
+    ) -> tuple[Any, ...]:
         """The units of a block; see BlockTensors."""
 
     def embed(self, unit: Any, rows: Sequence[Row]) -> torch.Tensor:

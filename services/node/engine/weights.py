@@ -15,7 +15,7 @@ from services.node.checkpoints.config import (
 )
 from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER
 from services.node.engine.base import Weights
-from services.node.engine.huge_pages import HugePages
+from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form, Gate, Linear, gate, linear
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
@@ -111,7 +111,10 @@ class BlockTensors:
     """A block's tensors by name: views of its bytes, with matrices in the form that is asked
     for."""
 
-    def __init__(self, block: BlockSpec, weights: Weights, form: Form) -> None:
+    def __init__(
+        self, block: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
+    ) -> None:
+        """`pages`: where packed matrices lie, if not in torch's own memory."""
         if weights.nbytes < block.nbytes:
             raise BadInput(
                 f"block {block.index} has {block.nbytes} bytes; the buffer only {weights.nbytes}"
@@ -119,7 +122,7 @@ class BlockTensors:
         if isinstance(weights, memoryview):
             weights = torch.frombuffer(weights, dtype=torch.uint8)
         self._bytes = weights
-        self._form, self._pages = form, HugePages(block.nbytes)
+        self._form, self._pages = form, pages
         self._specs = {tensor.name: tensor for tensor in block.tensors}
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
@@ -166,9 +169,10 @@ class DecoderTensors(BlockTensors):
         weights: Weights,
         form: Form,
         silu_times: Callable[[torch.Tensor], torch.Tensor],
+        pages: Pages | None = None,
     ) -> None:
         """`silu_times`: see ops.py."""
-        super().__init__(block, weights, form)
+        super().__init__(block, weights, form, pages)
         self._silu_times = silu_times
 
     def unit(self, config: ModelConfig, unit: int) -> Unit:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import MsgspecError
 
@@ -40,8 +41,7 @@ START_S = 5.0
 POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """A memfd that outlived its process. Whoever takes it closes the descriptor."""
 
     descriptor: int
@@ -71,7 +71,8 @@ class _Unusable(Exception):
 
 class KeeperLink:
     """Without a keeper (`keep_s` is 0, it cannot be started, it is gone) the calls do nothing: the
-    node works as well, but its weights end with it."""
+    node works as well, but its weights end with it. `hold` and `drop` may be called on any
+    thread."""
 
     def __init__(self, directory: Path, node: NodeId, keep_s: float) -> None:
         self._directory = directory
@@ -187,10 +188,10 @@ class KeeperLink:
                     raise _Unusable("it ended")
 
     def _say(self, message: Asked, descriptor: int | None = None) -> None:
-        if self._socket is None:
+        if (connection := self._socket) is None:
             return
         try:
-            send(self._socket, encode(message), () if descriptor is None else (descriptor,))
+            send(connection, encode(message), () if descriptor is None else (descriptor,))
         except OSError as error:
             self._lose(str(error))
 

@@ -106,6 +106,8 @@ class Kernels:
     """The functions of calls.c. Each takes the structure that is named like it."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.name = Path(loaded._name).name
+        """Stands for all that they are made from and for."""
         self._functions: dict[type[ctypes.Structure], Any] = {
             kind: getattr(loaded, name)
             for kind, name in (

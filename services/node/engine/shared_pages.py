@@ -1,0 +1,167 @@
+"""Memory for packed weights that outlives the process: a memfd for each block, in huge pages.
+
+Huge pages of shared memory are off by default (shmem_enabled: never), so they are asked for one by
+one before they are written (MADV_COLLAPSE, Linux 6.1). Where they cannot be had, packed weights
+stay in the process's own memory, and the next process packs again: to decode fast counts for more.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+import xxhash
+
+from services.node.engine import kernels
+from services.node.engine.huge_pages import ALIGN, HUGE, LEAST, HugePages, Pages
+from services.node.engine.linear import Form
+from services.node.memory.shelf import Shelf, digest
+from shared.errors import BadInput
+from shared.ids import ModelId
+
+_COLLAPSE, _FIXED = 25, 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+LAYOUT = ("linear", "weights", "encoder", "shared_pages")
+"""The modules that say where in a block's memory a matrix lies."""
+
+
+class SharedPages:
+    """As HugePages, in a memfd. BadInput: it has less than is taken, though it is filled."""
+
+    def __init__(self, descriptor: int, nbytes: int, *, filled: bool) -> None:
+        """Maps a memfd of whole huge pages. OSError: it cannot be mapped."""
+        self.filled = filled
+        self.whole = True
+        """Whether all that was taken lies in it."""
+        self._used = 0
+        self._huge = nbytes if filled else 0
+        """Up to here it has huge pages."""
+        self._bytes = _mapped(descriptor, nbytes)
+
+    def take(self, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = outputs * inputs * dtype.itemsize
+        end = self._used + nbytes
+        if not self.grow(end):
+            if self.filled:
+                raise BadInput(f"{end} bytes are taken of {len(self._bytes)} that are packed")
+            self.whole = False
+            return torch.empty(outputs, inputs, dtype=dtype)
+        taken = self._bytes[self._used : end]
+        self._used = -(-end // ALIGN) * ALIGN
+        return taken.view(dtype).view(outputs, inputs)
+
+    @property
+    def content(self) -> memoryview:
+        """The huge pages that something was taken of."""
+        return self._bytes.numpy().data[: self._huge]
+
+    def grow(self, end: int) -> bool:
+        """Has the bytes before `end` lie in huge pages. False: they cannot."""
+        if end > len(self._bytes):
+            return False
+        while self._huge < end:
+            self._bytes[self._huge] = 0  # an empty range cannot be collapsed
+            start = ctypes.c_void_p(self._bytes.data_ptr() + self._huge)
+            if _libc().madvise(start, ctypes.c_size_t(HUGE), _COLLAPSE):
+                return False
+            self._huge += HUGE
+        return True
+
+
+class PackedBlocks:
+    """The memories of packed blocks: from the shelf where they are there, and onto it."""
+
+    def __init__(self, shelf: Shelf, form: Form, compiled: kernels.Kernels | None) -> None:
+        """`compiled`: what packs weights here; None: nothing does."""
+        self._shelf = shelf
+        self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
+
+    @contextmanager
+    def of(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
+        """Pages for the packed weights of a block of so many bytes. In the context they are
+        taken and filled."""
+        if not (self._shelf.keeps and self._made) or nbytes < LEAST:
+            yield HugePages(nbytes)
+        elif (kept := self._find(model, block)) is not None:
+            yield kept
+        else:
+            descriptor = os.memfd_create(
+                "lambdascale-packed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
+            try:
+                yield from self._new(model, block, nbytes, descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _new(self, model: ModelId, block: int, nbytes: int, descriptor: int) -> Iterator[Pages]:
+        most = -(-(nbytes + nbytes // 8) // HUGE) * HUGE
+        os.ftruncate(descriptor, most)
+        pages = SharedPages(descriptor, most, filled=False)
+        if not pages.grow(1):
+            yield HugePages(nbytes)
+            return
+        yield pages
+        if pages.whole:
+            content = pages.content
+            os.ftruncate(descriptor, len(content))
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._shelf.put(model, block, self._made, descriptor, content)
+
+    def _find(self, model: ModelId, block: int) -> SharedPages | None:
+        """The block's packed weights from the process before, if they are as they were made."""
+        kept = self._shelf.find(model, block, self._made)
+        if kept is None:
+            return None
+        try:
+            sealed = fcntl.fcntl(kept.descriptor, fcntl.F_GET_SEALS) == _SEALS
+            if not sealed or kept.nbytes % HUGE or os.fstat(kept.descriptor).st_size != kept.nbytes:
+                return None
+            pages = SharedPages(kept.descriptor, kept.nbytes, filled=True)
+        except OSError:
+            return None
+        finally:
+            os.close(kept.descriptor)
+        return pages if digest(pages.content) == kept.digest else None
+
+
+@cache
+def _layout() -> str:
+    """Stands for the modules LAYOUT."""
+    sources = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in LAYOUT)
+    return xxhash.xxh3_64_hexdigest(sources)
+
+
+def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+    """The file's bytes, from an address on at which huge pages can begin."""
+    libc, whole = _libc(), nbytes + HUGE
+    aside = libc.mmap(None, whole, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if aside == _FAILED:
+        raise OSError(ctypes.get_errno(), "no addresses for packed weights")
+    start = -(-aside // HUGE) * HUGE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if libc.mmap(start, nbytes, protection, mmap.MAP_SHARED | _FIXED, descriptor, 0) == _FAILED:
+        error = ctypes.get_errno()
+        libc.munmap(aside, whole)
+        raise OSError(error, "packed weights cannot be mapped")
+    memory = (ctypes.c_ubyte * nbytes).from_address(start)
+    weakref.finalize(memory, libc.munmap, aside, whole).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
