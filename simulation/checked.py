@@ -127,6 +127,8 @@ class CheckedDispatch(Dispatch):
     def _flush(self) -> list[GatewayCommand]:
         commands = super()._flush()
         found.extend(each.error for each in commands if isinstance(each, Broken))
+        for each in commands:
+            assert each.cause, f"nothing caused {each}"
         return commands
 
 

@@ -114,7 +114,7 @@ class Ours:
         message = Forward(Path(MODEL, stages), 1, 0, later)
         header, (payload,) = activations.encode(message, hidden)
         received = memoryview(bytearray(payload))
-        told, hidden = activations.decode(memoryview(header), received)
+        told, hidden, _ = activations.decode(memoryview(header), received)
         assert isinstance(told, Forward)
         self._sweep(StagePart(cut, self._blocks, told.rows, hidden))
 

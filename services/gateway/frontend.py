@@ -159,7 +159,8 @@ class Frontend:
 
     def _end(self, command: End) -> None:
         if client := self._forget(command.request):
-            client(command if self._bus.is_up else End(command.request, BusError(NO_BUS)))
+            away = End(command.request, BusError(NO_BUS), cause=command.cause)
+            client(command if self._bus.is_up else away)
 
     def _forget(self, request: RequestId) -> Client | None:
         client = self._clients.pop(request, None)

@@ -63,10 +63,10 @@ def fault(data: bytes) -> None:
 def stage_message(data: bytes) -> None:
     after = 2 + int.from_bytes(data[:2], "big")
     header, payload = data[2:after], bytearray(data[after:])
-    message, hidden = activations.decode(memoryview(header), memoryview(payload))
+    message, hidden, cause = activations.decode(memoryview(header), memoryview(payload))
     if hidden is not None:
         assert hidden.numel() * hidden.element_size() == len(payload)
-    activations.encode(message, hidden)
+    activations.encode(message, hidden, cause)
 
 
 def examples() -> list[bytes]:

@@ -308,6 +308,7 @@ class Network:
         node = self.nodes[name]
         node.batcher.validate()
         for command in commands:
+            assert command.cause, f"nothing caused {command}"
             if isinstance(command, Release):
                 for key in command.sequences:
                     assert key not in node.released, "freed twice"

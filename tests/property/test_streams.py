@@ -95,8 +95,10 @@ class Streams(RuleBasedStateMachine):
 
     def run_commands(self, commands: list[Command]) -> None:
         for command in commands:
+            assert command.cause, f"nothing caused {command}"
             match command:
                 case Send(node, submit):
+                    assert submit.cause == command.cause
                     self.check_submit(submit)
                     key = submit.request, submit.attempt
                     if key in self.live:

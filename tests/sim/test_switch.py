@@ -46,9 +46,9 @@ class Stays:
         self.stayed.update(path.requests)
         return routing.Switch(stay_s=0.0, move_s=1.0)
 
-    def note(self, name: ModelName, reason: str, detail: str) -> Resumed:
+    def note(self, name: ModelName, reason: str, detail: str, cause: str) -> Resumed:
         self.resumed.append(reason)
-        return Resumed(name, reason, detail)
+        return Resumed(name, reason, detail, cause=cause)
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ Each step here changes three things together: the request, the routes that it ru
 commands that tell nodes and clients.
 """
 
-from services.gateway.core.commands import End, Resumed, Send, Withdraw
+from services.gateway.core.commands import End, Resumed, Send
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Move, Request, State
 from services.gateway.core.routing import Route, Table
 from shared.errors import LambdaScaleError, NotFound
 from shared.ids import ModelName
-from shared.messages.serving import Cancel, Submit
+from shared.messages.serving import Submit
 
 
 class Attempts:
@@ -32,7 +32,7 @@ class Attempts:
         self._trace(request, route)
         request.prefill = len(request.prompt) + len(request.tokens)
         route.begin(request, request.charge, request.prefill)
-        self._out.append(Send(instance.leader, self.submit(request, route)))
+        self.ask(route, request)
 
     def begin_move(self, request: Request, target: Route, now: float) -> None:
         request.submissions += 1
@@ -42,7 +42,7 @@ class Attempts:
         self._ledger.step(request, State.MOVING, f"to {instance.id}")
         request.move = move
         target.begin(request, move.charge, move.prefill)
-        self._out.append(Send(instance.leader, self.submit(request, target)))
+        self.ask(target, request)
 
     def take_over(self, source: Route, request: Request, reason: str, now: float) -> None:
         """Ends the attempt on `source`. The request goes on with the attempt of its move."""
@@ -50,7 +50,8 @@ class Attempts:
         assert move is not None
         self.withdraw(source, request)
         source.end(request, request.charge, request.prefill)
-        self._out.append(Resumed(self._name, reason, f"to {move.instance}"))
+        cause = self._ledger.cause
+        self._out.append(Resumed(self._name, reason, f"to {move.instance}", cause=cause))
         request.move = None
         self._ledger.step(request, State.SUBMITTED, f"{reason}, on {move.instance}")
         request.attempt, request.instance = move.attempt, move.instance
@@ -73,7 +74,7 @@ class Attempts:
         self._ledger.step(request, State.QUEUED, why)
 
     def fail(self, request: Request, error: LambdaScaleError) -> None:
-        self._out.append(End(request.id, error))
+        self._out.append(End(request.id, error, cause=self._ledger.cause))
         self.close(request, State.FAILED, str(error))
 
     def close(self, request: Request, state: State, why: str) -> None:
@@ -85,12 +86,14 @@ class Attempts:
         del self._ledger.requests[request.id]
 
     def withdraw(self, route: Route, request: Request) -> None:
-        cause = self._ledger.cause
-        cancel = Cancel(request=request.id, attempt=request.attempt, cause=cause)
-        self._out.append(Withdraw(route.instance.leader, cancel))
+        self._ledger.withdraw(route.instance.leader, request.id, request.attempt)
 
-    def submit(self, request: Request, route: Route) -> Submit:
-        """The message that submits the request's attempt on this instance, or asks about it."""
+    def ask(self, route: Route, request: Request) -> None:
+        """Sends the attempt on this route to its leader, for the first time or again."""
+        submit = self._submit(request, route)
+        self._out.append(Send(route.instance.leader, submit, cause=self._ledger.cause))
+
+    def _submit(self, request: Request, route: Route) -> Submit:
         move = request.move
         if move is not None and move.instance != route.instance.id:
             move = None
@@ -129,8 +132,7 @@ class Attempts:
     def _drop_move(self, target: Route, request: Request) -> None:
         move = request.move
         assert move is not None
-        cancel = Cancel(request=request.id, attempt=move.attempt)
-        self._out.append(Withdraw(target.instance.leader, cancel))
+        self._ledger.withdraw(target.instance.leader, request.id, move.attempt)
         target.end(request, move.charge, move.prefill)
         request.move = None
 

@@ -1,4 +1,5 @@
-"""The commands of the dispatch core to its shell, which carries them out in order."""
+"""The commands of the dispatch core to its shell, which carries them out in order. Each names its
+cause: the id of the event that it follows from."""
 
 import msgspec
 
@@ -9,19 +10,23 @@ from shared.messages.instances import Instance
 from shared.messages.serving import Cancel, Logprobs, Submit
 
 
-class Send(msgspec.Struct, frozen=True, gc=False):
+class _Command(msgspec.Struct, frozen=True, kw_only=True):
+    cause: str = ""
+
+
+class Send(_Command, frozen=True, gc=False):
     """Hand the attempt to the node, and report what it answers."""
 
     node: NodeId
     submit: Submit
 
 
-class Withdraw(msgspec.Struct, frozen=True, gc=False):
+class Withdraw(_Command, frozen=True, gc=False):
     node: NodeId
     cancel: Cancel
 
 
-class Emit(msgspec.Struct, frozen=True, gc=False):
+class Emit(_Command, frozen=True, gc=False):
     """Give the client the request's next token."""
 
     request: RequestId
@@ -35,21 +40,21 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
     """See `Token.cached`."""
 
 
-class Scored(msgspec.Struct, frozen=True, gc=False):
+class Scored(_Command, frozen=True, gc=False):
     """Give the client the log probabilities of the next tokens of the prompt."""
 
     request: RequestId
     logprobs: tuple[Logprobs, ...]
 
 
-class End(msgspec.Struct, frozen=True):
+class End(_Command, frozen=True):
     """Tell the client that the request cannot be completed."""
 
     request: RequestId
     error: LambdaScaleError
 
 
-class Resumed(msgspec.Struct, frozen=True, gc=False):
+class Resumed(_Command, frozen=True, gc=False):
     """Record that an attempt is over, and that the request goes on with the next attempt."""
 
     name: ModelName
@@ -58,7 +63,7 @@ class Resumed(msgspec.Struct, frozen=True, gc=False):
     detail: str
 
 
-class Served(msgspec.Struct, frozen=True):
+class Served(_Command, frozen=True):
     """Record that an instance gave its first token."""
 
     name: ModelName
@@ -68,7 +73,7 @@ class Served(msgspec.Struct, frozen=True):
     submitted_at: float
 
 
-class Switched(msgspec.Struct, frozen=True, kw_only=True):
+class Switched(_Command, frozen=True, kw_only=True):
     """Record what a set did with the requests of its moving instances."""
 
     name: ModelName
@@ -85,7 +90,7 @@ class Switched(msgspec.Struct, frozen=True, kw_only=True):
     """Mean costs of a request that stayed."""
 
 
-class Broken(msgspec.Struct, frozen=True):
+class Broken(_Command, frozen=True):
     """Log that a model's state could not be trusted any more, and was made anew."""
 
     name: ModelName

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import admission, streams, validation
-from services.gateway.core.commands import Broken, Command, End, Withdraw
+from services.gateway.core.commands import Broken, Command, End
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
 from services.gateway.core.others import Changed, Others
@@ -22,7 +22,7 @@ from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFo
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.serving import AttemptFailed, Cancel, Scores, Token, Tokens
+from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 from shared.story import Transition
 
 T = TypeVar("T")
@@ -160,8 +160,8 @@ class Dispatch:
             self._on_failed(failure, now, freed)
         # A node that still works on an attempt which is over did not get its withdrawal.
         for request_id, attempt in late:
-            cancel = Cancel(request=request_id, attempt=attempt, cause="late")
-            self._ledger.out.append(Withdraw(message.node, cancel))
+            self._begin("late", now)
+            self._ledger.withdraw(message.node, request_id, attempt)
         for model_id in freed:
             model = self._models[model_id]
             self._guard(model, now, model.dispatch, now)
@@ -257,22 +257,20 @@ class Dispatch:
             return None
 
     def _make_anew(self, broken: Model, error: Exception, now: float) -> None:
-        out = self._ledger.out
-        out.append(Broken(broken.name, error))
+        out, cause = self._ledger.out, self._ledger.cause
+        out.append(Broken(broken.name, error, cause=cause))
         for request in [r for r in self._ledger.requests.values() if r.model_id == broken.id]:
             del self._ledger.requests[request.id]
             route = broken.table.routes.get(request.instance) if request.instance else None
             if route is not None:
-                cause = self._ledger.cause
-                cancel = Cancel(request=request.id, attempt=request.attempt, cause=cause)
-                out.append(Withdraw(route.instance.leader, cancel))
-            out.append(End(request.id, LambdaScaleError(BROKEN)))
+                self._ledger.withdraw(route.instance.leader, request.id, request.attempt)
+            out.append(End(request.id, LambdaScaleError(BROKEN), cause=cause))
         model = self._replace(broken)
         if known := self._sets.pop(broken.id, None):
             try:
                 model.apply(known, now)
             except Exception as again:  # the set itself is at fault: the model waits for the next
-                out.append(Broken(broken.name, again))
+                out.append(Broken(broken.name, again, cause=cause))
                 self._replace(broken)
             else:
                 self._sets[broken.id] = known

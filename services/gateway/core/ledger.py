@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.gateway.core.commands import Command
+from services.gateway.core.commands import Command, Withdraw
 from services.gateway.core.others import Others
 from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import OURS, Routing
-from shared.ids import GatewayId, RequestId
+from shared.ids import GatewayId, NodeId, RequestId
+from shared.messages.serving import Cancel
 from shared.story import Story
 
 
@@ -44,6 +45,10 @@ class Ledger:
     """The id of the event that is being handled."""
     now: float = 0.0
     """When that event happened."""
+
+    def withdraw(self, node: NodeId, request: RequestId, attempt: int) -> None:
+        cancel = Cancel(request=request, attempt=attempt, cause=self.cause)
+        self.out.append(Withdraw(node, cancel, cause=self.cause))
 
     def step(self, request: Request, state: State, why: str) -> None:
         """Moves the request to its next state. IllegalTransition if its table has no such step."""

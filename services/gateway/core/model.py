@@ -12,7 +12,7 @@ from itertools import chain
 
 from services.gateway.core import routing, streams
 from services.gateway.core.attempts import Attempts
-from services.gateway.core.commands import Emit, Resumed, Scored, Send, Served
+from services.gateway.core.commands import Emit, Resumed, Scored, Served
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
 from services.gateway.core.pace import Pace
@@ -60,7 +60,7 @@ class Model:
         self._ledger = ledger
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, ledger)
-        self._moves = Moves(name, self.table, self._attempts, self._out)
+        self._moves = Moves(name, self.table, self._attempts, ledger)
 
     @property
     def over(self) -> bool:
@@ -105,7 +105,7 @@ class Model:
             self.taken(request, now)
         logprobs = scores.logprobs[request.due - scores.index : -scores.index]
         request.score_from += len(logprobs)
-        self._out.append(Scored(request.id, logprobs))
+        self._out.append(Scored(request.id, logprobs, cause=self._ledger.cause))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
         """Takes the request's next token. Returns whether its instance has more room now."""
@@ -117,7 +117,8 @@ class Model:
             route.measure(now - request.progress_at)
         if first and not route.served:
             route.served = True
-            self._out.append(Served(self.name, route.instance, route.trace, request.submitted_at))
+            at, cause = request.submitted_at, self._ledger.cause
+            self._out.append(Served(self.name, route.instance, route.trace, at, cause=cause))
         request.tokens.append(token.token)
         request.progress_at = request.waiting_since = now
         request.asked_at = None
@@ -125,7 +126,9 @@ class Model:
         route.charge(request.remaining - request.charge)
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
-        self._out.append(Emit(request.id, token.token, finish, first, token.logprobs, token.cached))
+        logprobs, cause = token.logprobs, self._ledger.cause
+        emit = Emit(request.id, token.token, finish, first, logprobs, token.cached, cause=cause)
+        self._out.append(emit)
         if finish:
             if not token.finish:
                 self._attempts.withdraw(route, request)
@@ -198,9 +201,7 @@ class Model:
                     patience = min(patience, SILENCE_S)
                 if now - (request.asked_at or request.progress_at) >= patience:
                     request.asked_at = now
-                    self._out.append(
-                        Send(route.instance.leader, self._attempts.submit(request, route))
-                    )
+                    self._attempts.ask(route, request)
         self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
@@ -300,7 +301,7 @@ class Model:
                 message = f"the request failed {request.failures} times, at last: {detail}"
                 self._attempts.fail(request, LambdaScaleError(message))
             else:
-                self._out.append(Resumed(self.name, reason, detail))
+                self._out.append(Resumed(self.name, reason, detail, cause=self._ledger.cause))
                 self.queue.appendleft(request)
 
 

@@ -5,7 +5,8 @@ from statistics import fmean
 
 from services.gateway.core import routing
 from services.gateway.core.attempts import Attempts
-from services.gateway.core.commands import Command, Switched
+from services.gateway.core.commands import Switched
+from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import Route, Table
 from shared.ids import ModelName
@@ -24,13 +25,11 @@ class Judged:
 
 
 class Moves:
-    def __init__(
-        self, name: ModelName, table: Table, attempts: Attempts, out: list[Command]
-    ) -> None:
+    def __init__(self, name: ModelName, table: Table, attempts: Attempts, ledger: Ledger) -> None:
         self._name = name
         self._table = table
         self._attempts = attempts
-        self._out = out
+        self._ledger = ledger
 
     def begin(self, now: float) -> list[Judged]:
         """Submits elsewhere the requests that better leave their path, as far as there is room.
@@ -88,8 +87,9 @@ class Moves:
             sources=tuple(dict.fromkeys(each.source.instance.id for each in judged)),
             moved_costs=_mean(moved),
             stayed_costs=_mean(stayed),
+            cause=self._ledger.cause,
         )
-        self._out.append(switched)
+        self._ledger.out.append(switched)
 
 
 def _mean(judged: list[Judged]) -> routing.Switch | None:

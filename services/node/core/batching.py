@@ -33,6 +33,7 @@ from services.node.core.microbatches import (
     Failure,
     Forward,
     Free,
+    Handled,
     Hidden,
     Part,
     Path,
@@ -48,15 +49,21 @@ from shared.errors import ProtocolViolation
 from shared.ids import ModelId, NodeId
 from shared.messages.serving import Cancel, Logprobs, Submit
 
+STOP, BUG, GRAMMAR = "stop", "bug", "grammar"
+"""Causes of commands that no message and no batch caused."""
+
 
 class Batcher:
     def __init__(
         self, node: NodeId, *, slots: int, step_tokens: int, speculation: int = 0, kv: Kv
     ) -> None:
         """`speculation`: the most tokens that are proposed for a sequence in a step."""
+        self._handled = Handled()
         self._room = Room(node, slots, kv, self._claims)
-        self._leader = Leader(node, speculation=speculation, kv=kv, room=self._room)
-        self._follower = Follower(node, kv, self._room)
+        self._leader = Leader(
+            node, speculation=speculation, kv=kv, room=self._room, handled=self._handled
+        )
+        self._follower = Follower(node, kv, self._room, self._handled)
         self._step_tokens = step_tokens
         self._speculative = min(STEP_POSITIONS, step_tokens) if speculation else 0
         """The number of positions up to which proposals fill a step."""
@@ -70,12 +77,18 @@ class Batcher:
     # --- events -------------------------------------------------------------
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
+        self._handled.cause = submit.cause or submit.request
         return self._leader.submit(submit, n_blocks=n_blocks, held=held)
 
     def cancel(self, cancel: Cancel) -> list[Command]:
+        self._handled.cause = cancel.cause or f"cancel of {cancel.request}"
         return self._leader.cancel(cancel.request, cancel.attempt)
 
-    def received(self, message: StageMessage, hidden: Hidden | None = None) -> list[Command]:
+    def received(
+        self, message: StageMessage, hidden: Hidden | None = None, cause: str = ""
+    ) -> list[Command]:
+        """`cause`: what made the peer say it, if it told."""
+        self._handled.cause = cause or type(message).__name__.lower()
         match message:
             case Admit():
                 return self._follower.admit(message, self._tick())
@@ -96,23 +109,28 @@ class Batcher:
     def prepared(self, key: SequenceKey, failure: Failure | None = None) -> list[Command]:
         """Continues a waiting sequence whose `Prepare` is done, or has failed. The result for a
         sequence that ended is released."""
+        self._handled.cause = GRAMMAR
         if key in self._leader.preparing:
             return self._leader.prepared(key, failure)
         return self._follower.prepared(key, failure, self._tick())
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
+        self._handled.cause = f"loss of {address}"
         return self._leader.peer_lost(address, why) + self._follower.peer_lost(address, why)
 
     def model_closed(self, model_id: ModelId, why: Failure) -> list[Command]:
+        self._handled.cause = model_id
         led = self._leader.model_closed(model_id, why)
         return led + self._follower.model_closed(model_id, why)
 
     def give_up(self, keys: Collection[SequenceKey], why: Failure) -> list[Command]:
         """Ends these sequences, wherever they are. Unknown ones are ignored."""
+        self._handled.cause = BUG
         return self._leader.give_up(keys, why) + self._follower.give_up(keys, why)
 
-    def close(self, why: Failure) -> list[Command]:
-        """Ends everything that this node leads or follows, because the node stops."""
+    def close(self, why: Failure, cause: str = STOP) -> list[Command]:
+        """Ends everything that this node leads or follows."""
+        self._handled.cause = cause
         return self._leader.close(why) + self._follower.close(why)
 
     # --- the engine ---------------------------------------------------------
@@ -158,6 +176,7 @@ class Batcher:
     ) -> list[Command]:
         """Takes the part's result: the tokens drawn after each row, and `hidden` if it did not end
         in the head."""
+        self._handled.cause = _batch_of(part)
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
         self.tokens_out += sum(map(len, sampled))
@@ -165,7 +184,7 @@ class Batcher:
         message = Sampled(part.batch, tokens, dict(logprobs or {}))
         if part.stage == 0:
             return self._leader.sampled(message, self._tick())
-        return [Send(part.path.leader, message)]
+        return [Send(part.path.leader, message, cause=self._handled.cause)]
 
     def failed(self, part: Part, why: Failure) -> list[Command]:
         """None of the part's rows could be run."""
@@ -179,6 +198,7 @@ class Batcher:
     def no_room(self, part: Part, why: Failure) -> list[Command]:
         """The engine has no pages for the part: the sequence that began last gives its pages
         back."""
+        self._handled.cause = _batch_of(part)
         led = [s for s in self._leader.running.values() if s.started and not s.submit.image]
         followed = self._follower.with_kv()
         if len(led) + len(followed) == 1:
@@ -276,12 +296,19 @@ class Batcher:
             for row in part.rows
         )
         message = Forward(part.path, part.stage + 1, part.batch, rows)
-        return [Send(part.path.stages[part.stage + 1].address, message, hidden)]
+        to = part.path.stages[part.stage + 1].address
+        return [Send(to, message, hidden, cause=self._handled.cause)]
 
     def _alive(self, part: Part, key: SequenceKey) -> bool:
         return key in (self._leader.running if part.stage == 0 else self._follower.sequences)
 
     def _fail(self, part: Part, keys: Iterable[SequenceKey], why: Failure) -> list[Command]:
+        self._handled.cause = _batch_of(part)
         if part.stage == 0:
             return self._leader.failed(keys, why)
         return self._follower.failed(part.path, keys, why)
+
+
+def _batch_of(part: Part) -> str:
+    """The id of a micro-batch, as causes name it."""
+    return f"batch {part.batch} of {part.path.stages[0].node}"

@@ -21,6 +21,7 @@ from services.node.core.microbatches import (
     Failure,
     Forward,
     Free,
+    Handled,
     Hidden,
     Part,
     Path,
@@ -67,7 +68,8 @@ class Followed:
 
 
 class Follower:
-    def __init__(self, node: NodeId, kv: Kv, room: Room) -> None:
+    def __init__(self, node: NodeId, kv: Kv, room: Room, handled: Handled) -> None:
+        self._handled = handled
         self._node = node
         self._kv = kv
         self._room = room
@@ -85,18 +87,18 @@ class Follower:
         stage = path.stages[message.stage]
         self._check_mine(path, message.stage)
         if key in self.sequences or key in self._over:
-            return [_failed(path, [key], Failure(Conflict.code, f"{key} came here before"))]
+            return [self._failed(path, [key], Failure(Conflict.code, f"{key} came here before"))]
         keeps_kv = self._kv.keeps(path.model_id, stage.start, stage.stop)
         if keeps_kv and not self._kv.kv_capacity:
             why = Failure(NotFound.code, f"node {self._node} has not opened {path.model_id}")
-            return [_failed(path, [key], why)]
+            return [self._failed(path, [key], why)]
         followed = Followed(key, path, message.stage, message.limit, message.tokens, keeps_kv, tick)
         try:
             self._room.check(followed)
         except CapacityExceeded as error:
-            return [_failed(path, [key], Failure(error.code, str(error)))]
+            return [self._failed(path, [key], Failure(error.code, str(error)))]
         self.sequences[key] = followed
-        return [Send(path.leader, Admitted(message.stage, key))]
+        return [Send(path.leader, Admitted(message.stage, key), cause=self._handled.cause)]
 
     def forward(self, message: Forward, hidden: Hidden | None, tick: int) -> list[Command]:
         """Takes in a micro-batch to run. ProtocolViolation if it is not for this node."""
@@ -120,7 +122,11 @@ class Follower:
         ends = part.stage + 1 == len(part.path.stages)
         for row in part.rows if ends else ():
             if row.draw and row.draw.context and row.draw.context.has_grammar:
-                commands.append(Prepare(part.model_id, row.sequence, row.draw.context))
+                commands.append(
+                    Prepare(
+                        part.model_id, row.sequence, row.draw.context, cause=self._handled.cause
+                    )
+                )
                 others = set(part.keys) - {row.sequence}
                 self.preparing[row.sequence] = part.without(others)
         part = part.without(self.preparing)
@@ -141,7 +147,7 @@ class Follower:
             return []
         ours = [key for key in astray if self._path_of(key) in (None, path)]
         why = f"node {self._node} does not have the sequence at that position"
-        return [*self.end(ours), _failed(path, astray, Failure(NotFound.code, why))]
+        return [*self.end(ours), self._failed(path, astray, Failure(NotFound.code, why))]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
         """Whether the row continues its sequence. A leader has one micro-batch of a sequence under
@@ -177,7 +183,7 @@ class Follower:
         """Sequences of one path cannot be run on this node: frees them here, and tells their
         leader."""
         known = [key for key in keys if key in self.sequences]
-        return self.end(known) + ([_failed(path, known, why)] if known else [])
+        return self.end(known) + ([self._failed(path, known, why)] if known else [])
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         """Ends the peer's sequences. The leader is told even if it is the lost peer, since it may
@@ -231,8 +237,8 @@ class Follower:
             return []
         pruned = ((tick, part.without(known)) for tick, part in self.queue)
         self.queue = [(tick, part) for tick, part in pruned if part.rows]
-        return [Release(known)]
+        return [Release(known, cause=self._handled.cause)]
 
-
-def _failed(path: Path, keys: Collection[SequenceKey], why: Failure) -> Send:
-    return Send(path.leader, Failed(tuple(keys), why.code, why.message))
+    def _failed(self, path: Path, keys: Collection[SequenceKey], why: Failure) -> Send:
+        failed = Failed(tuple(keys), why.code, why.message)
+        return Send(path.leader, failed, cause=self._handled.cause)

@@ -30,6 +30,7 @@ from services.node.core.microbatches import (
     Emit,
     Failure,
     Finish,
+    Handled,
     Part,
     Path,
     Prepare,
@@ -59,8 +60,11 @@ ASKING = -1
 
 
 class Leader:
-    def __init__(self, node: NodeId, *, speculation: int, kv: Kv, room: Room) -> None:
+    def __init__(
+        self, node: NodeId, *, speculation: int, kv: Kv, room: Room, handled: Handled
+    ) -> None:
         self._node = node
+        self._handled = handled
         self._speculation = speculation
         self._kv = kv
         self._room = room
@@ -132,7 +136,9 @@ class Leader:
             return self._ask(sequence)
         if context := sequence.grammar:
             self.preparing[sequence.key] = sequence
-            return [Prepare(sequence.submit.model_id, sequence.key, context)]
+            return [
+                Prepare(sequence.submit.model_id, sequence.key, context, cause=self._handled.cause)
+            ]
         self._wait(sequence)
         return []
 
@@ -143,7 +149,8 @@ class Leader:
         sequence.unanswered = {stage for stage, _ in others}
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
         return [
-            Send(each.address, Admit(path, stage, key, tokens, limit)) for stage, each in others
+            Send(each.address, Admit(path, stage, key, tokens, limit), cause=self._handled.cause)
+            for stage, each in others
         ]
 
     def admitted(self, message: Admitted, tick: int) -> None:
@@ -228,7 +235,7 @@ class Leader:
                 if len(logprobs) < count:
                     cut.append(sequence)
                     continue
-                commands.append(_scores(sequence, logprobs[:count]))
+                commands.append(_scores(sequence, logprobs[:count], self._handled.cause))
                 logprobs = logprobs[count:]
             if draw is None:
                 continue
@@ -237,7 +244,7 @@ class Leader:
                 continue
             self.proposed += len(draw.proposed)
             self.accepted += len(drawn) - 1
-            said, finish = _taken(sequence, drawn, logprobs)
+            said, finish = _taken(sequence, drawn, logprobs, self._handled.cause)
             commands += said
             if finish is not Finish.NOT_YET:
                 over.append(sequence)
@@ -262,6 +269,7 @@ class Leader:
     def end(self, sequences: Iterable[Sequence], failure: Failure | None) -> list[Command]:
         """Forgets sequences, and frees what stages keep of them. Lost peers are told too, since
         they may be back."""
+        cause = self._handled.cause
         released: list[SequenceKey] = []
         elsewhere: list[tuple[str, SequenceKey]] = []
         told: list[Command] = []
@@ -275,9 +283,9 @@ class Leader:
                 reason = AttemptFailed(
                     submit.request, submit.attempt, failure.code, failure.message
                 )
-                told.append(Emit(submit.gateway, reason))
-        local: list[Command] = [Release(tuple(released))] if released else []
-        return local + frees(elsewhere) + told
+                told.append(Emit(submit.gateway, reason, cause=cause))
+        local: list[Command] = [Release(tuple(released), cause=cause)] if released else []
+        return local + frees(elsewhere, cause) + told
 
     def validate(self) -> None:
         """For tests. AssertionError: what is kept here cannot be."""
@@ -332,16 +340,18 @@ def _validate_running(sequence: Sequence) -> None:
         assert row.position + row.count <= sequence.limit
 
 
-def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...]) -> Command:
+def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...], cause: str) -> Command:
     """The scores of the prompt's next tokens."""
     submit = sequence.submit
     index = sequence.scored - submit.prompt_tokens
     sequence.scored += len(logprobs)
-    return Emit(submit.gateway, Scores(submit.request, submit.attempt, index, logprobs))
+    return Emit(
+        submit.gateway, Scores(submit.request, submit.attempt, index, logprobs), cause=cause
+    )
 
 
 def _taken(
-    sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...]
+    sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...], cause: str
 ) -> tuple[list[Command], Finish]:
     """The commands for the drawn tokens. Nothing goes out after a token that ends the request."""
     submit = sequence.submit
@@ -351,7 +361,7 @@ def _taken(
         cached = sequence.cached if len(sequence.tokens) == len(submit.tokens) else 0
         index, finish = sequence.append(token)
         out = Token(submit.request, submit.attempt, index, token, finish.value, its, cached)
-        commands.append(Emit(submit.gateway, out))
+        commands.append(Emit(submit.gateway, out, cause=cause))
         if finish is not Finish.NOT_YET:
             break
     return commands, finish

@@ -3,12 +3,13 @@ shell.
 
 `Admit`, `Admitted`, `Forward`, `Sampled`, `Free` and `Failed` cross between nodes
 (`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare` and `Emit`
-are commands of the scheduler. The scheduler passes hidden states on and never looks inside.
+are commands of the scheduler; each names its cause, and a message carries that of its `Send` along.
+The scheduler passes hidden states on and never looks inside.
 """
 
 import enum
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -192,8 +193,14 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Deliver a message to a peer."""
+class _Command:
+    cause: str = field(default="", kw_only=True, compare=False)
+    """The id of the event that the command follows from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send(_Command):
+    """Deliver a message to a peer, with its cause."""
 
     address: str
     message: StageMessage
@@ -201,14 +208,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(_Command):
     """Free the KV of these sequences in this node's engine."""
 
     sequences: tuple[SequenceKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(_Command):
     """Make the grammar of this sequence, away from the engine, and say when that is done. Nothing
     of the sequence that needs the grammar runs before."""
 
@@ -217,7 +224,8 @@ class Prepare:
     context: Context
 
 
-class Emit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Emit(_Command):
     """Send this to a gateway."""
 
     gateway: GatewayId
@@ -235,9 +243,17 @@ class Finish(enum.Enum):
     LENGTH = "length"
 
 
-def frees(pairs: Sequence[tuple[str, SequenceKey]]) -> list[Command]:
+@dataclass(slots=True)
+class Handled:
+    """What a node's scheduler is handling."""
+
+    cause: str = ""
+    """The id of the event. Every command of the scheduler names it."""
+
+
+def frees(pairs: Sequence[tuple[str, SequenceKey]], cause: str) -> list[Command]:
     """One Free for each peer, from (address, sequence) pairs."""
     by_address: dict[str, list[SequenceKey]] = {}
     for address, key in pairs:
         by_address.setdefault(address, []).append(key)
-    return [Send(address, Free(tuple(keys))) for address, keys in by_address.items()]
+    return [Send(address, Free(tuple(keys)), cause=cause) for address, keys in by_address.items()]

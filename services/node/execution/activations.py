@@ -20,7 +20,7 @@ from services.node.core.microbatches import (
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
 
-VERSION = 5
+VERSION = 6
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -30,27 +30,33 @@ class _Header(msgspec.Struct, frozen=True):
     message: Admit | Admitted | Forward | Sampled | Free | Failed
     dtype: str = ""
     hidden_size: int = 0
+    cause: str = ""
+    """The id of the event that made the sender say it."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-def encode(message: StageMessage, hidden: torch.Tensor | None) -> tuple[bytes, list[Buffer]]:
+def encode(
+    message: StageMessage, hidden: torch.Tensor | None, cause: str = ""
+) -> tuple[bytes, list[Buffer]]:
     """(header, payload) for the transport. The payload is `hidden`'s own memory if that is on the
     CPU, so the tensor must not be written to any more."""
     if not isinstance(message, Admit | Admitted | Forward | Sampled | Free | Failed):
         raise TypeError(f"{type(message).__name__} has no wire form")
     if hidden is None:
-        return _encoder.encode(_Header(VERSION, message)), []
+        return _encoder.encode(_Header(VERSION, message, cause=cause)), []
     on_cpu = hidden.detach().to("cpu").contiguous()
-    header = _Header(VERSION, message, _NAMES[on_cpu.dtype], on_cpu.shape[1])
+    header = _Header(VERSION, message, _NAMES[on_cpu.dtype], on_cpu.shape[1], cause)
     # numpy has no bfloat16, so the bytes are taken through uint8.
     return _encoder.encode(header), [on_cpu.view(-1).view(torch.uint8).numpy().data]
 
 
-def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch.Tensor | None]:
-    """The message and its hidden states (a view of `payload` if that is writable).
+def decode(
+    header: memoryview, payload: memoryview
+) -> tuple[StageMessage, torch.Tensor | None, str]:
+    """The message, its hidden states (a view of `payload` if that is writable), and its cause.
 
     ProtocolViolation if anything does not fit (`services.node.core.wellformed`).
     """
@@ -66,9 +72,9 @@ def decode(header: memoryview, payload: memoryview) -> tuple[StageMessage, torch
     message = parsed.message
     wellformed.check(message)
     if isinstance(message, Forward):
-        return message, _hidden(message, parsed, payload)
+        return message, _hidden(message, parsed, payload), parsed.cause
     _require(not payload.nbytes, f"{type(message).__name__} came with {payload.nbytes} bytes")
-    return message, None
+    return message, None, parsed.cause
 
 
 def _hidden(message: Forward, header: _Header, payload: memoryview) -> torch.Tensor:

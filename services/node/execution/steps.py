@@ -17,11 +17,14 @@ from typing import ClassVar
 
 import torch
 
-from services.node.core.batching import Batcher
+from services.node.core.batching import BUG, Batcher
 from services.node.core.load import WorkerLoad
 from services.node.core.microbatches import (
+    Admit,
+    Admitted,
     Command,
     Emit,
+    Failed,
     Failure,
     Forward,
     Prepare,
@@ -58,8 +61,6 @@ from shared.story import Story
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
 """(peer's address, header, payload)."""
 EmitTo = Callable[[GatewayId, Tokens], None]
-STEP, GRAMMAR, BUG = "step", "grammar", "bug"
-"""Causes of commands that no message caused."""
 
 
 class Steps:
@@ -102,7 +103,7 @@ class Steps:
             self._batcher,
             self._models,
             blamed=self._blamed,
-            do=lambda commands: self._do(commands, STEP),
+            do=self._do,
             ran=ran,
             bell=bell or Bell(),
         )
@@ -124,7 +125,7 @@ class Steps:
 
     def close_model(self, model_id: ModelId) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
-        self._do(self._batcher.model_closed(model_id, why), model_id)
+        self._do(self._batcher.model_closed(model_id, why))
         self._models.pop(model_id, None)
         with self._blamed():
             self._engine.close_model(model_id)
@@ -142,7 +143,7 @@ class Steps:
         self._tell(
             submit.cause or submit.request, "comes", sequence_key(submit.request, submit.attempt)
         )
-        self._do(commands, submit.cause or submit.request)
+        self._do(commands)
 
     # --- events, which raise nothing ----------------------------------------
 
@@ -154,19 +155,17 @@ class Steps:
 
     def cancel(self, cancel: Cancel) -> None:
         with self._contained(f"the cancellation of request {cancel.request}"):
-            self._do(self._batcher.cancel(cancel), f"cancel of {cancel.request}")
+            self._do(self._batcher.cancel(cancel))
 
     def received(self, sender: str, header: memoryview, payload: memoryview) -> None:
         """`sender`: where the peer says that it listens."""
         named: Collection[SequenceKey] = ()
         try:
-            message, hidden = activations.decode(header, payload)
+            message, hidden, cause = activations.decode(header, payload)
             named = message.keys
             if isinstance(message, Forward) and hidden is not None:
                 check_width(message, hidden, self._models)
-            self._do(
-                self._batcher.received(message, hidden), f"{type(message).__name__} from {sender}"
-            )
+            self._do(self._batcher.received(message, hidden, cause))
         except ProtocolViolation as error:
             self._violations += 1
             self._log.warning("bad stage message", sender=sender, error=str(error))
@@ -177,12 +176,12 @@ class Steps:
     def peer_lost(self, address: str, error: TransportError) -> None:
         why = Failure(PeerLost.code, f"node {self._node} lost {address}: {error}")
         with self._contained(f"the loss of {address}"):
-            self._do(self._batcher.peer_lost(address, why), f"loss of {address}")
+            self._do(self._batcher.peer_lost(address, why))
 
     def close(self) -> None:
         """Ends everything: gateways resume their requests elsewhere, peers free what they keep."""
         why = Failure(NotFound.code, f"node {self._node} stopped")
-        self._do(self._batcher.close(why), "stop")
+        self._do(self._batcher.close(why))
         self.flush()
 
     # --- steps --------------------------------------------------------------
@@ -258,7 +257,7 @@ class Steps:
         """A bug met these sequences, led or followed: they end."""
         self._faults += 1
         with self._contained("giving sequences up"):
-            self._do(self._batcher.give_up(keys, self._bug(error)), BUG)
+            self._do(self._batcher.give_up(keys, self._bug(error)))
 
     def _end_all(self, error: Exception) -> None:
         """A step failed, and who is to blame is not known."""
@@ -267,25 +266,25 @@ class Steps:
         self._faults += 1
         self._log.exception("a step failed")
         self._sweeps.give_up()
-        self._do(self._batcher.close(self._bug(error)), BUG)
+        self._do(self._batcher.close(self._bug(error), BUG))
 
     def _bug(self, error: Exception) -> Failure:
         return failure_of(LambdaScaleError(f"node {self._node} failed: {error!r}"))
 
     # --- commands -----------------------------------------------------------
 
-    def _do(self, commands: Iterable[Command], cause: str) -> None:
-        """Each by itself: after one that fails, the others must not go undone. `cause`: the event
-        that the commands follow from."""
+    def _do(self, commands: Iterable[Command]) -> None:
+        """Each by itself: after one that fails, the others must not go undone."""
         for command in commands:
             try:
-                self._obey(command, cause)
+                self._obey(command)
             except Exception as error:  # a command's boundary
                 name = type(command).__name__
-                self._log.exception("a command failed", command=name, cause=cause)
+                self._log.exception("a command failed", command=name, cause=command.cause)
                 self._give_up(_sequences_of(command), error)
 
-    def _obey(self, command: Command, cause: str) -> None:
+    def _obey(self, command: Command) -> None:
+        cause = command.cause
         match command:
             case Release():
                 self._tell(cause, "gives its KV back", *command.sequences)
@@ -295,34 +294,44 @@ class Steps:
                 self._tell(cause, "waits for its grammar", command.sequence)
                 self._grammars.make(command)
             case Emit():
-                self._tell_end(command, cause)
+                self._tell_end(command)
                 self._out.put(command)
             case Send():
-                self._send(
-                    command.address, *activations.encode(command.message, tensor_of(command.hidden))
-                )
+                self._tell_sent(command)
+                hidden = tensor_of(command.hidden)
+                self._send(command.address, *activations.encode(command.message, hidden, cause))
 
     def _tell(self, cause: str, text: str, *sequences: SequenceKey) -> None:
         requests = {request_of(key) for key in sequences}
         self.story.tell(self._clock(), cause, text, *sequences, *sorted(requests))
 
-    def _tell_end(self, command: Emit, cause: str) -> None:
+    def _tell_sent(self, command: Send) -> None:
+        """Tells how sequences come to the stages of a path, and how they fail there."""
+        match command.message:
+            case Admit(sequence=key):
+                self._tell(command.cause, f"asks {command.address} for room", key)
+            case Admitted(sequence=key):
+                self._tell(command.cause, "has room kept for it", key)
+            case Failed(sequences=keys, code=code):
+                self._tell(command.cause, f"fails: {code}", *keys)
+
+    def _tell_end(self, command: Emit) -> None:
         """Only ends are told: one line for each token would leave no room for anything else."""
         match command.what:
             case Token(finish=finish) as token if finish:
-                self._tell(cause, finish, sequence_key(token.request, token.attempt))
+                self._tell(command.cause, finish, sequence_key(token.request, token.attempt))
             case AttemptFailed() as failed:
                 key = sequence_key(failed.request, failed.attempt)
-                self._tell(cause, f"fails: {failed.code}", key)
+                self._tell(command.cause, f"fails: {failed.code}", key)
 
     # --- grammars: see `services.node.execution.grammars.Listener` ------------
 
     def prepared(self, sequence: SequenceKey) -> None:
-        self._do(self._batcher.prepared(sequence), GRAMMAR)
+        self._do(self._batcher.prepared(sequence))
 
     def refused(self, sequence: SequenceKey, error: LambdaScaleError) -> None:
         with self._contained("a refused grammar"):
-            self._do(self._batcher.prepared(sequence, failure_of(error)), GRAMMAR)
+            self._do(self._batcher.prepared(sequence, failure_of(error)))
 
     def broke(self, sequence: SequenceKey, error: Exception) -> None:
         self._give_up([sequence], error)

@@ -197,7 +197,7 @@ def test_hidden_states_cross_the_wire_in_their_true_size() -> None:
     (body,) = payload
     assert isinstance(body, memoryview)
     assert body.nbytes == 9 * MODEL.hidden * 2
-    _, hidden = activations.decode(memoryview(header), body)
+    _, hidden, _ = activations.decode(memoryview(header), body)
     assert hidden is not None
     assert hidden.dtype == torch.float16
     assert result.hidden is not None

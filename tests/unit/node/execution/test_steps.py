@@ -125,8 +125,9 @@ def test_what_got_off_is_handed_on_when_its_time_is_over() -> None:
     assert rig.sent == []
     rig.steps.finish(0.0)
     ((_, sent, _),) = rig.sent
-    sampled, _ = activations.decode(memoryview(sent), memoryview(b""))
+    sampled, _, cause = activations.decode(memoryview(sent), memoryview(b""))
     assert isinstance(sampled, Sampled)
+    assert cause == "batch 1 of g"
     assert rig.steps.load.running == 1
     rig.steps.finish(0.0)
     assert len(rig.sent) == 1
@@ -280,7 +281,7 @@ def test_rows_freed_during_a_sweep_leave_it() -> None:
         rig.steps.received("mem://c", memoryview(header), memoryview(b""))
     rig.run()
     ((address, sent, payload),) = rig.sent
-    forward, hidden = activations.decode(memoryview(sent), memoryview(bytearray(payload[0])))
+    forward, hidden, _ = activations.decode(memoryview(sent), memoryview(bytearray(payload[0])))
     assert address == "mem://f"
     assert isinstance(forward, Forward)
     assert [row.sequence for row in forward.rows] == ["y#1"]
@@ -378,7 +379,7 @@ def test_closing_a_model_ends_its_attempts_at_once() -> None:
     rig.steps.flush()
     assert [failed.code for _, m in rig.emitted for failed in m.failed] == ["not_found"]
     address, header, _ = rig.sent[-1]
-    told, _ = activations.decode(memoryview(header), memoryview(b""))
+    told, _, _ = activations.decode(memoryview(header), memoryview(b""))
     assert address == "mem://c"
     assert isinstance(told, Failed)
     assert (told.sequences, told.code) == (("x#1",), "not_found")
@@ -392,10 +393,25 @@ def test_the_story_of_a_request_names_what_led_to_each_step() -> None:
     rig.run()
     rig.steps.peer_lost("mem://b", PeerLost("gone"))
     told = [(step.cause, step.text) for step in rig.steps.story.of("r")]
-    assert told == [("r", "comes"), ("step", "length"), ("step", "gives its KV back")]
+    batch = "batch 2 of a"
+    assert told == [("r", "comes"), (batch, "length"), (batch, "gives its KV back")]
     told = [(step.cause, step.text) for step in rig.steps.story.of("lost#1")]
     assert told == [
         ("lost", "comes"),
+        ("lost", "asks mem://b for room"),
         ("loss of mem://b", "gives its KV back"),
         ("loss of mem://b", "fails: peer_lost"),
     ]
+
+
+def test_a_stage_message_names_what_made_its_sender_say_it() -> None:
+    """So the story of a later stage goes on where the leader's begins."""
+    rig = Rig()
+    admit = Admit(LATE, 1, "x#1", 3, 9)
+    header, _ = activations.encode(admit, None, "call-7")
+    rig.steps.received("mem://g", memoryview(header), memoryview(b""))
+    ((_, sent, _),) = rig.sent
+    answer, _, cause = activations.decode(memoryview(sent), memoryview(b""))
+    assert (answer, cause) == (Admitted(1, "x#1"), "call-7")
+    told = [(step.cause, step.text) for step in rig.steps.story.of("x")]
+    assert told == [("call-7", "has room kept for it")]
