@@ -12,7 +12,7 @@ from services.gateway.api_error import ApiError
 KEY, LAST = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY = 255
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_MARK = re.compile(r"(\d{1,9}):([0-9a-f]{8})")
+_MARK = re.compile(r"([1-9][0-9]{0,8}):([0-9a-f]{8})")
 END = "end"
 """The id of a stream's last event."""
 

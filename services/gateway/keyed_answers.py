@@ -195,9 +195,13 @@ class RunningAnswer:
         if entry is None:
             return None, 0
         try:
-            return msgspec.msgpack.decode(entry.value, type=Record), entry.revision
+            record = msgspec.msgpack.decode(entry.value, type=Record)
         except msgspec.MsgspecError as error:
             raise BusError(f"what is kept of the answer cannot be read: {error}") from error
+        choices = len(self.generation.choices)
+        if any(not 0 <= kept.choice < choices or kept.token < 0 for kept in record.kept):
+            raise BusError("what is kept of the answer has tokens that cannot be")
+        return record, entry.revision
 
     async def _write(self, work: Write) -> int:
         key, value = self.core.name, msgspec.msgpack.encode(work.record)

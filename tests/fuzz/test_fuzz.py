@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("atheris", reason="atheris is not installed: the fuzzers are not run")
 
 
-@pytest.mark.parametrize(("target", "runs"), [("wire", 20_000), ("connection", 1000)])
+@pytest.mark.parametrize(
+    ("target", "runs"), [("wire", 20_000), ("connection", 1000), ("headers", 5000)]
+)
 async def test_nothing_is_found_at_once(tmp_path: Path, target: str, runs: int) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
