@@ -43,7 +43,7 @@ from shared.config import GatewayConfig
 from shared.errors import BusError, KeyExists, LambdaScaleError, NoResponders
 from shared.ids import GatewayId
 from shared.messages import Ok, Ping
-from shared.story import Story
+from shared.story import Story, Transition
 
 LOOK_S = 0.05
 """Seconds between looks at what is due."""
@@ -76,6 +76,10 @@ class KeyedAnswers:
     async def open(self) -> None:
         self._bucket = await self._bus.kv(subjects.KV_ANSWERS)
 
+    def story(self, subject: str) -> tuple[Transition, ...]:
+        """The last steps of answers that an API call asked for."""
+        return self._story.of(subject)
+
     def reader(self, key: Key, generation: Generation) -> "Reader":
         """Reads the key's answer; `generation` is for an answer that is not known here. ApiError
         429 if the client has too many keys, 422 if this key came with another request."""
@@ -98,7 +102,8 @@ class KeyedAnswers:
             owner=self._own(),
         )
         room = 0 if generation.scored else MAX_BYTES
-        core = KeyedAnswer(key.name, record, self._story, now(), max_bytes=room)
+        call = generation.choices[0].request.call
+        core = KeyedAnswer(key.name, record, self._story, now(), call=call, max_bytes=room)
         running = RunningAnswer(core, generation, self._bus, self._bucket, self._keep_s)
         self._running[key.name] = running
         self._spawn(self._run(key.name, running), f"keyed answer {key.name[:8]}")

@@ -90,6 +90,9 @@ class GatewayService(Service):
         self.frontend = Frontend(
             bus, self._dispatch, self._metrics, self._start, self.contain, self.log
         )
+        self._keyed = KeyedAnswers(
+            bus, config, self._start, self.contain, self.log, lambda: self.id
+        )
         self.url = ""
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
@@ -157,17 +160,14 @@ class GatewayService(Service):
         config = self._config
         grammars = GrammarChecker()
         self.resources.push_async_callback(grammars.close)
-        keyed = KeyedAnswers(
-            self._bus, config, self._start, self.contain, self.log, lambda: self.id
-        )
-        await keyed.open()
+        await self._keyed.open()
         self._api = api = Api(
             config,
             self._catalog,
             grammars,
             self.frontend,
             self._metrics,
-            keyed,
+            self._keyed,
             self.log,
             connected=self._connected,
         )
@@ -277,7 +277,8 @@ class GatewayService(Service):
         self.frontend.run(self._dispatch.on_node_gone(message.node, now(), message.graceful))
 
     async def _story(self, query: StoryQuery) -> Told:
-        return Told.of(self._dispatch.story(query.subject), now(), wall_ns())
+        steps = (*self._dispatch.story(query.subject), *self._keyed.story(query.subject))
+        return Told.of(sorted(steps, key=lambda step: step.at), now(), wall_ns())
 
     # --- time and load -------------------------------------------------------
 

@@ -144,11 +144,20 @@ Effect = Generate | Stop | Tell | Fail
 
 class KeyedAnswer:
     def __init__(
-        self, name: str, record: Record, story: Story, now: float, *, max_bytes: int = MAX_BYTES
+        self,
+        name: str,
+        record: Record,
+        story: Story,
+        now: float,
+        *,
+        call: str = "",
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         """`record` is what the store should have: with this gateway as its owner, and no tokens.
-        `max_bytes`: 0 if tokens alone do not make the answer."""
+        `call`: the id of the API call that asked for it here first. `max_bytes`: 0 if tokens alone
+        do not make the answer."""
         self.name = name
+        self.call = call
         self.state = State.LOOKING
         self.kept: list[Kept] = []
         """All tokens that are known."""
@@ -393,7 +402,7 @@ class KeyedAnswer:
     def _step(self, state: State, why: str, now: float) -> None:
         self._story.check_step(self.name, NEXT, self.state, state)
         self.state = state
-        self._story.tell(now, self.name, f"{state.value}: {why}", self.name)
+        self._story.tell(now, self.call, f"answer by key: {state.value}: {why}", self.name)
 
 
 _DIVERGED = (

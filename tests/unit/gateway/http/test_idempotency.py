@@ -14,9 +14,10 @@ from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import GatewayConfig
 from shared.messages.serving import Submit
+from shared.messages.story import StoryQuery, Told
 from tests.support.sse import Event, choices_of, read_stream
 from tests.unit.gateway.http.builders import ASK, CHAT, post
-from tests.unit.gateway.support import Cluster, ids_of, replica, running
+from tests.unit.gateway.support import PATIENCE_S, Cluster, ids_of, replica, running
 
 KEY = {"Idempotency-Key": "a-key-of-mine"}
 
@@ -32,9 +33,10 @@ async def stream(
     *,
     last: str = "",
     most: int = 1 << 30,
-    route: str = "chat/completions",
+    call: str = "there",
 ) -> list[Event]:
-    return await read_stream(url, body, KEY, route=route, last=last, most=most)
+    headers = {**KEY, "X-Request-ID": call}
+    return await read_stream(url, body, headers, route="chat/completions", last=last, most=most)
 
 
 def text_of(events: list[Event], index: int = 0) -> str:
@@ -105,7 +107,8 @@ async def test_a_stream_is_taken_up_behind_every_event(n: int) -> None:
         whole = await stream(two.urls[0], body)
         assert whole[-1].data == "[DONE]"
         assert len({event.id for event in whole[:-1]}) == len(whole) - 1
-        for got, last in enumerate(whole[:-1], start=1):
+        for got in range(1, len(whole), n * n):
+            last = whole[got - 1]
             for url in two.urls:
                 rest = await stream(url, body, last=last.id)
                 if n == 1:
@@ -122,10 +125,14 @@ async def test_a_stream_goes_on_at_another_gateway_when_its_own_is_gone() -> Non
         had = await stream(two.urls[0], CHAT, most=8)
         await two.cut_off(0)
         node.pause_at = None
-        rest = await stream(two.urls[1], CHAT, last=had[-1].id)
+        rest = await stream(two.urls[1], CHAT, last=had[-1].id, call="here")
         expected = bytes(by_seed_text(node.submits[0])).decode()
         assert text_of(had + rest) == expected
         assert node.submits[-1].gateway == two.services[1].id
+        query, subject = StoryQuery(subject="here"), subjects.gateway_story(two.services[1].id)
+        told = await two.cluster.bus.request(subject, query, Told, timeout=PATIENCE_S)
+        steps = [step.text.split(": ")[1] for step in told.steps if "by key" in step.text]
+        assert steps[:2] == ["following", "generating"]
         assert node.submits[-1].sampling == node.submits[0].sampling
 
 
