@@ -127,6 +127,7 @@ class NodeService(Service):
         leases = await self._bus.kv(subjects.KV_LEASES)
         counters = await self._bus.kv(subjects.KV_COUNTERS)
         info = self._describe(await next_generation(counters, self.node))
+        self._keeper.works_as(info.generation)
         self._lease = Lease(
             leases, counters, info, config.lease_s, self.log, ended=estate.generations
         )
@@ -143,7 +144,6 @@ class NodeService(Service):
             spawn=lambda work, name: self.spawn(work, name=name),
         )
         self.resources.push_async_callback(self._hosting.close)
-        self.spawn(self._keeper.stay(lambda: self._lease.info.generation), name="keeper")
         await self._hosting.inherit(estate.spaces)
         self._shelf.clear()
         self._copying = Copying(
@@ -169,6 +169,7 @@ class NodeService(Service):
         finally:
             self.stands_by = False
         self.resources.callback(self._keeper.close)
+        self.spawn(self._keeper.stay(), name="keeper")
         return estate
 
     async def _take(self, name: str, nbytes: int, setting: str, estate: Estate) -> Arena:
@@ -361,6 +362,7 @@ class NodeService(Service):
 
     async def _start_over(self, ended: Generation) -> None:
         await self._lease.start_over(ended)
+        self._keeper.works_as(self.info.generation)
         self._status_due.set()
 
     async def _on_report(self, message: ReportStatus) -> None:

@@ -36,6 +36,7 @@ from services.node.keeper.tenure import ALIVE_S
 from shared import telemetry
 from shared.ids import Generation, NodeId
 
+NONE_YET = Generation(0)
 START_S = 5.0
 """Within this time a keeper that is started listens."""
 POLL_S = 0.02
@@ -79,6 +80,7 @@ class KeeperLink:
         self._node = node
         self._keep_s = keep_s
         self._socket: socket.socket | None = None
+        self._generation = NONE_YET
         self._log = telemetry.logger("keeper", node=node)
 
     @property
@@ -117,10 +119,15 @@ class KeeperLink:
     def forget(self, memory: str, model: str) -> None:
         self._say(Forget(memory, model))
 
-    async def stay(self, generation: Callable[[], Generation]) -> None:
-        """Says again and again that this process is at work, as this generation of the node."""
+    def works_as(self, generation: Generation) -> None:
+        """The next process may take what this generation of the node leaves, its lease too."""
+        self._generation = generation
+        self._say(Alive(generation))
+
+    async def stay(self) -> None:
+        """Says again and again that this process is at work."""
         while self._socket is not None:
-            self._say(Alive(generation()))
+            self._say(Alive(self._generation))
             await asyncio.sleep(ALIVE_S)
 
     def close(self) -> None:

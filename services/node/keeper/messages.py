@@ -77,7 +77,7 @@ class Forget(_Said, frozen=True):
 
 
 class Alive(_Said, frozen=True):
-    """The owner is at work, as this generation of the node."""
+    """The owner is at work, as this generation of the node; 0: it has none yet."""
 
     generation: Count
 

@@ -159,7 +159,7 @@ class Keeper:
             case Forget():
                 self.table.forget(message)
             case Alive(generation):
-                if generation not in self._generations:
+                if generation and generation not in self._generations:
                     self._generations = [*self._generations, generation][-GENERATIONS:]
         if replaced is not None:
             os.close(replaced)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from services.node.keeper.link import KeeperLink
 from services.node.real_parts import RealParts
 from services.node.service import NodeService
 from services.registry.service import RegistryService
@@ -105,12 +106,19 @@ class Nodes:
         return NodeConfig(**(defaults | settings))
 
     async def start(
-        self, name: str, *, bus: MemoryBus | None = None, **settings: Any
+        self,
+        name: str,
+        *,
+        bus: MemoryBus | None = None,
+        keeper: KeeperLink | None = None,
+        **settings: Any,
     ) -> NodeService:
         async with AsyncExitStack() as stack:
             bus = await stack.enter_async_context(bus or MemoryBus(self.broker, name))
             config = self.config(name, **settings)
             service = NodeService(bus, config, RealParts(config))
+            if keeper is not None:
+                service._keeper = keeper
             await stack.enter_async_context(service)
             self._running[name] = stack.pop_all()
         self.services[name] = service

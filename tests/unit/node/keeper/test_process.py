@@ -34,8 +34,8 @@ async def main():
         os.write(memory, b"weights" + bytes(4089))
         link.hold("arena", memory, 4096, "as they were")
         link.note(Space("arena", "model", 0, 4096, (0, 1), True))
-    stay = asyncio.create_task(link.stay(lambda: Generation(int(sys.argv[2]))))
-    await asyncio.sleep(0)
+    stay = asyncio.create_task(link.stay())
+    link.works_as(Generation(int(sys.argv[2])))
     print("owner", sorted(estate.memories), flush=True)
     if await asyncio.to_thread(sys.stdin.readline) == "forget\\n":
         link.forget("arena", "model")
