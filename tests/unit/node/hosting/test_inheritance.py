@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from shared.ids import Generation, NodeId
 from shared.messages.pool import Tier
 from tests.unit.node.cluster import ALL, ARENA, Nodes, nodes
 
-SETTINGS = {"host_bytes": ARENA}
+SETTINGS: dict[str, Any] = {"host_bytes": ARENA}
 
 
 class KeptHere(KeeperLink):
