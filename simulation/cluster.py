@@ -96,6 +96,8 @@ class ClusterSpec:
     min_instances: int = 1
     objectives: tuple[tuple[str, float, float], ...] = ()
     """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
+    priorities: tuple[tuple[str, int], ...] = ()
+    """(name of a model, its priority). The others have 0."""
     idle_s: float = 2.0
     target: float = 1.0
     """The share of a replica that the load is meant to fill."""
@@ -387,6 +389,7 @@ class Cluster:
     async def _publish_models(self) -> None:
         objects = await self.bus.objects()
         objectives = {name: (ttft_s, tpot_s) for name, ttft_s, tpot_s in self.spec.objectives}
+        priorities = dict(self.spec.priorities)
         for manifest in self.manifests:
             record = model_record(
                 manifest,
@@ -395,7 +398,10 @@ class Cluster:
                 min_instances=self.spec.min_instances,
             )
             ttft_s, tpot_s = objectives.get(record.name, (0.0, 0.0))
-            record = msgspec.structs.replace(record, ttft_s=ttft_s, tpot_s=tpot_s)
+            priority = priorities.get(record.name, 0)
+            record = msgspec.structs.replace(
+                record, ttft_s=ttft_s, tpot_s=tpot_s, priority=priority
+            )
             await self.bus.request(
                 subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=5.0
             )

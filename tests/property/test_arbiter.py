@@ -1,8 +1,9 @@
 """Who gives way to whom, over any pool of devices and models."""
 
 from collections import Counter
+from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.core.arbiter import (
@@ -33,10 +34,11 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
         nbytes = 2 if alike else draw(st.integers(1, 6))
         replicas: dict[NodeId, Replica] = {}
         asleep: set[NodeId] = set()
+        draining: set[NodeId] = set()
         for node in nodes:
             if left[node] < nbytes:
                 continue
-            match draw(st.sampled_from(("", "", "serves", "loads", "sleeps"))):
+            match draw(st.sampled_from(("", "", "serves", "loads", "sleeps", "drains"))):
                 case "serves" | "loads" as state:
                     left[node] -= nbytes
                     age = draw(st.sampled_from((1.0, 2 * TURN_S)))
@@ -46,6 +48,9 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
                 case "sleeps":
                     left[node] -= nbytes
                     asleep.add(node)
+                case "drains":
+                    left[node] -= nbytes
+                    draining.add(node)
         floor = draw(st.integers(0, 2))
         claim = Claim(
             model=ModelId(f"m{number}"),
@@ -58,17 +63,25 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
             replicas=replicas,
             asleep=frozenset(asleep),
             space=frozenset(asleep),
-            leaving=frozenset(),
-            frees=frozenset(),
+            leaving=frozenset(draining),
+            draining=frozenset(draining),
+            frees=frozenset(draining),
             in_memory=bool(replicas or asleep),
             on_disk=frozenset(draw(st.lists(st.sampled_from(nodes), max_size=2))),
             attained=draw(st.sampled_from((0.0, 1.0, 2.0))),
             cost=draw(st.sampled_from((0.0, 0.5, 1.0))),
+            starved=not alike and draw(st.booleans()),
         )
         claims.append(claim)
     taken = draw(st.lists(st.booleans(), min_size=len(nodes), max_size=len(nodes)))
     devices = [
-        Device(node, size, left[node], taken=other)
+        Device(
+            node,
+            size,
+            left[node],
+            coming=sum(c.nbytes for c in claims if node in c.draining),
+            taken=other,
+        )
         for node, size, other in zip(nodes, sizes, taken, strict=True)
     ]
     return claims, devices
@@ -86,7 +99,8 @@ def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
     gone: Counter[ModelId] = Counter()
     for node, ways in room.made.items():
         assert not by_node[node].taken
-        assert by_node[node].free + sum(way.nbytes for way in ways) >= claimant.nbytes
+        made = sum(way.nbytes for way in ways if node not in by_model[way.model].draining)
+        assert by_node[node].free + by_node[node].coming + made >= claimant.nbytes
         for way in ways:
             claim = by_model[way.model]
             assert way.node == node
@@ -95,11 +109,15 @@ def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
             if way.grade is Grade.ASLEEP:
                 assert node in claim.asleep
                 continue
+            assert way.at_once == (claim.priority < claimant.priority)
+            if node in claim.draining:
+                assert way.at_once
+                continue
             replica = claim.replicas[node]
-            assert not replica.loading
+            assert way.at_once or not replica.loading
             assert node not in share[way.model]
-            assert way.grade is Grade.UNFILLED or claim.priority <= claimant.priority
-            if way.grade is Grade.TURN:
+            assert claim.priority <= claimant.priority or claimant.starved
+            if way.grade is Grade.TURN and not claimant.starved:
                 assert NOW - replica.since >= TURN_S
                 assert claimant.asked
     for model, count_gone in gone.items():
@@ -121,7 +139,9 @@ def test_nothing_gives_way_needlessly(pool: tuple[list[Claim], list[Device]], co
     for node, ways in room.made.items():
         for way in ways:
             rest = sum(other.nbytes for other in ways if other is not way)
-            assert by_node[node].free + rest < claims[0].nbytes
+            free = by_node[node].free + by_node[node].coming
+            hurried = any(node in c.draining and c.model == way.model for c in claims)
+            assert hurried or free + rest < claims[0].nbytes
 
 
 @given(pools())
@@ -158,7 +178,7 @@ def test_shares_are_max_min_fair_where_every_device_has_one_place(
 @given(pools())
 def test_what_serves_stays_while_all_have_room(pool: tuple[list[Claim], list[Device]]) -> None:
     claims, devices = pool
-    assume(all(len(c.replicas) >= c.wants for c in claims))
+    claims = [replace(c, wants=min(c.wants, len(c.replicas))) for c in claims]
     share = shares(claims, devices)
     for claim in claims:
         assert share[claim.model] <= claim.replicas.keys()
@@ -177,12 +197,46 @@ def claim(name: str, *serving: str, wants: int = 1, since: float = 0.0, **more: 
         asleep=frozenset(),
         space=frozenset(),
         leaving=frozenset(),
+        draining=frozenset(),
         frees=frozenset(),
         in_memory=True,
         on_disk=frozenset({NodeId("n")}),
         attained=more.get("attained", 0.0),
         cost=0.0,
     )
+
+
+def test_a_starved_model_has_a_replica_whatever_the_priorities() -> None:
+    devices = [Device(NodeId("n"), 10, 4)]
+    high = replace(claim("high", "n", since=NOW), priority=1)
+    low = claim("low")
+    assert not make_room(low, 1, [high, low], devices, NOW).made
+    low = replace(low, starved=True)
+    (way,) = make_room(low, 1, [high, low], devices, NOW).made[NodeId("n")]
+    assert (way.model, way.at_once) == (high.model, False), "its requests end first"
+    low, high = replace(claim("low", "n", since=NOW), starved=True), replace(high, replicas={})
+    assert not make_room(high, 1, [high, low], devices, NOW).made, "it has its turn"
+    low = replace(low, starved=False)
+    (way,) = make_room(high, 1, [high, low], devices, NOW).made[NodeId("n")]
+    assert way.at_once
+
+
+def test_models_that_are_starved_do_not_take_all_devices_together() -> None:
+    nodes = [f"n{i}" for i in range(8)]
+    devices = [Device(NodeId(node), 6, 0) for node in nodes]
+    high = replace(claim("high", *nodes, wants=8), priority=1)
+    low = [replace(claim(f"low{i}"), starved=True) for i in range(20)]
+    share = shares([high, *low], devices)
+    assert len(share[high.model]) == 7
+    assert sum(len(share[c.model]) for c in low) == 1
+
+
+def test_what_a_higher_priority_keeps_alive_is_not_spare_for_a_lower_one() -> None:
+    devices = [Device(NodeId("n"), 10, 4)]
+    idle = claim("idle", "n", wants=0)
+    for priority, gives_way in ((0, True), (1, False)):
+        claims = [replace(idle, priority=priority), asks := claim("asks")]
+        assert bool(make_room(asks, 1, claims, devices, NOW).made) == gives_way
 
 
 def test_models_that_all_wait_for_one_device_take_turns() -> None:

@@ -6,17 +6,22 @@ then the next replica always goes to the model with the least memory so far (max
 among equals to the model that has had the least of it lately, so that models take turns where not
 even one replica each has room.
 
+A model whose requests have waited for long without a replica is *starved*: it is dealt one replica
+before all others, for one turn, whatever the priorities. Few models at a time are.
+
 A model that is short of room gets it from what is cheapest to miss, on as few devices as it needs:
 
 1. copies that sleep: they only save time when their model is asked for again. The cost of a copy is
    that time, times the chance that it is asked for;
-2. replicas that their model's load does not fill (they would go a little later anyhow);
-3. replicas of models of lower priority;
+2. replicas that their model's load does not fill (they would go a little later anyhow), unless
+   their model has a higher priority;
+3. replicas of models of lower priority, also while they load or drain;
 4. replicas of models of the same priority, after they have served for a while, if requests wait for
    the model that is short.
 
-A replica that lies where its model's share is never gives way, nor does the last copy of a model
-that no disk holds whole.
+To a higher priority a replica gives way at once, and its requests go on elsewhere; otherwise they
+end first. A replica that lies where its model's share is never gives way, nor does the last copy of
+a model that no disk holds whole.
 """
 
 import enum
@@ -29,6 +34,8 @@ from shared.ids import ModelId, ModelName, NodeId
 TURN_S = 10.0
 """Seconds for which a replica serves before a model of the same priority may take its place. A
 change of places costs both models the time to load."""
+STARVED_DEVICES = 8
+"""Of so many devices one is for models that are starved. It is at least one in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class Claim:
     """Where it has space in memory, filled or not: there it needs no more."""
     leaving: frozenset[NodeId]
     """Where a copy drains, or is being released."""
+    draining: frozenset[NodeId]
+    """Those of `leaving` where requests still run."""
     frees: frozenset[NodeId]
     """Those of `leaving` where nothing of it will stay in memory."""
     in_memory: bool
@@ -71,6 +80,9 @@ class Claim:
     """Device seconds that it has had lately."""
     cost: float
     """Seconds that missing a sleeping copy is expected to cost."""
+    starved: bool = False
+    """Whether its requests have waited for long without any replica, or the replica that it got
+    then has not had its turn yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,8 @@ class GiveWay:
     why: str
     """In words, without whom it makes room for."""
     whom: ModelName
+    at_once: bool = False
+    """Whether its requests go on elsewhere. If not, they end first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,33 +153,36 @@ def make_room(
     open_ = [d for d in fit if not d.taken]
     free = [d.node for d in open_ if d.node in claimant.space or d.free >= claimant.nbytes]
     free.sort(key=lambda node: node not in claimant.on_disk)
+    if len(free) >= count:
+        return Room(tuple(free[:count]))
     soon = {d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free)
-    busy = len(soon)
-    missing = count - len(free) - busy
-    if missing <= 0:
-        return Room(tuple(free[:count]), busy=busy)
-    share = shares(claims, devices)
-    entitled = len(share[claimant.model]) - len(claimant.replicas) - len(free) - busy
-    offers = _Offers(claimant, claims, share, now)
-    made: dict[NodeId, tuple[GiveWay, ...]] = {}
+    hurried = {node: ways for node in sorted(soon) if (ways := _hurried(node, claimant, claims))}
+    dealt = shares(claims, devices)
+    offers, share = _Offers(claimant, claims, dealt, now), dealt[claimant.model]
+    there = len(claimant.replicas) + len(free) + len(soon)
     short = [d for d in open_ if d.node not in free and d.node not in soon]
-    while missing > 0:
-        ways = (
-            (found, device.node)
-            for device in short
-            if device.node not in made and (found := offers.on(device, entitled=entitled > 0))
+    missing, entitled = count - len(free) - len(soon), len(share) - there
+    made = offers.make(missing, short, entitled)
+    why_not = _why_not(claimant, share, entitled - len(made)) if len(made) < missing else ""
+    return Room(tuple(free), made | hurried, len(soon) - len(hurried), why_not)
+
+
+def _hurried(node: NodeId, claimant: Claim, claims: Iterable[Claim]) -> tuple[GiveWay, ...]:
+    """What drains on the node, and has to be gone at once for a higher priority."""
+    return tuple(
+        GiveWay(
+            claim.model,
+            node,
+            Grade.UNFILLED,
+            claim.nbytes,
+            0.0,
+            f"drains, and has a lower priority, {claim.priority}",
+            claimant.name,
+            at_once=True,
         )
-        best = min(ways, key=lambda way: (_price(way[0]), way[1]), default=None)
-        if best is None:
-            return Room(
-                tuple(free), made, busy, _why_not(claimant, share[claimant.model], entitled)
-            )
-        found, node = best
-        made[node] = found
-        offers.take(found)
-        missing -= 1
-        entitled -= 1
-    return Room(tuple(free), made, busy)
+        for claim in claims
+        if node in claim.draining and claim.priority < claimant.priority
+    )
 
 
 def shares(
@@ -177,12 +194,22 @@ def shares(
     places, they are packed only about fairly: what finds no room when its turn comes is out. Takes
     O(r + n d) for r replicas that stay and n new ones on d devices.
     """
+    devices = tuple(devices)
     dealer = _Dealer(claims, devices)
+    starved = _first_starved(claims, max(1, len(devices) // STARVED_DEVICES))
+    dealer.deal(starved, {c.model: min(1, c.wants) for c in starved})
     for level in sorted({c.priority for c in claims}, reverse=True):
         peers = [c for c in claims if c.priority == level]
         dealer.deal(peers, {c.model: min(c.floor, c.wants) for c in peers})
         dealer.deal(peers, {c.model: c.wants for c in peers})
     return {c.model: frozenset(dealer.dealt[c.model]) for c in claims}
+
+
+def _first_starved(claims: Iterable[Claim], count: int) -> list[Claim]:
+    """The starved models whose turn it is: those that are having it, then those that have had
+    least."""
+    starved = (c for c in claims if c.starved)
+    return sorted(starved, key=lambda c: (not c.replicas, c.attained, c.model))[:count]
 
 
 class _Dealer:
@@ -246,6 +273,26 @@ class _Offers:
         """For each model how many replicas its load does not fill."""
         self._copies = {m: len(c.replicas) + len(c.asleep) for m, c in self._claims.items()}
 
+    def make(
+        self, count: int, devices: Sequence[Device], entitled: int
+    ) -> dict[NodeId, tuple[GiveWay, ...]]:
+        """Room on up to `count` of the devices. `entitled`: how many replicas the claimant's share
+        still has."""
+        made: dict[NodeId, tuple[GiveWay, ...]] = {}
+        while len(made) < count:
+            ways = (
+                (way, device.node)
+                for device in devices
+                if device.node not in made
+                and (way := self.on(device, entitled=entitled > len(made)))
+            )
+            best = min(ways, key=lambda way: (_price(way[0]), way[1]), default=None)
+            if best is None:
+                break
+            made[best[1]] = best[0]
+            self.take(best[0])
+        return made
+
     def on(self, device: Device, *, entitled: bool) -> tuple[GiveWay, ...]:
         """The easiest set whose going leaves room on the device; empty: there is none. `entitled`:
         whether the claimant's share lets replicas go that are filled."""
@@ -282,17 +329,21 @@ class _Offers:
             if node in claim.asleep:
                 why = f"sleeps; bringing it back is expected to cost {claim.cost:.2f} s"
                 yield self._way(claim, node, Grade.ASLEEP, claim.cost, why)
-            elif (replica := claim.replicas.get(node)) is not None and not replica.loading:
+            elif (replica := claim.replicas.get(node)) is not None:
                 yield from self._replica(claim, node, replica)
 
     def _replica(self, claim: Claim, node: NodeId, replica: Replica) -> Iterator[GiveWay]:
         have, share = len(claim.replicas), self._share[claim.model]
-        if node in share:
+        lower = claim.priority < self._claimant.priority
+        if node in share or (replica.loading and not lower):
             return
-        if self._unfilled[claim.model] > 0:
+        spare = self._unfilled[claim.model] > 0 and claim.priority <= self._claimant.priority
+        if spare:
             grade, why = Grade.UNFILLED, f"{have} replicas, load for {claim.wants}"
-        elif claim.priority < self._claimant.priority:
+        elif lower:
             grade, why = Grade.LOWER, f"{have} replicas of lower priority, {claim.priority}"
+        elif self._claimant.starved:
+            grade, why = Grade.TURN, "a model with no replica has waited for long"
         elif self._may_take_turn(claim, replica):
             grade, why = Grade.TURN, f"{have} replicas, a fair share of {len(share)}"
         else:
@@ -300,7 +351,10 @@ class _Offers:
         yield self._way(claim, node, grade, float(replica.requests), why)
 
     def _way(self, claim: Claim, node: NodeId, grade: Grade, cost: float, why: str) -> GiveWay:
-        return GiveWay(claim.model, node, grade, claim.nbytes, cost, why, self._claimant.name)
+        at_once = claim.priority < self._claimant.priority
+        return GiveWay(
+            claim.model, node, grade, claim.nbytes, cost, why, self._claimant.name, at_once
+        )
 
     def _may_take_turn(self, claim: Claim, replica: Replica) -> bool:
         same = claim.priority == self._claimant.priority

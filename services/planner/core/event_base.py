@@ -11,7 +11,7 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
-from services.planner.core.event_phases import STEPS, Case, Dropped, Effect, Freed, Phase
+from services.planner.core.event_phases import STEPS, Case, Dropped, Effect, Freed, Phase, Trouble
 from services.planner.core.links import Links
 from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
@@ -21,8 +21,8 @@ from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import pool
-from shared.messages.pool import MEMORY, ModelRecord, NodeGone, Tier
-from shared.messages.scaling import EventRecord, EventState, PullFailed
+from shared.messages.pool import MEMORY, ModelRecord, Tier
+from shared.messages.scaling import EventRecord, EventState
 
 STALL_S = 5.0
 STALL_BYTES_PER_S = 20_000_000
@@ -65,7 +65,7 @@ class EventBase:
         """(target, block) that could not be loaded."""
         self._out: set[NodeId] = set()
         """Nodes that the event goes on without: gone, silent, or unable."""
-        self._troubles: list[PullFailed | NodeGone] = []
+        self._troubles: list[Trouble] = []
         self._case = Case("")
         self._stalls = 0
         self._news_at = desk.at
@@ -161,7 +161,10 @@ class EventBase:
     def _do(self, command: Command) -> None:
         self._desk.do(command)
 
-    def _drop(self, nodes: Collection[NodeId]) -> None:
+    def _drop(self, nodes: Collection[NodeId], fit: Collection[NodeId] = ()) -> None:
+        """Goes on without these nodes. `fit`: those with which nothing is wrong."""
+        if reserved := tuple(node for node in sorted(nodes) if node in self.record.targets):
+            self._unreserve(reserved)
         for node in sorted(nodes):
             self._out.add(node)
             self._promoting.pop(node, None)
@@ -170,7 +173,7 @@ class EventBase:
                 targets = tuple(n for n in self.record.targets if n != node)
                 self.record = msgspec.structs.replace(self.record, targets=targets)
                 self._tell(f"goes on without {node}", node)
-                self.effects.append(Dropped(node))
+                self.effects.append(Freed(node) if node in fit else Dropped(node))
 
     # --- the record ---
 

@@ -11,7 +11,7 @@ import msgspec
 from services.planner.core import commands, events
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
-from services.planner.core.event_phases import Case, Joined, Phase
+from services.planner.core.event_phases import Case, Joined, Phase, Trouble
 from services.planner.core.forecast import later
 from services.planner.core.growing import Growing
 from services.planner.core.ledger import planned
@@ -21,7 +21,7 @@ from shared.errors import CapacityExceeded, PlanError
 from shared.ids import Generation, NodeId
 from shared.messages import pool
 from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
-from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken, PullFailed
+from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken
 
 
 class EventMachine(Growing):
@@ -292,7 +292,7 @@ class EventMachine(Growing):
         if message.stages > 1:
             self._note(message.at_ns, "first_partial_token_s")
 
-    def on_trouble(self, trouble: PullFailed | NodeGone) -> None:
+    def on_trouble(self, trouble: Trouble) -> None:
         if self.over:
             return
         self._troubles.append(trouble)

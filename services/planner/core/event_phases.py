@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass, field
 
 from shared.ids import NodeId
-from shared.messages.pool import NodeInfo
+from shared.messages.pool import NodeGone, NodeInfo
 from shared.messages.scaling import PullFailed, Transfer
 
 
@@ -73,6 +73,17 @@ class Freed:
 Effect = Joined | Dropped | Freed
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A node has to make room for another model at once."""
+
+    node: NodeId
+    why: str
+
+
+Trouble = PullFailed | NodeGone | Taken
+
+
 @dataclass(slots=True)
 class Case:
     """Something that went wrong, while it is looked into."""
@@ -80,6 +91,8 @@ class Case:
     why: str
     failures: tuple[PullFailed, ...] = ()
     gone: frozenset[NodeId] = frozenset()
+    taken: frozenset[NodeId] = frozenset()
+    """Those of `gone` that only make room for another model."""
     slow: frozenset[NodeId] = frozenset()
     """Nodes to be relieved if that is possible. Nothing else is wrong with them."""
     silent: set[NodeId] = field(default_factory=set)

@@ -43,11 +43,11 @@ class Machines:
             if model := self.by_id.get(way.model):
                 self.tell(model, partial(_give_way, way))
 
-    def _loading(self) -> Iterator[NodeId]:
-        """The targets of all running events."""
-        for event in self.events():
-            if not event.over:
-                yield from event.record.targets
+    def _loading(self, priority: int) -> Iterator[NodeId]:
+        """The targets of running events that do not give way to a model of this priority."""
+        for model in self.named.values():
+            if model.scaling:
+                yield from model.targets(priority)
 
     def _claims(self, asker: ModelId) -> list[Claim]:
         """What each model has and wants. A machine that fails to say so breaks, not the one that

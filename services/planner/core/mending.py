@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable
 from services.planner.core import commands, events
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, THINK_S, EventBase
-from services.planner.core.event_phases import Case, Phase
+from services.planner.core.event_phases import Case, Phase, Taken
 from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
 from services.planner.core.tickets import Ticket
 from services.planner.core.tiers import shares
 from shared.errors import LambdaScaleError, PlanError
 from shared.ids import NodeId
-from shared.messages.pool import MEMORY, NodeGone
+from shared.messages.pool import MEMORY
 from shared.messages.scaling import PullFailed, Repair, Transfer
 
 MAX_STALLS = 3
@@ -41,7 +41,7 @@ class Mending(EventBase):
     def _mend(self) -> None:
         """Takes in all the troubles that have come, and answers them with one new revision."""
         troubles, self._troubles = self._troubles, []
-        gone = frozenset(t.node for t in troubles if isinstance(t, NodeGone))
+        gone = frozenset(t.node for t in troubles if not isinstance(t, PullFailed))
         failures = tuple(
             t
             for t in troubles
@@ -58,7 +58,11 @@ class Mending(EventBase):
                 block=failure.block,
                 code=failure.code,
             )
-        whys = [f"node {node} is gone" for node in sorted(gone & self._participants())]
+        taken = {t.node: t.why for t in troubles if isinstance(t, Taken)}
+        whys = [
+            f"node {node} {taken.get(node, 'is gone')}"
+            for node in sorted(gone & self._participants())
+        ]
         whys += [f"{f.node} did not get block {f.block} from {f.source}" for f in failures]
         if not whys:
             self._out |= gone - set(self.record.targets)
@@ -68,7 +72,8 @@ class Mending(EventBase):
                 self._unreadable.add((failure.node, failure.block))
                 loads = self._promoting.get(failure.node, frozenset())
                 self._promoting[failure.node] = loads - {failure.block}
-        case = Case("; ".join(dict.fromkeys(whys)), failures, gone)
+        why = "; ".join(dict.fromkeys(whys))
+        case = Case(why, failures, gone, taken=frozenset(taken))
         self._judge(case, {f.source for f in failures})
 
     def _stalled(self) -> None:
@@ -121,7 +126,7 @@ class Mending(EventBase):
         else:
             unable = frozenset(case.silent)
         case.amends = bool(case.failures) and not self._participants() & (case.gone | unable)
-        self._drop(case.gone | unable)
+        self._drop(case.gone | unable, fit=case.taken)
         self._replan(case)
 
     # --- the next revision ---
@@ -132,7 +137,9 @@ class Mending(EventBase):
         if case.amends:
             failed = {failure.node for failure in case.failures}
             case.receiving = tuple(node for node in case.receiving if node in failed)
-        if not self.record.targets:
+        if not self.record.targets and case.taken:
+            self.cancel(case.why)
+        elif not self.record.targets:
             self.fail(PlanError(f"no target is left: {case.why}"))
         elif not case.receiving:
             self._load()

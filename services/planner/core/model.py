@@ -4,12 +4,12 @@
 members and the instances over them, `standing` and `releases` the nodes that leave.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
-from services.planner.core.event_phases import Dropped, Freed, Joined
+from services.planner.core.event_phases import Dropped, Freed, Joined, Taken
 from services.planner.core.fleet import Cause, Fleet, describe
 from services.planner.core.journal import Journal
 from services.planner.core.releases import Releases
@@ -223,13 +223,36 @@ class ModelMachine:
     def give_way(self, way: GiveWay) -> None:
         """A copy makes room for another model. The last copy in memory may, too."""
         why = f"makes room for {way.whom}: {way.why}"
-        if way.grade is Grade.ASLEEP:
-            if not (way.node in self.fleet.members or self._in_event(way.node)):
-                self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, way.node)
-                self._releases.free_stray(way.node)
-        elif any(member.node == way.node for member in self.fleet.replicas):
-            self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, way.node)
-            self._replicas.drain(way.node, why)
+        node, sleeps = way.node, way.grade is Grade.ASLEEP
+        if sleeps and not (node in self.fleet.members or self._in_event(node)):
+            self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, node)
+            self._releases.free_stray(node)
+        elif not sleeps and node in self.fleet.members:
+            self._leave(node, why, at_once=way.at_once)
+
+    def _leave(self, node: NodeId, why: str, *, at_once: bool) -> None:
+        """A replica leaves. `at_once`: its requests go on elsewhere, and if an event needs the
+        node, it goes on without it."""
+        if at_once:
+            self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, node)
+            self._desk.tell(why, self.record.model_id, node)
+            loads = self._loads(node)
+            if self.event is not None and self._in_event(node):
+                self.event.on_trouble(Taken(node, why))
+            if not loads:
+                self._releases.free(node)
+        elif any(member.node == node for member in self.fleet.replicas):
+            self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, node)
+            self._replicas.drain(node, why)
+
+    def targets(self, priority: int) -> Iterator[NodeId]:
+        """The targets of the running event that do not give way to a model of this priority."""
+        if self.event is None or self.event.over:
+            return
+        for node in self.event.record.targets:
+            hosts = self._desk.cluster.hosts(node, self.record.model_id)
+            if not (hosts and node in self.fleet.members and self.record.priority < priority):
+                yield node
 
     def claim(self) -> Claim:
         """What the model has of the devices' memory, and what it wants."""
@@ -257,6 +280,7 @@ class ModelMachine:
             asleep=frozenset(asleep.difference(members, leaving)),
             space=frozenset(cluster.with_space(id_)),
             leaving=frozenset(leaving),
+            draining=frozenset(draining),
             frees=frozenset(node for node in leaving if self._frees(node)),
             # An event that runs feeds what is appended to it.
             in_memory=self.scaling
@@ -265,6 +289,7 @@ class ModelMachine:
             on_disk=frozenset(on_disk),
             attained=self._replicas.usage.attained(self._desk.at),
             cost=self._replicas.usage.chance(self._desk.at) * cluster.load_s(record),
+            starved=self._replicas.usage.starved(self._desk.at),
         )
 
     def _frees(self, node: NodeId) -> bool:

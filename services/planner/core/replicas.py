@@ -120,7 +120,7 @@ class Replicas:
             self._desk.room_freed = True  # its targets can be reserved again
         if event.record.state is EventState.COMPLETE:
             self._failed = 0
-        else:
+        elif event.record.state is EventState.FAILED:
             why, id_ = event.record.error or event.record.state.value, event.record.id
             self.note(Verdict.FAILED, self.sizing.wants, why, event=id_)
             self._retry_at = self._desk.at + min(RETRY_S * 2**self._failed, RETRY_MAX_S)
@@ -153,7 +153,7 @@ class Replicas:
         )
         self._releases.warm = self.sizing.warm
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
-        self.usage.note(at, len(members), asked=asked)
+        self.usage.note(at, len(members), asked=asked, serves=have > 0)
         if self.sizing.wants < wanted and self._rooms.waiting:
             self._desk.room_freed = True  # what is spare may give way
         if self.sizing.spare_at is not None and at < self.sizing.spare_at:
@@ -203,7 +203,7 @@ class Replicas:
 
     def _not_here(self) -> tuple[NodeId, ...]:
         """The nodes that are no targets for a further replica."""
-        taken = self._rooms.taken(self.record.model_id)
+        taken = self._rooms.taken(self.record.model_id, self.record.priority)
         avoided = sorted(self._standing.avoided(self._desk.at) | taken)
         return tuple(dict.fromkeys((*self._fleet.members, *self._standing.released, *avoided)))
 

@@ -21,6 +21,8 @@ second."""
 class _Promise:
     model: ModelId
     until: float
+    priority: int
+    """The model's."""
     made: bool
     """Whether something gives way there for the model. If not, any other room is as good."""
 
@@ -30,10 +32,10 @@ class Rooms:
         self,
         desk: Desk,
         claims: Callable[[ModelId], list[Claim]],
-        loading: Callable[[], Iterable[NodeId]],
+        loading: Callable[[int], Iterable[NodeId]],
     ) -> None:
-        """`claims`: asks all models on behalf of this one. `loading`: the targets of all running
-        events."""
+        """`claims`: asks all models on behalf of this one. `loading`: the targets of running
+        events that do not give way to a model of this priority."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
@@ -49,9 +51,15 @@ class Rooms:
         promise = self._promised(node, model)
         return promise is not None and promise.made
 
-    def taken(self, model: ModelId) -> frozenset[NodeId]:
-        """Nodes whose room is promised to other models."""
-        return frozenset(node for node in self._promises if self._promised(node, model))
+    def taken(self, model: ModelId, priority: int) -> frozenset[NodeId]:
+        """Nodes whose room is promised to other models. Room that is being made for a lower
+        priority is not; what was free is about to be reserved."""
+        return frozenset(
+            node
+            for node in self._promises
+            if (promise := self._promised(node, model))
+            and (promise.priority >= priority or not promise.made)
+        )
 
     def _promised(self, node: NodeId, model: ModelId) -> "_Promise | None":
         """The promise of room on the node to another model than this one."""
@@ -65,7 +73,7 @@ class Rooms:
         claims = self._claims(model)
         claimant = next(claim for claim in claims if claim.model == model)
         self._renew(claimant)
-        taken = self.taken(model).union(self._loading())
+        taken = self.taken(model, claimant.priority).union(self._loading(claimant.priority))
         devices = self._devices(claims, taken)
         # Nodes that have said nothing yet may have a copy: the registry knows better.
         silent = (d.node for d in devices if self._desk.cluster.free(d.node) is None)
@@ -74,10 +82,10 @@ class Rooms:
         if not room.free:
             self.waiting.add(model)
         for node in room.free[:count]:
-            self._promises.setdefault(node, _Promise(model, self._desk.at + PROMISE_S, False))
+            self._promise(node, claimant, made=False)
         names = {claim.model: claim.name for claim in claims}
         for node, ways in room.made.items():
-            self._promises[node] = _Promise(model, self._desk.at + PROMISE_S, True)
+            self._promise(node, claimant, made=True)
             self.orders += ways
             for way in ways:
                 self._desk.tell(
@@ -87,6 +95,12 @@ class Rooms:
                     way.model,
                 )
         return room
+
+    def _promise(self, node: NodeId, claimant: Claim, *, made: bool) -> None:
+        known = self._promises.get(node)
+        if made or known is None or known.model != claimant.model:
+            until = self._desk.at + PROMISE_S
+            self._promises[node] = _Promise(claimant.model, until, claimant.priority, made)
 
     def chosen(self, model: ModelId) -> None:
         """The model's event has its nodes: what else was free is no longer promised."""

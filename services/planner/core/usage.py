@@ -2,14 +2,20 @@
 
 from math import exp
 
+from services.planner.core.arbiter import TURN_S
+
 ATTAINED_S = 60.0
 """How far back device time counts when models take turns."""
 ASKED_S = 600.0
 """How far back demand counts when a sleeping copy is to give way."""
+PATIENCE_S = 30.0
+"""A model whose requests have waited for so long without any replica is starved. Requests are
+refused after longer than that (`gateway.queue_timeout_s`)."""
 
 
 class Usage:
-    """Two sums over time, in which what is long past counts less and less."""
+    """Two sums over time, in which what is long past counts less and less, and since when it waits
+    in vain."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -17,9 +23,15 @@ class Usage:
         self._asked = False
         self._attained = 0.0
         self._share_asked = 0.0
+        self._hungry_at: float | None = None
+        """Since when there are requests and no complete replica."""
+        self._fed_at: float | None = None
+        """When the first replica came after a long time without any."""
 
-    def note(self, now: float, replicas: int, *, asked: bool) -> None:
-        """From now on the model has this many replicas. `asked`: whether it has any requests."""
+    def note(self, now: float, replicas: int, *, asked: bool, serves: bool) -> None:
+        """From now on the model has this many replicas. `asked`: whether it has any requests.
+        `serves`: whether a replica is complete."""
+        self._eat(now, asked=asked, serves=serves)
         self._attained, self._share_asked = self.attained(now), self.chance(now)
         self._at, self._replicas, self._asked = now, replicas, asked
 
@@ -33,6 +45,24 @@ class Usage:
         be."""
         kept = self._kept(now, ASKED_S)
         return self._share_asked * kept + self._asked * (1.0 - kept)
+
+    def starved(self, now: float) -> bool:
+        """Whether requests have waited for long without any replica, or the replica that came then
+        has not had its turn yet."""
+        if self._fed_at is not None:
+            return now - self._fed_at < TURN_S
+        return self._hungry_at is not None and now - self._hungry_at >= PATIENCE_S
+
+    def _eat(self, now: float, *, asked: bool, serves: bool) -> None:
+        if not asked or (self._fed_at is not None and now - self._fed_at >= TURN_S):
+            self._hungry_at = self._fed_at = None
+        elif not serves:
+            self._hungry_at = now if self._hungry_at is None else self._hungry_at
+        elif self._fed_at is None:
+            if self.starved(now):
+                self._fed_at = now
+            else:
+                self._hungry_at = None
 
     def _kept(self, now: float, memory_s: float) -> float:
         return exp(-max(0.0, now - self._at) / memory_s) if self._at is not None else 1.0

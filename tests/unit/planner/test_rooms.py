@@ -4,9 +4,11 @@ import msgspec
 
 from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
+from services.planner.core.usage import PATIENCE_S
 from shared.ids import ModelId
 from shared.messages import Ok
 from shared.messages.pool import Holding, ModelRecord, Reserved, Source, Sources, Tier
+from shared.messages.scaling import EventState
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 
 FULL = 1000 - 400
@@ -116,21 +118,45 @@ def drained(driver: Driver) -> set[str]:
     }
 
 
-def test_a_higher_priority_drains_one_replica_of_a_lower_one_at_once() -> None:
+def test_one_replica_of_a_lower_priority_goes_at_once_whatever_runs_over_it() -> None:
     driver = serving(high=1)
     driver.load(1, name="three", gateway="g3")
-    driver.wait(0.1)
-    assert len(drained(driver)) == 1
+    ((gone, _),) = released(driver)
+    assert [name for name in ("one", "two") if not driver.replicas(name)] == [
+        name for name in ("one", "two") if id_of(name) == gone
+    ]
 
 
-def test_a_lower_priority_waits() -> None:
+def test_what_loads_gives_way_to_a_higher_priority_only_and_its_event_is_called_off() -> None:
+    for high in (0, 1):
+        others = [msgspec.structs.replace(model(n), priority=high) for n in ("two", "three")]
+        driver = pool(model("one"), *others)
+        driver.load(0, name="two", gateway="g2", a=1)
+        holds(driver, copy("two", Tier.GPU), free=600, disk=DISK)
+        driver.load(1, name="one", gateway="g1")
+        driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("a"),)))
+        disk = Source(info("a"), Tier.DISK, EVERY, True)
+        driver.answer(driver.asked(commands.FindSources), Sources(sources=(disk,)))
+        driver.think()
+        driver.answer(driver.asked(commands.SendPlan), Ok())
+        loading = Holding(id_of("one"), Tier.GPU, ())
+        holds(driver, copy("two", Tier.GPU), loading, free=200, disk=DISK)
+        driver.load(1, name="three", gateway="g3")
+        assert [gone for gone, _ in released(driver)] == ([id_of("one")] if high else [])
+        assert driver.event.state is (EventState.CANCELLED if high else EventState.TRANSFERRING)
+        if high:
+            assert {u.message.nodes for u in driver.all_asked(commands.Unreserve)} == {("a",), ()}
+
+
+def test_a_lower_priority_waits_until_it_is_starved() -> None:
     driver = serving(low=1)
-    for _ in range(30):
+    for second in range(int(PATIENCE_S) + 2):
+        assert second >= PATIENCE_S or drained(driver) == set()
         driver.load(0, name="one", gateway="g1", a=1)
         driver.load(0, name="two", gateway="g2", a=2)
         driver.load(9, name="three", gateway="g3")
         driver.wait(1.0)
-    assert drained(driver) == set()
+    assert len(drained(driver)) == 1
 
 
 def test_equals_take_turns() -> None:
@@ -147,7 +173,10 @@ def test_equals_take_turns() -> None:
 
 def test_a_model_keeps_what_it_gave_way_on_no_longer_than_its_requests_run() -> None:
     """More load for the model that gives way does not bring its draining replica back."""
-    driver = serving(high=1)
+    driver = serving()
+    driver.wait(TURN_S)
+    driver.load(0, name="one", gateway="g1", a=1)
+    driver.load(0, name="two", gateway="g2", a=2)
     driver.load(1, name="three", gateway="g3")
     driver.wait(0.1)
     (gives_way,) = drained(driver)
