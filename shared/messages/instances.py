@@ -66,6 +66,9 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     """Slots of the nodes that are stages of paths."""
     fixed: int | None = None
     """How many replicas an operator keeps the model at. None: the autoscaler decides."""
+    within_s: float = 0.0
+    """The model's objective for the time to the first token, while the planner can add no replica:
+    a request that would miss it is better refused at once. 0: every request may wait."""
     decode_s: float = 0.0
     """Seconds that one token takes through the whole model, as nodes measured it. 0: not known."""
     prefill_s_per_token: float = 0.0

@@ -13,6 +13,8 @@ MAX_SCORES = 1 << 20
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that every choice of a request gets a different seed (Weyl sequence, golden ratio)."""
+MARGIN = 0.8
+"""The share of an objective that a prediction may fill, because it errs."""
 
 
 def check_queue(waiting: int, arriving: int, limit: int, turn_s: Callable[[], float]) -> None:
@@ -39,6 +41,20 @@ def fault_of(new: InstanceSet) -> str:
     if not 0 <= new.decode_s < math.inf or not 0 <= new.prefill_s_per_token < math.inf:
         return f"a pass takes {new.decode_s} s, and {new.prefill_s_per_token} s a token more"
     return ""
+
+
+def check_in_time(turn_s: float | None, own_s: float, within_s: float) -> None:
+    """Lets a request in that would probably have its first token within its objective, or of which
+    nothing is known. CapacityExceeded.
+
+    `turn_s`: until it would begin; `own_s`: from then until its first token.
+    """
+    if turn_s is not None and turn_s + own_s > MARGIN * within_s:
+        raise CapacityExceeded(
+            f"a request that comes now would wait {turn_s:.1f} s, the model's objective for the "
+            f"first token is {within_s:g} s, and no instance can be added: try again later",
+            turn_s + own_s - MARGIN * within_s,
+        )
 
 
 def check_choices(prompts: int, n: int) -> None:

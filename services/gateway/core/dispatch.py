@@ -104,6 +104,7 @@ class Dispatch:
         admission.check_queue(
             len(model.queue), len(requests), self._rules.max_queue, lambda: model.turn_s(now)
         )
+        model.check_in_time(requests, now)
         self._begin(requests[0].call or requests[0].id, now)
         for request in requests:
             self._ledger.requests[request.id] = request

@@ -7,10 +7,10 @@ and then the queue.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from services.gateway.core import routing, streams
+from services.gateway.core import admission, routing, streams
 from services.gateway.core.attempts import Attempts
 from services.gateway.core.commands import Emit, Resumed, Scored, Served
 from services.gateway.core.ledger import Ledger, Rules
@@ -130,6 +130,7 @@ class Model:
         emit = Emit(request.id, token.token, finish, first, logprobs, token.cached, cause=cause)
         self._out.append(emit)
         if finish:
+            self._pace.end(now - request.submitted_at)
             if not token.finish:
                 self._attempts.withdraw(route, request)
             self._attempts.close(request, State.DONE, finish)
@@ -238,7 +239,20 @@ class Model:
 
     def turn_s(self, now: float) -> float:
         """Seconds until a request that comes now would probably begin."""
-        return self._pace.turn_s(len(self.queue) + 1, now)
+        return self._pace.guess_s(len(self.queue) + 1, self.table.slots, now)
+
+    def check_in_time(self, requests: Sequence[Request], now: float) -> None:
+        """CapacityExceeded for a call that would probably miss the model's objective, while the
+        planner can add no replica. It names when a call would be in time."""
+        within_s = self.table.within_s
+        routes = self.table.routes.values()
+        if not within_s or (not self.queue and any(route.takes(now) for route in routes)):
+            return
+        waiting = len(self.queue) + len(requests)
+        turn_s = self._pace.turn_s(waiting, self.table.slots, now)
+        prompt = max(len(request.prompt) for request in requests)
+        own_s = self.table.decode_s + self.table.prefill_s * prompt
+        admission.check_in_time(turn_s, own_s, within_s)
 
     @property
     def pressing(self) -> bool:

@@ -162,6 +162,8 @@ class Table:
         self.routes: dict[InstanceId, Route] = {}
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
+        self.within_s = 0.0
+        """See InstanceSet."""
         self.decode_s = 0.0
         """Seconds of a pass of one token through the model. 0: not known."""
         self.prefill_s = 0.0
@@ -173,6 +175,12 @@ class Table:
         self._nodes: dict[NodeId, Node] = {}
         """The nodes that any route leads over."""
 
+    @property
+    def slots(self) -> int:
+        """Requests that the instances take at once."""
+        serving = (route.instance for route in self.routes.values())
+        return sum(i.slots for i in serving if i.state is InstanceState.SERVING)
+
     def apply(self, new: InstanceSet) -> list[Route]:
         """Takes a set over unless a newer one was seen; returns the routes that are gone.
 
@@ -182,7 +190,7 @@ class Table:
         if (new.epoch, new.revision) < self.version:
             return []
         self.version = (new.epoch, new.revision)
-        self.fixed = new.fixed
+        self.fixed, self.within_s = new.fixed, new.within_s
         self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
         old, self.routes = self.routes, {}
         for instance in new.instances:

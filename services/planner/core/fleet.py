@@ -44,6 +44,8 @@ class Fleet:
         """Replaced, never changed, because a plan may be reading it in its thread."""
         self.instances: tuple[Instance, ...] = ()
         self.cause = Cause()
+        self.within_s = 0.0
+        """See InstanceSet. It is published with what changes next, or after a second."""
         self._desk = desk
         self._record = record
         self._every = frozenset(range(record.n_blocks))
@@ -266,6 +268,7 @@ class Fleet:
             instances=self.instances,
             node_slots=instances.node_slots(self.instances, self.members),
             fixed=self._desk.archive.fixed.get(model),
+            within_s=self.within_s,
             decode_s=cluster.measured.decode_s(model),
             prefill_s_per_token=cluster.measured.prefill_s_per_token(model),
             trace=self.cause.trace,

@@ -55,6 +55,8 @@ class Replicas:
         """Since when replicas have been wanted for which no event could begin. 0: none are."""
         self._waits_because = ""
         """Why it waits for room, as it was last told."""
+        self._no_room = False
+        """Whether no room was found, nor is any being made, when replicas were last missing."""
         self._failed = 0
         """How many events have failed in a row."""
         self._retry_at = float("-inf")
@@ -78,6 +80,11 @@ class Replicas:
         """Replicas that serve or are on their way."""
         members = sum(not m.draining for m in self._fleet.members.values())
         return members + (self.event.expected if self.event is not None else 0)
+
+    @property
+    def _full(self) -> bool:
+        """Whether no replica can be added now, whatever the load."""
+        return not self.scaling and (self._no_room or self.total >= self.sizing.most)
 
     # --- when ---
 
@@ -167,8 +174,9 @@ class Replicas:
         if missing > 0:
             self._wanted_ns = self._wanted_ns or self._desk.now.wall_ns
             self._grow(decision, missing)
-            return
-        self._wanted_ns = 0
+        else:
+            self._wanted_ns, self._no_room = 0, False
+        self._fleet.within_s = self.record.ttft_s if self._full else 0.0
         if decision.replicas < have and not self.scaling:
             self._shrink(decision)
 
@@ -211,6 +219,7 @@ class Replicas:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
         room = self._rooms.ask(self.record.model_id, missing)
+        self._no_room = not (room.free or room.made or room.busy)
         if room.free:
             self._waits_because = ""
             return True

@@ -39,6 +39,8 @@ class Sizing:
         self.wants = 0
         """How many replicas the model should have at least, as of the last decision, whatever room
         there is."""
+        self.most = 0
+        """How many replicas the model may have, as of the last decision."""
         self.floor = 0
         """How many replicas it keeps even when idle, as of the last decision; without those that
         are expected to be needed."""
@@ -71,6 +73,7 @@ class Sizing:
         demand = self._desk.cluster.loads.demand(record.name)
         supply = self._supply(record, coming, fleet, event)
         policy = self._policy(record, fleet.speed, supply)
+        self.most = policy.max_instances if policy.fixed is None else policy.fixed
         demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
         if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(demand, policy)):
             archive, history = self._desk.archive, self._rhythm.history

@@ -211,3 +211,17 @@ def test_a_sleeping_copy_that_feeds_an_event_stays() -> None:
     driver.answer(driver.asked(commands.SendPlan), Ok())
     driver.load(1, name="three", gateway="gateway-1")
     assert released(driver) == [(id_of("two"), None)]
+
+
+def test_gateways_hear_the_objective_while_no_replica_can_be_added() -> None:
+    """Then they refuse at once what would miss it."""
+    record = msgspec.structs.replace(model("one"), ttft_s=0.7)
+    driver = pool(record)
+    driver.load(0, name="one", a=1)
+    holds(driver, copy("one", Tier.GPU), disk=("one",), free=600)
+    driver.wait(1.1)
+    assert driver.sets[-1].within_s == 0.7, "its only node has it"
+    driver.join("b")
+    driver.status("b", free=FULL)
+    driver.wait(1.1)
+    assert driver.sets[-1].within_s == 0.0, "there is another node now"

@@ -37,6 +37,7 @@ class Driver:
         step_s: float = 0.0,
         node_slots: int = 8,
         fixed: int | None = None,
+        within_s: float = 0.0,
     ) -> list[Command]:
         """`step_s`: what they say that any pass takes, and each token more in it."""
         self.revision += 1
@@ -48,6 +49,7 @@ class Driver:
             instances=instances,
             node_slots={s.node: node_slots for i in instances for s in i.stages},
             fixed=fixed,
+            within_s=within_s,
             decode_s=step_s,
             prefill_s_per_token=step_s,
         )

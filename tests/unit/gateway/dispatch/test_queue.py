@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.gateway.core.admission import MARGIN
 from services.gateway.core.commands import Emit, End
 from services.gateway.core.routing import AVOID_S
 from shared.errors import CapacityExceeded, NotFound, NotReady
@@ -42,13 +43,43 @@ def test_who_is_refused_is_told_when_the_queue_will_have_moved() -> None:
     driver.admit("first")
     assert refused_for(driver) == driver.now, "it did not wait"
     for number in range(10):  # one request every 2 s
-        driver.now += 2.0
         driver.admit(f"r{number}")
+        driver.now += 2.0
         driver.give("first" if number == 0 else f"r{number - 1}", 1, 0, "stop")
     driver.admit(*(f"w{number}" for number in range(QUEUE)))
     assert refused_for(driver) == pytest.approx(2.0 * (QUEUE + 1))
     driver.now += 20.0
     assert refused_for(driver) == pytest.approx(4.0 * (QUEUE + 1)), "it stands still"
+
+
+def full(driver: Driver, within_s: float = 3.0) -> None:
+    """The planner can add no replica, and the model has an objective."""
+    driver.publish(replica(1, slots=2), step_s=0.1, within_s=within_s)
+
+
+def test_who_would_miss_the_objective_is_refused_at_once_while_nothing_can_be_added() -> None:
+    driver = Driver(replica(1, slots=2))
+    driver.admit("a", "b")
+    driver.now += 2.0
+    driver.give("a", 1, 0, "stop")
+    driver.give("b", 1, 0, "stop")  # so a request stays 2 s, and one begins each second
+    driver.admit("c", "d")
+    full(driver, within_s=2.5 / MARGIN)
+    assert ended(driver.admit("e", "f")) == []  # 2 s and 5 passes of 0.1 s
+    with pytest.raises(CapacityExceeded, match=r"would wait 3\.0 s, .* is 3\.125 s") as caught:
+        driver.admit("g")
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    driver.publish(replica(1, slots=2), step_s=0.1)  # now replicas can be added
+    assert ended(driver.admit("g")) == []
+
+
+def test_who_can_begin_at_once_is_never_refused() -> None:
+    driver = Driver(replica(1, slots=2))
+    driver.admit("a")
+    driver.now += 60.0
+    driver.give("a", 1, 0, "stop")
+    full(driver, within_s=0.001)
+    assert [name for name, *_ in sent(driver.admit("b"))] == ["b"]
 
 
 def refused_for(driver: Driver) -> float | None:

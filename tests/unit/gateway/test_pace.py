@@ -1,0 +1,32 @@
+"""When a queued request will probably begin."""
+
+import pytest
+
+from services.gateway.core.pace import UNKNOWN_S, Pace
+
+
+def test_nothing_is_known_at_first() -> None:
+    pace = Pace()
+    assert pace.turn_s(3, 2, 0.0) is None
+    assert pace.guess_s(3, 2, 0.0) == UNKNOWN_S
+
+
+def test_it_follows_from_how_long_requests_stay_until_one_had_to_wait() -> None:
+    pace = Pace()
+    pace.end(4.0)
+    pace.start(0.0, 10.0)
+    assert pace.turn_s(3, 2, 10.0) == pytest.approx(6.0)
+    assert pace.turn_s(3, 0, 10.0) is None
+    for second in range(11, 15):
+        pace.start(1.0, second)
+    assert pace.turn_s(3, 2, 14.0) == pytest.approx(3.0)
+    assert pace.turn_s(3, 2, 18.0) == pytest.approx(6.0), "the queue stands still"
+
+
+def test_idle_time_is_no_pace() -> None:
+    pace = Pace()
+    pace.end(4.0)
+    for second in range(5):
+        pace.start(1.0, second)
+    pace.start(0.0, 1000.0)
+    assert pace.turn_s(1, 4, 1000.0) == pytest.approx(1.0)
