@@ -124,6 +124,12 @@ class BadMessage(BusError):
     code = "bad_message"
 
 
+class MessageTooLarge(BusError):
+    """The bus takes no message or value of this size, now or later."""
+
+    code = "message_too_large"
+
+
 class ServiceFailed(BusError):
     """A service had a bug while it worked on a request, or refused it with an error that only a
     later release knows. Whether it did anything is not known, as after BusTimeout."""

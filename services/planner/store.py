@@ -15,7 +15,8 @@ from services.planner.core.commands import StoreEvent, StoreFixed, StoreHistory
 from services.planner.core.rhythm import History
 from shared import subjects
 from shared.bus.base import Bus, KeyValue
-from shared.errors import BusError
+from shared.containment import is_containable
+from shared.errors import MessageTooLarge, Superseded
 from shared.ids import ModelId
 from shared.messages.scaling import EventRecord
 
@@ -77,7 +78,8 @@ class Store:
             await self._settled.wait()
 
     async def run(self) -> None:
-        """Writes changes, without end. Tries again while the bus refuses."""
+        """Writes changes, without end. Tries again whatever goes wrong, except with what is too
+        large for the bus: that is left out, and logged."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -85,8 +87,14 @@ class Store:
                 place, value = next(iter(self._unwritten.items()))
                 try:
                     await self._save(*place, value)
-                except BusError as error:
-                    self._log.warning("not stored yet", key=place[1], error=str(error))
+                except MessageTooLarge as error:
+                    self._log.error("not stored", key=place[1], error=str(error))
+                except Superseded:
+                    raise  # this process has lost its role, and ends
+                except BaseException as error:
+                    if not is_containable(error):
+                        raise
+                    self._log.warning("not stored yet", key=place[1], error=repr(error))
                     self._unwritten[place] = self._unwritten.pop(place)  # others first
                     await asyncio.sleep(RETRY_S)
                     continue

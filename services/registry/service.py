@@ -19,7 +19,7 @@ from shared import clock, subjects
 from shared.bus.base import Bus, On
 from shared.config import RegistryConfig
 from shared.containment import is_containable
-from shared.errors import BusError, LambdaScaleError, Superseded
+from shared.errors import BusError, LambdaScaleError, MessageTooLarge, Superseded
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import CopiesQuery, DropCopy, KeepCopy, Leave, MayLeave, PoolCopies
 from shared.messages.pool import (
@@ -367,6 +367,8 @@ class RegistryService(Service):
             try:
                 await self._bus.publish(subject, message)
                 return
+            except MessageTooLarge:
+                raise  # the bus will not take it later, either
             except BusError as error:
                 self.log.warning("announcement held back", subject=subject, error=str(error))
                 await asyncio.sleep(RETRY_S)

@@ -14,9 +14,9 @@ from shared.containment import is_containable
 from shared.errors import (
     BadInput,
     BadMessage,
-    BusError,
     IllegalTransition,
     LambdaScaleError,
+    MessageTooLarge,
     ServiceFailed,
     StaleEpoch,
 )
@@ -45,7 +45,7 @@ def check_ttl(ttl: float) -> int:
 
 def check_size(data: bytes, what: str) -> bytes:
     if len(data) > MAX_PAYLOAD:
-        raise BusError(f"{what}: {len(data)} bytes, the limit is {MAX_PAYLOAD}")
+        raise MessageTooLarge(f"{what}: {len(data)} bytes, the limit is {MAX_PAYLOAD}")
     return data
 
 

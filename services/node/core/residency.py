@@ -134,7 +134,11 @@ class Residency:
 class Planners:
     """A node takes up the plans of the newest planner that it has heard.
 
-    A planner that was replaced and comes back to life still sends its plans, with a lower epoch.
+    The bus drops what a planner of an earlier term says (`Message.term`), at the moment of its
+    delivery. That is not enough here, because a plan waits for its model's turn after it was
+    delivered: the next planner may speak meanwhile. So a plan and a release carry the number of the
+    term as their epoch, too, and it is looked at again when their turn has come. (The order of the
+    plans of one planner is another matter: see `Residency.follow`.)
     """
 
     def __init__(self) -> None:

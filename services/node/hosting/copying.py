@@ -173,7 +173,9 @@ class Copying:
             self._log.info(
                 "copy made", model=model, tier=tier.value, nbytes=copy.draft.manifest.nbytes
             )
-        except Exception as error:  # one copy's boundary: the registry is told, others go on
+        except Exception as error:  # one copy's boundary: nobody awaits it
+            # A peer or the disk failed (LambdaScaleError, OSError), or there is a bug: the registry
+            # is told why, and the other copies go on.
             copy.error = str(as_typed(error))
             self._log.warning("copy failed", model=model, tier=tier.value, error=copy.error)
             self._leave(copy)

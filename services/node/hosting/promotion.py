@@ -66,7 +66,9 @@ class Promotion:
         self._space.span.hold(READER)
         try:
             await self._read(await self._take_over())
-        except Exception as error:  # an error of the data plane, or a bug: no block can go on
+        except Exception as error:  # the promotion's boundary: nobody awaits it
+            # The data plane has ended (Conflict), or there is a bug: what is missing has failed,
+            # and the planner is told why.
             for block in list(self._missing):
                 self._fail(block, as_typed(error))
         finally:

@@ -7,6 +7,7 @@ import pytest
 
 from services.planner.core import archive
 from services.planner.core.archive import LARGEST, fitting
+from services.planner.core.commands import StoreEvent
 from services.planner.store import Store
 from shared import subjects, telemetry
 from shared.bus.delivery import MAX_PAYLOAD
@@ -150,3 +151,32 @@ async def test_an_event_too_large_for_the_store_goes_without_its_schedule(bus: M
     (found,) = (await opened(bus)).events.values()
     assert found.transfers == ()
     assert len(first.events[found.id].transfers) == 50_000
+
+
+async def test_what_is_too_large_for_the_store_holds_nothing_else_up(bus: MemoryBus) -> None:
+    first = await opened(bus)
+    first.store.write(StoreEvent(event="large", record=wide(), cause="a test"))
+    first.put(event("small"))
+    await first.settled()
+    assert set((await opened(bus)).events) == {"small"}
+
+
+def wide() -> EventRecord:
+    return msgspec.structs.replace(event("large"), error="x" * MAX_PAYLOAD)
+
+
+@pytest.mark.virtual_time
+async def test_a_bug_at_one_write_delays_it_and_ends_nothing(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await opened(bus)
+    real = Store._save
+
+    async def failing(store: Store, bucket: str, key: str, value: bytes | None) -> None:
+        monkeypatch.setattr(Store, "_save", real)
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(Store, "_save", failing)
+    first.put(event("ev-1"))
+    await first.settled()
+    assert set((await opened(bus)).events) == {"ev-1"}

@@ -15,6 +15,7 @@ from services.registry.core.leases import Leases
 from services.registry.core.pool import Pool
 from services.registry.service import RegistryService
 from shared import subjects
+from shared.bus.delivery import MAX_PAYLOAD
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.config import RegistryConfig
 from shared.errors import BusTimeout, LambdaScaleError, NoResponders, ServiceFailed, Superseded
@@ -239,6 +240,19 @@ def test_a_bus_that_takes_no_announcement_costs_that_announcement(
         told = await Observer.of(world.bus, subjects.POOL_NODES)
         await Node(world.bus, info("c")).join()
         assert isinstance(await told.next(), NodeJoined)
+
+    in_a_world(work)
+
+
+def test_an_announcement_that_is_too_large_for_the_bus_holds_no_other_up() -> None:
+    async def work(world: World) -> None:
+        told = await Observer.of(world.bus, subjects.POOL_NODES)
+        room = MAX_PAYLOAD - len(msgspec.msgpack.encode(info("b"))) - 16  # its lease just fits
+        await Node(world.bus, msgspec.structs.replace(info("b"), device="x" * room)).join()
+        await Node(world.bus, info("c")).join()
+        joined = await told.next()
+        assert isinstance(joined, NodeJoined)
+        assert joined.info.node == "c"
 
     in_a_world(work)
 
