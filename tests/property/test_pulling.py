@@ -77,6 +77,7 @@ class Mover(RuleBasedStateMachine):
 
     def do(self, commands: list[Command]) -> None:
         for command in commands:
+            assert command.cause, f"nothing caused {command}"
             match command:
                 case Read(pulling, run):
                     self.begun(pulling, run)

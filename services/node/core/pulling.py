@@ -43,6 +43,10 @@ OF_THE_SOURCE = (PeerLost, ProtocolViolation, TransportTimeout)
 """Errors that end every pull from a source, not just one block's."""
 
 
+LOCAL = "local"
+"""The cause of what follows from bytes that came by other means than a pull."""
+
+
 class PullState(enum.Enum):
     PULLING = "pulling"
     ARRIVED = "arrived"
@@ -100,18 +104,27 @@ class BlockChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Read these chunks of the pull's block from its source."""
+class _OfPull:
+    """A command that follows from a pull."""
 
     pulling: Pulling
+
+    @property
+    def cause(self) -> str:
+        """The scaling event that the block is pulled for."""
+        return self.pulling.plan.event
+
+
+@dataclass(frozen=True, slots=True)
+class Read(_OfPull):
+    """Read these chunks of the pull's block from its source."""
+
     run: range
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(_OfPull):
     """The pull has ended before its block came: give its reads up."""
-
-    pulling: Pulling
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +133,19 @@ class Show:
 
     block: int
     ready: int
+    cause: str
+    """The scaling event that the block is pulled for, or LOCAL."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(_OfPull):
     """The pull has brought the last of its block, and has no read left."""
 
-    pulling: Pulling
-
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_OfPull):
     """The block cannot be had from the pull's source."""
 
-    pulling: Pulling
     error: LambdaScaleError
 
 
@@ -304,7 +316,8 @@ class Pulls:
         if ready == block.ready:
             return []
         block.ready = ready
-        return [Show(index, ready)]
+        pulling = self.live.get(index)
+        return [Show(index, ready, pulling.plan.event if pulling else LOCAL)]
 
     def _fail(self, pulling: Pulling, error: LambdaScaleError) -> list[Command]:
         return [*self._end(pulling, PullState.FAILED), Failed(pulling, error)]

@@ -27,6 +27,7 @@ from shared.messages.pool import (
     ModelRemove,
     ModelSet,
     ModelsQuery,
+    NodeGone,
     NodeInfo,
     NodeJoined,
     Nodes,
@@ -253,6 +254,10 @@ def test_an_announcement_that_is_too_large_for_the_bus_holds_no_other_up() -> No
         joined = await told.next()
         assert isinstance(joined, NodeJoined)
         assert joined.info.node == "c"
+        await (await world.bus.kv(subjects.KV_LEASES)).delete("b")
+        gone = await told.next()
+        assert isinstance(gone, NodeGone)
+        assert gone.node == "b"
 
     in_a_world(work)
 
