@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import load
+from shared.config import NodeConfig, load
 from tests.unit.deploy.support import DEPLOY, MODULE, ROLES, role_of, settings, tool
 
 UNITS = DEPLOY / "systemd"
 COMMON = (UNITS / "lambdascale-.service.d" / "10-common.conf").read_text()
 SERVICES = sorted(UNITS.glob("*.service"))
-OURS = [path for path in SERVICES if path.stem != "lambdascale-nats"]
+KEEPER = UNITS / "lambdascale-keeper@.service"
+OURS = [path for path in SERVICES if path.stem != "lambdascale-nats" and path != KEEPER]
 NODE = (UNITS / "lambdascale-node@.service").read_text()
 NEWER = {"RestartSteps": 254, "RestartMaxDelaySec": 254}
 """Keys that an older systemd warns of and passes over."""
@@ -81,15 +82,44 @@ def test_it_starts_its_role_with_the_shared_configuration(path: Path) -> None:
     assert arguments[:2] == MODULE
     role = role_of(arguments[2:])
     assert role in ROLES
-    assert path.stem.removeprefix("lambdascale-").removesuffix("@") == role
+    assert role_in(path) == role
     assert arguments[3:] == ["--config", "/etc/lambdascale/lambdascale.toml"]
 
 
 def test_every_role_has_a_unit() -> None:
-    assert {path.stem.removeprefix("lambdascale-").removesuffix("@") for path in OURS} == ROLES
+    assert set(map(role_in, OURS)) == ROLES
 
 
-@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
+def role_in(path: Path) -> str:
+    """By the unit's name."""
+    return path.stem.removeprefix("lambdascale-").removesuffix("@").removesuffix("-standby")
+
+
+def test_the_second_process_of_a_node_is_like_the_first() -> None:
+    standby = (UNITS / "lambdascale-node-standby@.service").read_text()
+
+    def settings_of(unit: str) -> list[str]:
+        lines = unit.splitlines()
+        return [line for line in lines if line and line[0] != "#" and "Description=" not in line]
+
+    assert settings_of(standby) == settings_of(NODE)
+
+
+def test_a_keeper_is_that_of_the_node_of_its_id() -> None:
+    (command,) = values(KEEPER.read_text(), "ExecStart")
+    python, *arguments = shlex.split(command)
+    assert python == "/opt/lambdascale/.venv/bin/python"
+    assert arguments[:3] == ["-m", "services.node.keeper", "--foreground"]
+    (environment,) = [e for e in values(NODE, "Environment") if "DATA_DIR" in e]
+    assert f"LAMBDASCALE_NODE_DATA_DIR={arguments[3]}" in environment
+    assert f"LAMBDASCALE_NODE_ID={arguments[4]} " in environment
+    assert float(arguments[5]) == NodeConfig().keep_weights_s
+    assert any("lambdascale-keeper@%i.service" in unit for unit in values(NODE, "Wants"))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SERVICES if path != KEEPER], ids=lambda p: p.stem
+)
 def test_it_belongs_to_the_target_and_starts_with_it(path: Path) -> None:
     assert values(path.read_text(), "WantedBy") == ["lambdascale.target"]
     assert values(COMMON, "PartOf") == ["lambdascale.target"]
