@@ -7,16 +7,16 @@ message is measured with a real nats-server, and added.
 
 import asyncio
 import gc
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from benchmarks.control_plane import gateways, nodes
 from benchmarks.control_plane.meter import CountedBus, CountingBroker, MeteredLoop, begin
+from benchmarks.control_plane.results import GATEWAY, PLANNER, REGISTRY, ROLES, Row, Settings, Spent
+from benchmarks.control_plane.routing import route_us
 from benchmarks.control_plane.scene import SPREADS, Scene
 from services.gateway.service import GatewayService
 from services.planner.service import PlannerService
@@ -38,69 +38,20 @@ SETTLE_S = 3.0
 """Virtual seconds between the start and the first measurement, and after the event."""
 GARBAGE = 500_000
 """Objects made between two looks for cycles, in a process that plays a thousand others."""
-PLANNER, REGISTRY, GATEWAY = "planner", "registry", "gateway"
-ROLES = (PLANNER, REGISTRY, GATEWAY)
 
 
 class BenchFailed(LambdaScaleError):
     code = "bench_failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    nodes: tuple[int, ...]
-    models: int
-    gateways: int
-    fill: float
-    """The share of all slots that requests take."""
-    stay_s: float
-    """How long a request runs, in the mean."""
-    window_s: float
-    """How long the steady load is measured."""
-
-
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service had, in some time."""
-
-    cpu_s: float
-    messages: int
-    nbytes: int
-
-    def since(self, before: "Spent") -> "Spent":
-        return Spent(
-            cpu_s=self.cpu_s - before.cpu_s,
-            messages=self.messages - before.messages,
-            nbytes=self.nbytes - before.nbytes,
-        )
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured with so many nodes."""
-
-    nodes: int
-    start_s: float
-    """Virtual seconds from the start of planner and registry until the planner knows all."""
-    start: dict[str, Spent]
-    steady_s: float
-    steady: dict[str, Spent]
-    event_s: float
-    """Virtual seconds until one node's model was on all of them."""
-    event: dict[str, Spent]
-    """What it took beside the steady load."""
-    event_set_bytes: int
-    """Instance sets to each gateway."""
-
-
 def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
-    telemetry.configure("bench", TelemetryConfig(log_level="error"))
+    telemetry.configure("bench", TelemetryConfig(log_level="off"))
     rows = []
     for count in settings.nodes:
         scene = Scene(
             nodes=count,
             models=settings.models,
             gateways=settings.gateways,
-            fill=settings.fill,
-            stay_s=settings.stay_s,
         )
         say(f"{count} nodes")
         gc.collect()
@@ -167,6 +118,7 @@ class Bench:
             event_s=event_s,
             event=event,
             event_set_bytes=self._set_bytes() - sets,
+            route_us=route_us(scene),
         )
 
     # --- who is there ---
@@ -270,9 +222,3 @@ class Bench:
             for role, each in spent.items()
         ]
         self._say(f"  {what}: {'; '.join(texts)}; sets {self._set_bytes() / 1e6:.2f} MB")
-
-
-if __name__ == "__main__":
-    sizes = tuple(int(each) for each in sys.argv[1].split(","))
-    for row in measure(Settings(sizes, 100, 100, 0.4, 10.0, 4.0), print):
-        print(msgspec.json.format(msgspec.json.encode(row)).decode())

@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from benchmarks.control_plane.scene import Scene
-from services.gateway.service import LOAD_S
+from services.gateway.core.reporting import Reporting
+from services.gateway.service import LOAD_S, SAME_LOAD_S
 from shared import subjects
 from shared.bus.base import Bus
 from shared.ids import GatewayId, InstanceId, ModelName
-from shared.messages.load import GatewayLoad, ModelLoad
+from shared.messages.load import ModelLoad
 
 PROMPT_TOKENS = 512
 TOKENS_PER_S = 25
@@ -35,47 +36,41 @@ class Gateway:
     running: list[Asked] = field(default_factory=list)
     asked: Counter[ModelName] = field(default_factory=Counter)
 
-    def load(self, now: float) -> GatewayLoad:
+    def __post_init__(self) -> None:
+        self.instances = self.scene.instances()
+
+    def loads(self, now: float) -> list[ModelLoad]:
         self.running = [each for each in self.running if each.ends_at > now]
-        instances = self.scene.instances()
         while len(self.running) < self.requests:
-            model, instance = self.draw.choice(instances)
+            model, instance = self.draw.choice(self.instances)
             ends_at = now + self.draw.expovariate(1 / self.scene.stay_s)
             self.running.append(Asked(model, instance, ends_at))
             self.asked[model] += 1
         by_model: dict[ModelName, list[Asked]] = {ModelName(n): [] for n in self.scene.names}
         for each in self.running:
             by_model[each.model].append(each)
-        every: dict[ModelName, dict[InstanceId, int]] = {}
-        for model, instance in instances:
-            every.setdefault(model, {})[instance] = 0
-        models = [
-            self._model(name, running, every.get(name, {}), now)
-            for name, running in by_model.items()
-        ]
-        return GatewayLoad(gateway=self.id, url="http://10.0.0.1:8000", models=tuple(models))
+        return [self._model(name, running, now) for name, running in by_model.items()]
 
-    def _model(
-        self, name: ModelName, running: list[Asked], every: dict[InstanceId, int], now: float
-    ) -> ModelLoad:
+    def _model(self, name: ModelName, running: list[Asked], now: float) -> ModelLoad:
         return ModelLoad(
             model=name,
-            queued_requests=0,
-            queued_tokens=0,
             running_requests=len(running),
             running_tokens=int(sum(each.ends_at - now for each in running) * TOKENS_PER_S),
             asked_requests=self.asked[name],
             asked_tokens=self.asked[name] * PROMPT_TOKENS,
-            instance_requests={**every, **Counter(each.instance for each in running)},
+            instance_requests=Counter(each.instance for each in running),
         )
 
 
 async def report(bus: Bus, gateway: Gateway, offset: float) -> None:
     loop = asyncio.get_running_loop()
     at = loop.time() + offset
+    reporting = Reporting(SAME_LOAD_S)
     while True:
         await asyncio.sleep(at - loop.time())
-        await bus.publish(subjects.LOAD_GATEWAY, gateway.load(loop.time()))
+        loads = gateway.loads(loop.time())
+        if said := reporting.next(gateway.id, "http://10.0.0.1:8000", loads, loop.time()):
+            await bus.publish(subjects.LOAD_GATEWAY, said)
         at = max(at + LOAD_S, loop.time())
 
 

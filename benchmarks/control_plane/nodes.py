@@ -5,8 +5,10 @@ pulls of a step end when a block has crossed the link in it.
 """
 
 import asyncio
-import itertools
+import heapq
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -18,6 +20,7 @@ from benchmarks.control_plane.scene import (
     LINK_BYTES_PER_S,
     Scene,
 )
+from services.node.core.told import Telling
 from services.node.service import STATUS_EVERY_S, STATUS_GAP_S
 from shared import subjects
 from shared.bus.base import Bus, KeyValue, On
@@ -34,12 +37,34 @@ CHUNK_S = CHUNK_BYTES / LINK_BYTES_PER_S
 LEASE_S = NodeConfig(id="any").lease_s
 
 
+class Port:
+    """Serves one pull at a time, the one of the lowest step first."""
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._waiting: list[tuple[int, int, asyncio.Event]] = []
+
+    @asynccontextmanager
+    async def turn(self, step: int) -> AsyncIterator[None]:
+        if self._busy:
+            free = asyncio.Event()
+            heapq.heappush(self._waiting, (step, id(free), free))
+            await free.wait()
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = bool(self._waiting)
+            if self._waiting:
+                heapq.heappop(self._waiting)[2].set()
+
+
 class Wires:
     """The links between the nodes. A node sends one block at a time. A relay sends a block on while
     it still receives it, one chunk later."""
 
     def __init__(self, scene: Scene) -> None:
-        self._ports = {scene.node(i).node: asyncio.Lock() for i in range(scene.nodes)}
+        self._ports = {scene.node(i).node: Port() for i in range(scene.nodes)}
         self._comes: dict[tuple[NodeId, ModelId, int], asyncio.Event] = {}
         """Set once the first chunk of a block is at a node."""
         self._ends: dict[tuple[NodeId, ModelId, int], float] = {}
@@ -60,7 +85,7 @@ class Wires:
         """Returns when the block is at the target."""
         loop = asyncio.get_running_loop()
         await self._event(pull.source, model, pull.block).wait()
-        async with self._ports[pull.source]:
+        async with self._ports[pull.source].turn(pull.step):
             source_ends = self._ends[pull.source, model, pull.block]
             ends = max(loop.time() + BLOCK_S, source_ends) + CHUNK_S
             await asyncio.sleep(CHUNK_S)
@@ -77,14 +102,16 @@ class Node:
         self._bus = bus
         self._leases = leases
         self._holdings = {(h.model_id, h.tier): h.blocks for h in scene.holdings(index)}
-        self._seq = itertools.count(1)
+        self._telling = Telling()
+        self._asked = False
         self._due = asyncio.Event()
         self._offset = index / scene.nodes
         self._pulling: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         node, bus = self.info.node, self._bus
-        await bus.subscribe(subjects.POOL_REPORT, On(ReportStatus, self._on_report))
+        for subject in (subjects.POOL_REPORT, subjects.node_report(node)):
+            await bus.subscribe(subject, On(ReportStatus, self._on_report))
         await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply)
         await bus.serve(subjects.node_release(node), ReleaseModel, self._release)
         await bus.serve(subjects.node_ping(node), Ping, self._pong)
@@ -114,14 +141,17 @@ class Node:
             wait_s = STATUS_EVERY_S - STATUS_GAP_S
 
     def _status(self) -> NodeStatus:
-        holdings = tuple(Holding(*key, blocks) for key, blocks in self._holdings.items())
+        holdings = [Holding(*key, blocks) for key, blocks in self._holdings.items()]
+        told, self._asked = self._telling.next(holdings, whole=self._asked), False
         in_arena = {model for model, tier in self._holdings if tier is Tier.GPU}
         return NodeStatus(
             node=self.info.node,
             generation=self.info.generation,
-            seq=next(self._seq),
+            seq=told.seq,
+            since=told.since,
             arena_free=ARENA_BYTES - len(in_arena) * BLOCKS * BLOCK_BYTES,
-            holdings=holdings,
+            holdings=told.holdings,
+            dropped=told.dropped,
             running=random.randrange(16),
             kv_used=random.randrange(10_000),
             kv_capacity=100_000,
@@ -131,6 +161,7 @@ class Node:
         )
 
     async def _on_report(self, message: ReportStatus) -> None:
+        self._asked = True
         self._due.set()
 
     async def _pong(self, message: Ping) -> Ok:

@@ -22,9 +22,9 @@ class Scene(msgspec.Struct, frozen=True):
     nodes: int
     models: int
     gateways: int
-    fill: float
+    fill: float = 0.4
     """The share of all slots that requests take at any time."""
-    stay_s: float
+    stay_s: float = 10.0
     """How long a request runs, in the mean."""
 
     def node(self, index: int) -> NodeInfo:

@@ -54,6 +54,13 @@ out). Every answer is compared with what transformers says. A request may be ref
 error, never lost, hung or wrong; its client comes again to another gateway when its own dies. Each
 run draws its faults from a seed of its own: `--runs 1 --seed N` repeats the run with seed N.
 """
+CONTROL_PLANE = """\
+Measures what planner, registry and a gateway cost by the number of nodes: until they know all,
+under a steady load, and when one node's model spreads to all nodes. The services are the real ones,
+in virtual time, on a bus within the process. Nodes and the other gateways are simulated, and send
+what real ones send. Processor time is real, of one core of this machine; what NATS's client takes
+for each message is left out. Each disk has every model, and requests take 40 % of all slots.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
@@ -66,6 +73,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[Any]") -> None:
     _add_engine(benches)
     _add_pipeline(benches)
     _add_chaos(benches)
+    _add_control_plane(benches)
 
 
 def _add_multicast(benches: "argparse._SubParsersAction[Any]") -> None:
@@ -201,6 +209,27 @@ def _add_pipeline(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run_pipeline)
 
 
+def _add_control_plane(benches: "argparse._SubParsersAction[Any]") -> None:
+    parser = benches.add_parser(
+        "control-plane",
+        help="what planner, registry and gateways cost by the number of nodes",
+        description=CONTROL_PLANE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--nodes", type=_sizes, default=(10, 100, 1000), metavar="N,N,..",
+        help="numbers of nodes (10,100,1000). 3000 takes some minutes",
+    )  # fmt: skip
+    parser.add_argument("--models", type=count, default=100, help="models (100)")
+    parser.add_argument("--gateways", type=count, default=100, help="gateways (100)")
+    parser.add_argument(
+        "--window", type=amount, default=4.0, metavar="S",
+        help="virtual seconds of steady load that are measured (4)",
+    )  # fmt: skip
+    add_json_option(parser)
+    parser.set_defaults(run=run_control_plane)
+
+
 def run_multicast(args: argparse.Namespace) -> int:
     from benchmarks.multicast import bars, bench, figure  # torch and matplotlib: a second or two
 
@@ -308,6 +337,17 @@ def run_chaos(args: argparse.Namespace) -> int:
     found = bench.measure(settings, say)
     _show(args, results.document(found), results.table(found), results.bars(found))
     return 0 if all(run.is_good for run in found.runs) else 1
+
+
+def run_control_plane(args: argparse.Namespace) -> int:
+    from benchmarks.control_plane import bench, results
+
+    settings = results.Settings(
+        nodes=args.nodes, models=args.models, gateways=args.gateways, window_s=args.window
+    )
+    found = bench.measure(settings, say)
+    _show(args, results.document(settings, found), results.table(found), results.bars(found))
+    return 0
 
 
 def _show(
