@@ -33,7 +33,8 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
 from shared.ids import ModelName, NodeId
-from shared.messages.pool import ModelRecord, NodeStatus, Tier
+from shared.messages.changes import whole_status
+from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus, Tier
 from shared.messages.scaling import ImportModel
 
 NBYTES, BLOCKS = 96 << 20, 12
@@ -79,9 +80,11 @@ class Up:
 
     async def follow(self) -> None:
         await self._bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status))
+        await self._bus.publish(subjects.POOL_REPORT, ReportStatus())
 
     async def _on_status(self, message: NodeStatus) -> None:
-        self._statuses[message.node] = message
+        if status := whole_status(self._statuses.get(message.node), message):
+            self._statuses[message.node] = status
 
     async def add(self, path: Path, *, instances: int = 0, copies: int = 1) -> ModelRecord:
         """Imports a model on the first node, and waits for its durable copies."""

@@ -100,6 +100,11 @@ def node_drop(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.drop"
 
 
+def node_report(node: NodeId) -> str:
+    """ReportStatus, for one node."""
+    return f"{ROOT}.node.{node}.report"
+
+
 def node_ping(node: NodeId) -> str:
     return f"{ROOT}.node.{node}.ping"
 

@@ -28,6 +28,7 @@ from shared.clock import now
 from shared.errors import BusError, IllegalTransition
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
+from shared.messages.changes import whole_status
 from shared.messages.instances import InstanceSet, InstanceState
 from shared.messages.pool import NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
@@ -224,7 +225,8 @@ class Watch:
             case PullFailed():
                 self.say(f"{message.node} got no block {message.block}: {message.message}")
             case NodeStatus():
-                self.said[message.node] = message
+                if status := whole_status(self.said.get(message.node), message):
+                    self.said[message.node] = status
         for each in wrong:
             self.violated(each)
         self._look_at_gateway()

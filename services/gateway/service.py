@@ -12,6 +12,7 @@ from aiohttp import web
 from services.gateway.catalog import Catalog
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
+from services.gateway.core.reporting import Reporting
 from services.gateway.core.routing import OURS, Routing
 from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
@@ -27,7 +28,7 @@ from shared.config import GatewayConfig
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
 from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
-from shared.messages.load import GatewayLoad, ModelLoad
+from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
     ModelAdded,
     ModelRecord,
@@ -45,7 +46,7 @@ LOAD_S = 0.1
 ONSET_S = 0.005
 """The least number of seconds between two load reports."""
 SAME_LOAD_S = 0.5
-"""Seconds between load reports while the load stays the same."""
+"""Seconds between whole load reports, and between reports while the load stays the same."""
 TICK_S = 0.05
 """Seconds between looks at what has to happen with time."""
 LEARN_S = 0.2
@@ -100,8 +101,7 @@ class GatewayService(Service):
         self._lease: GatewayLease
         self._heard: list[Subscription] = []
         """What comes to this gateway's id."""
-        self._said: tuple[ModelLoad, ...] | None = None
-        self._said_at = 0.0
+        self._reporting = Reporting(SAME_LOAD_S, wall_ns() // 1_000_000)
         self._zero_ns = 0
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
@@ -296,9 +296,7 @@ class GatewayService(Service):
             await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
         pressing.clear()
         loads = self._dispatch.loads(self._zero_ns)
-        if loads != self._said or now() - self._said_at >= SAME_LOAD_S:
-            self._said, self._said_at = loads, now()
+        if message := self._reporting.next(self.id, self.url, loads, now()):
             self._metrics.set_loads(loads)
-            message = GatewayLoad(gateway=self.id, url=self.url, models=loads)
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
         return ONSET_S

@@ -70,7 +70,7 @@ class _Served:
                 states = [instance.state for instance in message.instances]
                 self._instance = InstanceState.SERVING in states
             case GatewayLoad() if self._instance:
-                if any(load.model == self._name for load in message.models):
+                if self._name in message.listed:
                     self._over.set()
             case EventChanged():
                 record = message.record

@@ -9,9 +9,10 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages import Message
+from shared.messages.changes import whole_status
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
-from shared.messages.pool import NodeStatus, Tier
+from shared.messages.pool import NodeStatus, ReportStatus, Tier
 from shared.messages.scaling import BlockArrived, EventChanged, EventRecord, FirstPartialToken
 
 
@@ -55,6 +56,8 @@ class Watch:
     samples: list[Sample] = field(default_factory=list)
     switched: list[tuple[float, InstanceId]] = field(default_factory=list)
     """When paths gave way to local execution."""
+    _statuses: dict[NodeId, NodeStatus] = field(default_factory=dict)
+    """What each node said last."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def follow(self, bus: Bus) -> None:
@@ -66,6 +69,7 @@ class Watch:
             subjects.POOL_STATUS,
         ):
             await bus.subscribe(subject, On(Message, self.hear))
+        await bus.publish(subjects.POOL_REPORT, ReportStatus(cause="watch"))
 
     async def hear(self, message: Message) -> None:
         match message:
@@ -80,8 +84,10 @@ class Watch:
             case InstanceSet():
                 self._on_instances(message.instances)
             case NodeStatus():
-                blocks = [h.blocks for h in message.holdings if h.tier is Tier.GPU]
-                self.held[message.node] = frozenset().union(*blocks)
+                if status := whole_status(self._statuses.get(message.node), message):
+                    self._statuses[message.node] = status
+                    blocks = [h.blocks for h in status.holdings if h.tier is Tier.GPU]
+                    self.held[message.node] = frozenset().union(*blocks)
             case GatewayLoad():
                 self._on_load(message)
             case _:
@@ -111,6 +117,7 @@ class Watch:
 
     def _on_load(self, message: GatewayLoad) -> None:
         if not message.models:
+            self.load = None if message.whole else self.load
             return
         self.load = message.models[0]
         self.samples.append(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
 from services.node.core.profile import Profiler
+from services.node.core.told import Telling
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
@@ -95,7 +96,9 @@ class NodeService(Service):
         self._status_due = asyncio.Event()
         self._status_cause = ""
         """The last message that asked for the status that is due; empty if none did."""
-        self._status_seq = 0
+        self._status_whole = False
+        """Whether the next status has to say everything."""
+        self._telling = Telling()
         self._profiler = Profiler()
         self.node = NodeId(config.id)
         self._keeper = KeeperLink(Path(config.data_dir).absolute(), self.node, keep_s)
@@ -287,7 +290,8 @@ class NodeService(Service):
         self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
         nodes = On(NodeJoined, self._on_joined), On(NodeGone, self._on_gone)
         self.own(await bus.subscribe(subjects.POOL_NODES, *nodes))
-        self.own(await bus.subscribe(subjects.POOL_REPORT, On(ReportStatus, self._on_report)))
+        for subject in (subjects.POOL_REPORT, subjects.node_report(node)):
+            self.own(await bus.subscribe(subject, On(ReportStatus, self._on_report)))
         self.own(await bus.subscribe(subjects.node_cancel(node), On(Cancel, self._on_cancel)))
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
@@ -363,10 +367,11 @@ class NodeService(Service):
     async def _start_over(self, ended: Generation) -> None:
         await self._lease.start_over(ended)
         self._keeper.works_as(self.info.generation)
+        self._status_whole = True
         self._status_due.set()
 
     async def _on_report(self, message: ReportStatus) -> None:
-        self._status_cause = message.origin
+        self._status_cause, self._status_whole = message.origin, True
         self._status_due.set()
 
     # --- requests of others ---
@@ -461,16 +466,18 @@ class NodeService(Service):
 
     def _status(self) -> NodeStatus:
         self._threads.catch_up()
-        self._status_seq += 1
-        cause, self._status_cause = self._status_cause, ""
+        told = self._telling.next(self.holdings(), whole=self._status_whole)
+        cause, self._status_cause, self._status_whole = self._status_cause, "", False
         disk_free, disk_bytes = self._library.room()
         return NodeStatus(
             cause=cause,
             node=self.info.node,
             generation=self.info.generation,
-            seq=self._status_seq,
+            seq=told.seq,
+            since=told.since,
             arena_free=self._hosting.arena_free,
-            holdings=self.holdings(),
+            holdings=told.holdings,
+            dropped=told.dropped,
             profile=self._profiler.profile(),
             peers=self._peers.by_way(),
             disk_bytes=disk_bytes,

@@ -39,7 +39,7 @@ from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, 
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.instances import InstanceSet
-from shared.messages.pool import Reserved, Sources
+from shared.messages.pool import ReportStatus, Reserved, Sources
 from shared.messages.scaling import SetInstances
 from shared.pool_pages import read_pool
 
@@ -63,7 +63,7 @@ class Shell:
         self._store = store
         self._log = log
         self._spawn = spawn
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
         self._asked: dict[int, asyncio.Future[Message]] = {}
         """Operators' requests that are open."""
         self._numbers = 0
@@ -89,8 +89,7 @@ class Shell:
         """Publishes in order. A message that cannot be published is dropped: instance sets are
         repeated."""
         while True:
-            message = await self._outbox.get()
-            subject = subjects.INSTANCES if isinstance(message, InstanceSet) else subjects.EVENTS
+            subject, message = await self._outbox.get()
             try:
                 await self._bus.publish(subject, message)
             except Superseded:
@@ -112,8 +111,14 @@ class Shell:
         match command:
             case Question():
                 self._spawn(self._answer(command), type(command).__name__.lower())
-            case Publish():
-                self._outbox.put_nowait(command.message)
+            case Publish(message=message):
+                of_set = isinstance(message, InstanceSet)
+                self._outbox.put_nowait(
+                    (subjects.INSTANCES if of_set else subjects.EVENTS, message)
+                )
+            case commands.AskStatus(node=node):
+                wanted = ReportStatus(cause=command.cause)
+                self._outbox.put_nowait((subjects.node_report(node), wanted))
             case commands.StoreEvent() | commands.StoreFixed() | commands.StoreHistory():
                 self._store.write(command)
             case commands.WakeAt():

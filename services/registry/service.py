@@ -12,7 +12,14 @@ from typing import ClassVar
 from services.registry.core.catalog import WISHES
 from services.registry.core.copies_view import copies_view
 from services.registry.core.kept import CopyOrdered, Keeping, ModelSkipped
-from services.registry.core.pool import CopyDropped, Effect, Pool, ReservationEnded, ReservationMade
+from services.registry.core.pool import (
+    CopyDropped,
+    Effect,
+    Pool,
+    ReservationEnded,
+    ReservationMade,
+    StatusWanted,
+)
 from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
@@ -273,6 +280,8 @@ class RegistryService(Service):
                 self._store.node(node, self.pool.leases.info(node))
                 self._send(subjects.POOL_NODES, effect)
                 self._on_gone(effect)
+            case StatusWanted(node=node):
+                self._send(subjects.node_report(node), ReportStatus(cause="gap"))
             case CopyDropped():
                 self.spawn(self._order_drop(effect), name="drop a copy", contained=True)
             case CopyOrdered():

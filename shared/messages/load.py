@@ -1,5 +1,10 @@
 """Load reports of gateways on core NATS, by which the planner decides: up to ten a second, and at
-once when requests begin to wait."""
+once when requests begin to wait.
+
+Twice a second a report is *whole*: it names every model that has any load. The others name what has
+changed. What a report says of a model is all that there is to say of it, so a report that is lost
+is made up for by the next whole one, and one that comes late or twice does no harm.
+"""
 
 import msgspec
 
@@ -7,15 +12,16 @@ from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.base import Message
 
 
-class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
+class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one model at one gateway, now. Tokens count if they are still to prefill or to
     generate."""
 
     model: ModelName
-    queued_requests: int
-    queued_tokens: int
-    running_requests: int
-    running_tokens: int
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    running_requests: int = 0
+    running_tokens: int = 0
+    """To within an eighth."""
     prompt_tokens: int = 0
     """Prompt tokens of requests, queued or running, that have no token yet from where they are
     now."""
@@ -26,12 +32,25 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that the gateway was asked for since it began."""
     asked_tokens: int = 0
     """Tokens of their prompts."""
-    instance_requests: dict[InstanceId, int]
-    """Requests of this gateway in flight on each instance."""
+    instance_requests: dict[InstanceId, int] = msgspec.field(default_factory=dict)
+    """Requests of this gateway in flight on each instance that has any."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the model has any load."""
+        return bool(self.queued_requests or self.running_requests or self.instance_requests)
 
 
 class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     gateway: GatewayId
     url: str = ""
     """The URL at which the gateway serves HTTP."""
+    seq: int = 0
+    """Counts up from the time when the gateway's process began, in milliseconds, so that another
+    process that has its id goes on above it. A report with a lower number is late."""
+    whole: bool = True
+    """Whether models that are not named have no load. Otherwise their load is as it was said
+    before."""
     models: tuple[ModelLoad, ...]
+    listed: tuple[ModelName, ...] = ()
+    """In a whole report: the models that the gateway takes requests for."""

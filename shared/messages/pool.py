@@ -110,16 +110,22 @@ class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Where it is made: on the disk, or in the host cache."""
 
 
-class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
-    """Node -> registry and planner: everything that the node holds now. Sent on change, on request,
-    and every second."""
+class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status", omit_defaults=True):
+    """Node -> registry and planner: how the node is, and what has changed of what it holds. Sent on
+    change, on request, and every second."""
 
     node: NodeId
     generation: Generation
     seq: int
     """Counts up. An older status that arrives late is ignored."""
+    since: int = 0
+    """Models that are not named are held as status `since` had it, or a later one. 0: models that
+    are not named are not held."""
     arena_free: int
     holdings: tuple[Holding, ...]
+    """All that is held of the models that it names."""
+    dropped: tuple[ModelId, ...] = ()
+    """Models of which nothing is held any more."""
     running: int = 0
     """Sequences that the node leads or is a stage of."""
     waiting: int = 0
@@ -156,7 +162,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
-    """Registry -> all nodes, when it (re)starts: send your NodeStatus now."""
+    """Registry -> all nodes, when it (re)starts; registry and planner -> a node of which they have
+    missed something: say now all that you hold."""
 
 
 class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
@@ -346,6 +353,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     holdings: tuple[Holding, ...]
     arena_free: int
     reserved_by: EventId | None
+    seq: int = 0
+    """The number of the status that said this. 0: it has said nothing yet."""
     running: int = 0
     kv_used: int = 0
     kv_capacity: int = 0

@@ -4,6 +4,7 @@ Nodes score prompts and generate the true tokens, some of which are lost, repeat
 are refused and fail, instances come, move and vanish, clients leave, time passes.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -325,7 +326,7 @@ class Streams(RuleBasedStateMachine):
         assert load.running_requests == len(running) == len(self.live) - len(moving)
         assert load.running_tokens == sum(r.charge for r in running)
         assert all(r.instance is not None and r.charge > 0 for r in running)
-        per_instance = dict.fromkeys(load.instance_requests, 0)
+        per_instance = Counter[InstanceId]()
         for r in running:
             assert r.instance is not None
             per_instance[r.instance] += 1

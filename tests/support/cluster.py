@@ -23,8 +23,9 @@ from shared.bus.base import On
 from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
+from shared.messages.changes import whole_status
 from shared.messages.instances import Stage
-from shared.messages.pool import ModelRecord, NodeStatus
+from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus
 from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
 from shared.pool_pages import read_pool
@@ -56,9 +57,11 @@ class Running:
 
     async def follow(self) -> None:
         await self.bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._on_status))
+        await self.bus.publish(subjects.POOL_REPORT, ReportStatus())
 
     async def _on_status(self, message: NodeStatus) -> None:
-        self.statuses[message.node] = message
+        if status := whole_status(self.statuses.get(message.node), message):
+            self.statuses[message.node] = status
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         try:

@@ -282,7 +282,9 @@ class Model:
             waiting_since_ns=0 if oldest is None else zero_ns + round(oldest * 1e9),
             asked_requests=self.asked_requests,
             asked_tokens=self.asked_tokens,
-            instance_requests={key: len(route.requests) for key, route in routes.items()},
+            instance_requests={
+                key: len(route.requests) for key, route in routes.items() if route.requests
+            },
         )
 
     # --- attempts ------------------------------------------------------------

@@ -40,6 +40,7 @@ Changed = dict[ModelName, set[InstanceId]]
 @dataclass(slots=True)
 class _Gateway:
     heard_at: float = 0.0
+    seq: int = 0
     models: dict[ModelName, OnInstances] = field(default_factory=dict)
 
 
@@ -63,8 +64,12 @@ class Others:
         if load.gateway in self._own:
             return changed
         known = self._gateways.setdefault(load.gateway, _Gateway())
-        known.heard_at = now
-        said = {each.model: running for each in load.models if (running := _running(each))}
+        if load.seq < known.seq:
+            return changed
+        known.heard_at, known.seq = now, load.seq
+        said = {each.model: _running(each) for each in load.models}
+        if load.whole:
+            said = {name: {} for name in known.models.keys() - said.keys()} | said
         self._replace(known, said, changed)
         return changed
 
@@ -74,17 +79,18 @@ class Others:
         for name, known in list(self._gateways.items()):
             if now - known.heard_at > SILENT_S:
                 del self._gateways[name]
-                self._replace(known, {}, changed)
+                self._replace(known, {model: {} for model in known.models}, changed)
         return changed
 
     def _replace(
         self, known: _Gateway, said: dict[ModelName, OnInstances], changed: Changed
     ) -> None:
-        for model in known.models.keys() | said.keys():
-            before, after = known.models.get(model, {}), said.get(model, {})
+        for model, after in said.items():
+            before = known.models.pop(model, {})
             if before != after:
                 self._count(model, before, after, changed.setdefault(model, set()))
-        known.models = said
+            if after:
+                known.models[model] = after
 
     def _count(
         self, model: ModelName, before: OnInstances, after: OnInstances, changed: set[InstanceId]

@@ -13,6 +13,7 @@ from statistics import median_low
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
+from shared.messages.changes import whole_status
 from shared.messages.pool import (
     ARENA,
     Holding,
@@ -44,6 +45,8 @@ class _Said:
     """Its holdings, and what has arrived since."""
     arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
     """(model, block) -> when, of blocks that no report has confirmed yet."""
+    on_device: Mapping[ModelId, Blocks] = field(default_factory=dict)
+    """The models in its device memory. Replaced, never changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,14 @@ class Change:
     """The models that are in the node's device memory, or were until now."""
     gained: Mapping[ModelId, Blocks] = field(default_factory=dict)
     """Blocks that are in its device memory now and were not."""
+    same: bool = False
+    """Whether its device memory and what it measured are as they were."""
+    missed: bool = False
+    """Whether it builds on reports that did not come, so that it was not taken in."""
 
 
 NO_CHANGE = Change()
+MISSED = Change(missed=True)
 
 
 class Cluster:
@@ -71,6 +79,8 @@ class Cluster:
         self._said: dict[NodeId, _Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """The nodes, of any generation, that say they hold something of the model."""
+        self._in_memory: dict[ModelId, set[NodeId]] = {}
+        """Those of them that hold something of it in memory."""
         self._slots: int | None = None
         """The median of the nodes' slots; None: it has to be found anew."""
         self.over: dict[NodeId, Generation] = {}
@@ -129,53 +139,92 @@ class Cluster:
         known = said.status if said is not None else None
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
             return NO_CHANGE
+        whole = whole_status(known, status)
+        if whole is None:
+            return MISSED
         if known is None or status.profile != known.profile:
             self.measured.on_profile(status.node, status.profile)
-        was = _on_device(said)
-        before = was if known and known.generation == status.generation else {}
-        if said is not None and not said.arrived and status.holdings == said.status.holdings:
-            said.status, said.at = status, now
+        was = said.on_device if said is not None else {}
+        again = said is not None and known is not None and known.generation == status.generation
+        before = was if again else {}
+        if said is not None and again:
+            self._sort_again(said, whole, now)
         else:
-            self._sort(status, now)
-        after = _on_device(self._said[status.node])
+            said = self._sort(whole, now)
+        after = said.on_device
         if status.kv_capacity:
             self.measured.on_kv(after, status.kv_capacity)
+        same = after is was and known is not None and status.profile == known.profile
         gained = {
             model: new
-            for model, blocks in after.items()
+            for model, blocks in (after.items() if after is not before else ())
             if (new := blocks - before.get(model, frozenset()))
         }
         return Change(
             more_room=known is None or status.arena_free > known.arena_free,
             models=frozenset(was.keys() | after.keys()),
             gained=gained,
+            same=same,
         )
 
-    def _sort(self, status: NodeStatus, now: float) -> None:
-        node, before = status.node, self._said.get(status.node)
-        if before is not None:
+    def _sort(self, status: NodeStatus, now: float) -> _Said:
+        """Takes in what a node says for the first time, or under a new generation."""
+        if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
-        said = self._said[node] = _Said(status, now)
+        said = self._said[status.node] = _Said(status, now)
         for holding in status.holdings:
             self._add(said, holding.model_id, holding.tier, holding.blocks)
-        if before is not None and before.status.generation == status.generation:
-            for (model, block), at in before.arrived.items():
-                confirmed = block in said.models.get(model, {}).get(Tier.GPU, ())
-                if not confirmed and now - at < ARRIVAL_S:
-                    self._add(said, model, Tier.GPU, (block,))
-                    said.arrived[model, block] = at
+        return said
+
+    def _sort_again(self, said: _Said, status: NodeStatus, now: float) -> None:
+        """Sorts what differs from what the node said before, and what has arrived since then."""
+        before, said.status, said.at = said.status.holdings, status, now
+        changed = {model for model, _ in said.arrived}
+        if status.holdings is not before:
+            known, new = _by_model(before), _by_model(status.holdings)
+            every = known.keys() | new.keys()
+            changed |= {model for model in every if known.get(model) != new.get(model)}
+        if changed:
+            self._sort_models(said, changed, now)
+
+    def _sort_models(self, said: _Said, changed: Collection[ModelId], now: float) -> None:
+        """Sorts anew what the node holds of these models."""
+        status, (arrived, said.arrived) = said.status, (said.arrived, {})
+        was_on = said.on_device
+        for model in changed:
+            if said.models.pop(model, None) is not None:
+                self._unlist(status.node, model)
+        said.on_device = {m: blocks for m, blocks in was_on.items() if m not in changed}
+        for holding in status.holdings:
+            if holding.model_id in changed:
+                self._add(said, holding.model_id, holding.tier, holding.blocks)
+        for (model, block), at in arrived.items():
+            confirmed = block in said.models.get(model, {}).get(Tier.GPU, ())
+            if not confirmed and now - at < ARRIVAL_S:
+                self._add(said, model, Tier.GPU, (block,))
+                said.arrived[model, block] = at
+        if said.on_device == was_on:
+            said.on_device = was_on
 
     def _add(self, said: _Said, model: ModelId, tier: Tier, blocks: Iterable[int]) -> None:
         tiers = said.models.setdefault(model, {})
         tiers[tier] = tiers.get(tier, frozenset()).union(blocks)
         self._holders.setdefault(model, set()).add(said.status.node)
+        if tier is not Tier.DISK:
+            self._in_memory.setdefault(model, set()).add(said.status.node)
+        if tier is Tier.GPU:
+            said.on_device = {**said.on_device, model: tiers[tier]}
 
     def _unsort(self, said: _Said) -> None:
         for model in said.models:
-            holders = self._holders[model]
-            holders.discard(said.status.node)
-            if not holders:
-                del self._holders[model]
+            self._unlist(said.status.node, model)
+
+    def _unlist(self, node: NodeId, model: ModelId) -> None:
+        for index in (self._holders, self._in_memory):
+            nodes = index.get(model, set())
+            nodes.discard(node)
+            if not nodes:
+                index.pop(model, None)
 
     def on_arrived(self, message: BlockArrived, now: float) -> bool:
         """Returns whether this adds a block to the device memory of a live node."""
@@ -202,7 +251,7 @@ class Cluster:
         if said is None or not any(of == model for of, _ in said.arrived):
             return
         said.arrived = {key: at for key, at in said.arrived.items() if key[0] != model}
-        self._sort(said.status, now)
+        self._sort_models(said, {model}, now)
 
     def forget(self, now: float, models: Collection[ModelId]) -> None:
         """Forgets what can no longer matter. `models`: all models that are published."""
@@ -228,7 +277,8 @@ class Cluster:
         """The nodes that hold something of the model in any of the tiers, by name, with their
         blocks."""
         tiers = tuple(tiers)
-        nodes = sorted(self._holders.get(model, ()))
+        index = self._holders if Tier.DISK in tiers else self._in_memory
+        nodes = sorted(index.get(model, ()))
         found = {node: self.held(node, model, tiers) for node in nodes}
         return {node: blocks for node, blocks in found.items() if blocks}
 
@@ -238,7 +288,7 @@ class Cluster:
 
     def with_space(self, model: ModelId) -> Iterator[NodeId]:
         """Live nodes that have room in their arenas set aside for the model, filled or not."""
-        for node in self._holders.get(model, ()):
+        for node in self._in_memory.get(model, ()):
             if self._models(node).get(model, {}).keys() & set(ARENA):
                 yield node
 
@@ -295,7 +345,14 @@ class Cluster:
                 assert block in said.models[model][Tier.GPU]
             for model in said.models:
                 holders.setdefault(model, set()).add(node)
+            on_device = {m: t[Tier.GPU] for m, t in said.models.items() if Tier.GPU in t}
+            assert said.on_device == on_device
         assert holders == self._holders
+        in_memory = {
+            model: {n for n in nodes if self._said[n].models[model].keys() - {Tier.DISK}}
+            for model, nodes in holders.items()
+        }
+        assert {model: nodes for model, nodes in in_memory.items() if nodes} == self._in_memory
 
     def _of_node(self, node: NodeId) -> _Said | None:
         """What the current generation of the node said; None if it has said nothing."""
@@ -309,7 +366,8 @@ class Cluster:
         return said.models if said is not None else {}
 
 
-def _on_device(said: _Said | None) -> dict[ModelId, Blocks]:
-    if said is None:
-        return {}
-    return {m: tiers[Tier.GPU] for m, tiers in said.models.items() if Tier.GPU in tiers}
+def _by_model(holdings: Iterable[Holding]) -> dict[ModelId, list[Holding]]:
+    found: dict[ModelId, list[Holding]] = {}
+    for holding in holdings:
+        found.setdefault(holding.model_id, []).append(holding)
+    return found

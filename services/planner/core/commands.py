@@ -113,6 +113,12 @@ Compute = MakePlan | Repair | Append | PlanPaths
 # --- the rest ---
 
 
+class AskStatus(Caused, frozen=True, kw_only=True):
+    """The node has to say all that it holds."""
+
+    node: NodeId
+
+
 class Publish(Caused, frozen=True, kw_only=True):
     message: InstanceSet | EventChanged
 
@@ -186,6 +192,7 @@ Command = (
     Request
     | Ping
     | Compute
+    | AskStatus
     | Publish
     | StoreEvent
     | StoreFixed

@@ -54,6 +54,8 @@ class Fleet:
         self._planned: Mapping[Stages, float] = {}
         self._planning = 0
         """The number of the open question for paths; 0: none."""
+        self._planned_at = float("-inf")
+        """When it was asked last."""
         self._outdated = False
         """Whether the members have changed since the plan that is being made was asked for."""
         self._retired: dict[InstanceId, float] = {}
@@ -62,6 +64,8 @@ class Fleet:
         self._published_at = float("-inf")
         self._revised_at = float("-inf")
         self._revise_at = NEVER
+        self._plan_at = NEVER
+        """When paths are next asked for."""
         self._closed = False
         self._basis: tuple[object, ...] = ()
         """What the instances were made from. While it stays the same, only retired instances
@@ -147,10 +151,15 @@ class Fleet:
     # --- paths ---
 
     def _plan(self) -> None:
-        """Asks for paths, again and again until there is a plan for the current members."""
+        """Asks for paths, again and again until there is a plan for the current members. The more
+        members there are, the longer a plan takes, and the longer it is good enough."""
         if self._planning or not self._outdated or not self.loading or self._closed:
             return
-        self._outdated = False
+        plan_at = self._planned_at + PACE_PER_MEMBER_S * len(self.members)
+        if self._desk.at < plan_at:
+            self._plan_at = min(self._plan_at, plan_at)
+            return
+        self._outdated, self._planned_at, self._plan_at = False, self._desk.at, NEVER
         ticket = self._desk.ask(
             within=PLAN_TIMEOUT_S, model=self._record.model_id, revision=self._revision
         )
@@ -203,7 +212,9 @@ class Fleet:
 
     @property
     def next_wake(self) -> float:
-        return NEVER if self._closed else min(self._revise_at, self._published_at + REPUBLISH_S)
+        if self._closed:
+            return NEVER
+        return min(self._revise_at, self._plan_at, self._published_at + REPUBLISH_S)
 
     def touch(self) -> None:
         """Notes that the basis of the instances has changed."""
@@ -218,8 +229,11 @@ class Fleet:
         at = self._desk.at
         if self._closed or at < self.next_wake:
             return []
-        if at >= self._published_at + REPUBLISH_S:
+        if at >= min(self._plan_at, self._published_at + REPUBLISH_S):
+            self._plan_at = NEVER
             self._plan()
+        if at < min(self._revise_at, self._published_at + REPUBLISH_S):
+            return []
         before = self.instances
         self._revise()
         if self.instances != before:

@@ -1,11 +1,14 @@
 """The load that gateways report, and whether anything is heard over the bus at all.
 
-A gateway reports every 100 ms while its load changes, and every 500 ms otherwise.
+A gateway reports every 100 ms while its load changes, and every 500 ms otherwise. Sums over the
+gateways are kept up to date with every report, so that a question costs the same however many
+gateways there are.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, InstanceId, ModelName
@@ -20,81 +23,165 @@ meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
-    at: float
-    fresh_from: float
-    """Its age counts from here: later than `at` if nobody could be heard for a while."""
-    models: dict[ModelName, ModelLoad]
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     requests: int = 0
     tokens: int = 0
     """Of their prompts."""
 
 
+@dataclass(slots=True)
+class _Gateway:
+    """What a gateway has said."""
+
+    seq: int
+    at: float
+    fresh_from: float
+    """Its age counts from here: later than `at` if nobody could be heard for a while."""
+    models: dict[ModelName, ModelLoad] = field(default_factory=dict)
+    asked: dict[ModelName, Asked] = field(default_factory=dict)
+    """What it counted last, also of models that have no load now."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A model's load, over all gateways that still count."""
+
+    loads: dict[GatewayId, ModelLoad] = field(default_factory=dict)
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    running_requests: int = 0
+    running_tokens: int = 0
+    prompt_tokens: int = 0
+    on: Counter[InstanceId] = field(default_factory=Counter)
+
+    def add(self, load: ModelLoad, times: int) -> None:
+        """`times`: 1, or -1 to take it out."""
+        self.queued_requests += times * load.queued_requests
+        self.queued_tokens += times * load.queued_tokens
+        self.running_requests += times * load.running_requests
+        self.running_tokens += times * load.running_tokens
+        self.prompt_tokens += times * load.prompt_tokens
+        for instance, requests in load.instance_requests.items():
+            self.on[instance] += times * requests
+            if not self.on[instance]:
+                del self.on[instance]
+
+
+_NOTHING = _Sum()
+
+
 class LoadReports:
     def __init__(self) -> None:
-        self._loads: dict[GatewayId, _Report] = {}
+        self._gateways: dict[GatewayId, _Gateway] = {}
+        """Those that still count."""
+        self._sums: dict[ModelName, _Sum] = {}
         self._heard_at = float("-inf")
+        self._stale_at = float("inf")
+        """Before this, no gateway has been silent for too long."""
         self._asked: dict[ModelName, Asked] = {}
 
-    def on_load(self, load: GatewayLoad, now: float) -> frozenset[ModelName]:
+    def on_load(self, load: GatewayLoad, now: float) -> AbstractSet[ModelName]:
         """Returns the models whose load differs from what the gateway said before."""
         self.on_sign_of_life(now)
-        before = self._loads.get(load.gateway)
-        known: Mapping[ModelName, ModelLoad] = before.models if before is not None else {}
-        models = {each.model: each for each in load.models}
-        self._loads[load.gateway] = _Report(now, now, models)
-        names = models.keys() | known.keys()
-        changed = frozenset(name for name in names if models.get(name) != known.get(name))
-        for name in changed:
-            self._count(name, known.get(name), models.get(name), heard=before is not None)
+        known = self._gateways.get(load.gateway)
+        heard = known is not None
+        if known is None:
+            known = self._gateways[load.gateway] = _Gateway(load.seq, now, now)
+        elif load.seq < known.seq:
+            return frozenset()
+        known.seq, known.at, known.fresh_from = load.seq, now, now
+        self._stale_at = min(self._stale_at, now + FRESH_S)
+        changed = set[ModelName]()
+        for each in load.models:
+            before, asked = known.models.get(each.model), known.asked.get(each.model)
+            if (before or each.in_use) and before != each:
+                self._replace(load.gateway, known, each.model, each)
+                changed.add(each.model)
+            if asked is None or asked.requests != each.asked_requests:
+                self._count(known, each, heard=heard)
+                changed.add(each.model)
+        if load.whole:
+            for name in known.models.keys() - {each.model for each in load.models}:
+                self._replace(load.gateway, known, name, None)
+                changed.add(name)
         return changed
 
-    def _count(
-        self, name: ModelName, before: ModelLoad | None, load: ModelLoad | None, *, heard: bool
+    def _replace(
+        self, gateway: GatewayId, known: _Gateway, name: ModelName, load: ModelLoad | None
     ) -> None:
-        """Takes note of the requests that a gateway was asked for since its last report. `heard`:
-        whether there was one."""
-        if load is None:
-            if not self._of(name):
-                self._asked.pop(name, None)
-            return
-        requests, tokens = load.asked_requests, load.asked_tokens
-        if before is not None and before.asked_requests <= requests:  # it did not begin anew
-            requests, tokens = requests - before.asked_requests, tokens - before.asked_tokens
-        if heard:
-            known = self._asked.get(name, Asked())
-            self._asked[name] = Asked(known.requests + requests, known.tokens + max(0, tokens))
+        total = self._sums.get(name) or self._sums.setdefault(name, _Sum())
+        before = known.models.pop(name, None)
+        if before is not None:
+            total.add(before, -1)
+            del total.loads[gateway]
+        if load is not None and load.in_use:
+            known.models[name] = total.loads[gateway] = load
+            total.add(load, 1)
+        if not total.loads:
+            del self._sums[name]
+
+    def _count(self, known: _Gateway, load: ModelLoad, *, heard: bool) -> None:
+        """Takes note of the requests that a gateway was asked for since it last named the model.
+        `heard`: whether this planner knew the gateway. Then a model that it names for the first
+        time had no requests but those that are there."""
+        name, now = load.model, Asked(load.asked_requests, load.asked_tokens)
+        before = known.asked.get(name)
+        known.asked[name] = now
+        requests, tokens = now.requests, now.tokens
+        if before is None:
+            there = min(requests, load.queued_requests + load.running_requests) if heard else 0
+            tokens = tokens * there // max(1, requests)
+            requests = there
+        elif before.requests <= requests:  # it did not begin anew
+            requests, tokens = requests - before.requests, tokens - before.tokens
+        if requests or tokens:
+            total = self._asked.get(name, Asked())
+            self._asked[name] = Asked(total.requests + requests, total.tokens + max(0, tokens))
 
     def on_sign_of_life(self, now: float) -> None:
         """Takes note that something came over the bus."""
-        live = {gateway: r for gateway, r in self._loads.items() if self._counts(r)}
         if self.blind(now):
-            live = {gateway: replace(r, fresh_from=now) for gateway, r in live.items()}
-        self._loads = live
+            for gateway in self._gateways.values():
+                gateway.fresh_from = now
         self._heard_at = now
+        if now >= self._stale_at:
+            self._forget_silent()
+
+    def _forget_silent(self) -> None:
+        for name, gateway in list(self._gateways.items()):
+            if self._heard_at - gateway.fresh_from > FRESH_S:
+                for model in list(gateway.models):
+                    self._replace(name, gateway, model, None)
+                del self._gateways[name]
+        freshest = (gateway.fresh_from for gateway in self._gateways.values())
+        self._stale_at = min(freshest, default=float("inf")) + FRESH_S
+
+    def forget(self, models: AbstractSet[ModelName]) -> None:
+        """Forgets what was asked of all but these models."""
+        for name in self._asked.keys() - models:
+            del self._asked[name]
+        for gateway in self._gateways.values():
+            for name in gateway.asked.keys() - models:
+                del gateway.asked[name]
 
     def blind(self, now: float) -> bool:
         """Whether nobody was heard lately, so that what is known may no longer be so."""
         return now - self._heard_at > BLIND_S
 
     def demand(self, model: ModelName) -> Demand:
-        loads = self._of(model)
+        total = self._sums.get(model, _NOTHING)
         return Demand(
-            queued_requests=sum(load.queued_requests for load in loads),
-            queued_tokens=sum(load.queued_tokens for load in loads),
-            running_requests=sum(load.running_requests for load in loads),
-            running_tokens=sum(load.running_tokens for load in loads),
-            prompt_tokens=sum(load.prompt_tokens for load in loads),
+            queued_requests=total.queued_requests,
+            queued_tokens=total.queued_tokens,
+            running_requests=total.running_requests,
+            running_tokens=total.running_tokens,
+            prompt_tokens=total.prompt_tokens,
         )
 
     def waiting_since_ns(self, model: ModelName) -> int:
         """When the oldest request that waits began to wait. 0: none waits."""
-        since = (load.waiting_since_ns for load in self._of(model))
-        return min(filter(None, since), default=0)
+        loads = self._sums.get(model, _NOTHING).loads.values()
+        return min(filter(None, (load.waiting_since_ns for load in loads)), default=0)
 
     def asked(self, model: ModelName) -> Asked:
         """What gateways were asked for since this planner heard of them."""
@@ -102,35 +189,25 @@ class LoadReports:
 
     def running(self, model: ModelName) -> Mapping[InstanceId, int]:
         """Requests in flight on the model's instances, as the gateways last said."""
-        loads = self._of(model)
-        if len(loads) == 1:
-            return loads[0].instance_requests
-        total: Counter[InstanceId] = Counter()
-        for load in loads:
-            total.update(load.instance_requests)
-        return total
+        return self._sums.get(model, _NOTHING).on
 
     def requests_on(self, model: ModelName, instance: InstanceId) -> int:
         return self.running(model).get(instance, 0)
 
     def reported_since(self, at: float) -> bool:
         """Whether every gateway that still counts has reported later than `at`."""
-        return self._heard_at > at and all(report.at > at for report in self._reports())
+        return self._heard_at > at and all(each.at > at for each in self._gateways.values())
 
     def validate(self) -> None:
-        """Raises AssertionError if a report is newer than what was heard last, or does not lie
-        under its model's name."""
-        for report in self._loads.values():
-            assert report.at <= report.fresh_from <= self._heard_at
-            assert all(load.model == name for name, load in report.models.items())
-
-    def _counts(self, report: _Report) -> bool:
-        return self._heard_at - report.fresh_from <= FRESH_S
-
-    def _reports(self) -> list[_Report]:
-        """The reports of the gateways that still count."""
-        return [report for report in self._loads.values() if self._counts(report)]
-
-    def _of(self, model: ModelName) -> list[ModelLoad]:
-        loads = (report.models.get(model) for report in self._reports())
-        return [load for load in loads if load is not None]
+        """Raises AssertionError if a report is newer than what was heard last, does not lie under
+        its model's name, or is not in the sums."""
+        sums: dict[ModelName, _Sum] = {}
+        for gateway, known in self._gateways.items():
+            assert known.at <= known.fresh_from <= self._heard_at
+            assert self._heard_at - known.fresh_from <= FRESH_S
+            for name, load in known.models.items():
+                assert load.model == name
+                total = sums.setdefault(name, _Sum())
+                total.loads[gateway] = load
+                total.add(load, 1)
+        assert sums == self._sums

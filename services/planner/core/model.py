@@ -87,7 +87,7 @@ class ModelMachine:
             if lost and not self._loads(node):
                 self._log("warning", "a member lost blocks", node=node)
                 self._releases.leave(node)
-            self.decide_soon()
+            self._replicas.on_holdings()
         elif len(held) == self.record.n_blocks and self.standing.fit(node, self._desk.at):
             self._log("info", "complete copy found", node=node)
             self.fleet.join(self._desk.cluster.nodes[node], Cause())

@@ -8,7 +8,7 @@ from services.planner.core.stimuli import Answer, Failed
 from shared.errors import LambdaScaleError, NotFound, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import ModelRecord
-from shared.messages.scaling import ApplyPlan, EventRecord, Pull
+from shared.messages.scaling import ApplyPlan, EventRecord, Pull, Transfer
 
 APPLY_S = 8.0
 """Seconds after which an answer counts as lost."""
@@ -48,21 +48,20 @@ class Orders:
         """Sends the record's revision."""
         self.refused, self._open, self._again = {}, {}, {}
         self._give_up_at = self._desk.at + MANIFEST_WAIT_S
+        parts = _parts(record)
         for node in targets:
-            self._send(record, node, promoting)
+            self._send(record, node, parts.get(node, ()), promoting)
 
-    def _send(self, record: EventRecord, node: NodeId, promoting: Promoting) -> None:
+    def _send(
+        self, record: EventRecord, node: NodeId, part: Iterable[Transfer], promoting: Promoting
+    ) -> None:
         nodes = self._desk.cluster.nodes
         if node not in nodes:
             self.refused[node] = PlanError(f"node {node} is gone")
             return
         held = self._desk.cluster.executable(node, self._model.model_id)
         # A sender that went a moment ago is left out. The revision that follows replaces it.
-        pulls = tuple(
-            Pull(t.step, t.block, t.src)
-            for t in record.transfers
-            if t.dst == node and t.src in nodes
-        )
+        pulls = tuple(Pull(t.step, t.block, t.src) for t in part if t.src in nodes)
         plan = ApplyPlan(
             event=record.id,
             epoch=self._desk.settings.epoch,
@@ -101,6 +100,15 @@ class Orders:
             del self._open[number]
 
     def wake(self, record: EventRecord, promoting: Promoting) -> None:
+        parts = _parts(record)
         for node in [node for node, at in self._again.items() if at <= self._desk.at]:
             del self._again[node]
-            self._send(record, node, promoting)
+            self._send(record, node, parts.get(node, ()), promoting)
+
+
+def _parts(record: EventRecord) -> dict[NodeId, list[Transfer]]:
+    """What each target receives."""
+    parts: dict[NodeId, list[Transfer]] = {}
+    for transfer in record.transfers:
+        parts.setdefault(transfer.dst, []).append(transfer)
+    return parts

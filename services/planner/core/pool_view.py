@@ -114,6 +114,7 @@ class PoolView:
                 self._machines.add(record, resume=not self.ready)
         self._unreserve_for_nobody(pool)
         self._cluster.forget(self._desk.at, self._machines.by_id.keys())
+        self._cluster.loads.forget(self._machines.named.keys())
 
     def _end_what_cannot_go_on(self) -> None:
         """Ends events that an earlier planner had begun, unless they go on (`Machines.add`)."""
@@ -125,7 +126,7 @@ class PoolView:
         status = NodeStatus(
             node=view.info.node,
             generation=view.info.generation,
-            seq=0,
+            seq=view.seq,
             arena_free=view.arena_free,
             holdings=view.holdings,
             running=view.running,
@@ -150,7 +151,11 @@ class PoolView:
     def on_status(self, status: NodeStatus) -> None:
         """Tells the models that the report concerns: usually one or two of a hundred."""
         change = self._cluster.on_status(status, self._desk.at)
+        if change.missed:
+            self._desk.do(commands.AskStatus(node=status.node, cause=self._desk.cause))
         for id_ in sorted(change.models & self._machines.by_id.keys()):
+            if change.same and status.node in self._machines.by_id[id_].fleet.members:
+                continue
             gained = change.gained.get(id_, frozenset())
             self._machines.tell(self._machines.by_id[id_], partial(_holdings, status.node, gained))
         if change.more_room:

@@ -8,7 +8,7 @@ again when a condition has held for as long as it must (`next_wake`).
 from services.planner.core import events
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
-from services.planner.core.fleet import REPUBLISH_S, Cause, Fleet
+from services.planner.core.fleet import PACE_PER_MEMBER_S, REPUBLISH_S, Cause, Fleet
 from services.planner.core.instances import Member
 from services.planner.core.journal import Journal
 from services.planner.core.ledger import expected
@@ -95,6 +95,10 @@ class Replicas:
             self.decide_soon()
         else:
             self._decide_by(self._decided_at + self._desk.settings.tick_s)
+
+    def on_holdings(self) -> None:
+        """A member holds more or less than before. In a large event that happens all the time."""
+        self._decide_by(self._decided_at + PACE_PER_MEMBER_S * len(self._fleet.members))
 
     def on_joined(self) -> None:
         """A new node may be what the last event lacked."""

@@ -7,10 +7,12 @@ Nodes report every second, and mostly repeat themselves. Then nothing is compute
 about a model look only at the nodes that hold something of it.
 """
 
+import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shared.ids import Generation, ModelId, NodeId
+from shared.messages.changes import whole_status
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 
 ORPHAN_S = 10.0
@@ -33,6 +35,16 @@ class _Report:
     all."""
 
 
+class Taken(enum.Enum):
+    """What became of a report."""
+
+    IN = "in"
+    LATE = "late"
+    """A later one of the same generation is known already."""
+    GAP = "gap"
+    """It builds on reports that did not come. Nothing was taken in."""
+
+
 class Holdings:
     def __init__(self) -> None:
         self._latest: dict[Key, _Report] = {}
@@ -40,22 +52,22 @@ class Holdings:
         self._sharers: dict[ModelId, set[Key]] = {}
         """Who holds blocks of each model in memory."""
 
-    def report(self, status: NodeStatus, now: float) -> bool:
-        """Takes in a report. Returns False if a later report of the same generation is known
-        already."""
+    def report(self, status: NodeStatus, now: float) -> Taken:
         key = (status.node, status.generation)
         known = self._latest.get(key)
+        if known is not None and status.seq <= known.status.seq:
+            return Taken.LATE
+        whole = whole_status(known.status if known else None, status)
+        if whole is None:
+            return Taken.GAP
         if known is None:
-            known = self._latest[key] = _Report(status, now)
+            known = self._latest[key] = _Report(whole, now)
             self._index(key, known)
-            return True
-        if status.seq <= known.status.seq:
-            return False
-        same = status.holdings == known.status.holdings
-        known.status, known.at = status, now
-        if not same:
+            return Taken.IN
+        before, known.status, known.at = known.status.holdings, whole, now
+        if whole.holdings is not before and whole.holdings != before:
             self._index(key, known)
-        return True
+        return Taken.IN
 
     def of(self, info: NodeInfo) -> NodeStatus | None:
         report = self._latest.get((info.node, info.generation))

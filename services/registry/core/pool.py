@@ -14,7 +14,7 @@ from services.registry.core import replication
 from services.registry.core.catalog import Catalog
 from services.registry.core.durable import DurableCopies
 from services.registry.core.goals import Choice
-from services.registry.core.holdings import Holdings
+from services.registry.core.holdings import Holdings, Taken
 from services.registry.core.host_copies import HostCopies
 from services.registry.core.kept import (
     SOURCES,
@@ -49,6 +49,12 @@ from shared.messages.pool import (
 from shared.story import Story
 
 
+class StatusWanted(msgspec.Struct, frozen=True):
+    """The node has to say all that it holds."""
+
+    node: NodeId
+
+
 class ReservationMade(msgspec.Struct, frozen=True):
     reservation: Reservation
 
@@ -67,7 +73,7 @@ class CopyDropped(msgspec.Struct, frozen=True):
 
 
 CopyEffect = CopyOrdered | CopyDropped | ModelSkipped
-Effect = NodeJoined | NodeGone | ReservationMade | ReservationEnded | CopyEffect
+Effect = NodeJoined | StatusWanted | NodeGone | ReservationMade | ReservationEnded | CopyEffect
 """An effect has to be announced, stored, sent to a node, or logged."""
 
 
@@ -126,9 +132,10 @@ class Pool:
     def status(self, status: NodeStatus, now: float) -> list[Effect]:
         if self.leases.is_over(status.node, status.generation):
             return [self.leases.gone_again(status.node, status.generation, status.origin)]
-        if self.holdings.report(status, now):
+        taken = self.holdings.report(status, now)
+        if taken is not Taken.LATE:
             self.leases.heard(status.node, status.generation, now)
-        return []
+        return [StatusWanted(status.node)] if taken is Taken.GAP else []
 
     def start(self, now: float) -> None:
         """The nodes have reported: copies may be ordered from now on."""
@@ -352,6 +359,7 @@ class Pool:
             return NodeView(info=info, holdings=(), arena_free=0, reserved_by=reserved_by)
         return NodeView(
             info=info,
+            seq=status.seq if status else 0,
             holdings=status.holdings if status else (),
             arena_free=status.arena_free if status else 0,
             reserved_by=reserved_by,

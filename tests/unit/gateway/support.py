@@ -27,7 +27,7 @@ from shared.messages.instances import (
     InstanceState,
     Stage,
 )
-from shared.messages.load import GatewayLoad
+from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import ModelAdded, ModelRecord, Models, ModelsQuery, NodeGone, Task
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import (
@@ -254,6 +254,9 @@ class Cluster(Recorder):
         self.records: tuple[ModelRecord, ...] = ()
         self.sets: tuple[InstanceSet, ...] = ()
         self.loads: list[GatewayLoad] = []
+        """The reports, each with all the models that are listed."""
+        self._load_of: dict[ModelName, ModelLoad] = {}
+        self._listed: tuple[ModelName, ...] = ()
         self.arrivals: list[FirstPartialToken] = []
         self.nodes: dict[int, ScriptedNode] = {}
         self.stack = AsyncExitStack()
@@ -273,7 +276,11 @@ class Cluster(Recorder):
         return InstanceSets(sets=self.sets)
 
     async def _load(self, message: GatewayLoad) -> None:
-        self.loads.append(message)
+        if message.whole:
+            self._load_of, self._listed = {}, message.listed
+        self._load_of |= {load.model: load for load in message.models}
+        every = tuple(self._load_of.get(name, ModelLoad(model=name)) for name in self._listed)
+        self.loads.append(msgspec.structs.replace(message, models=every))
         await self.changed()
 
     async def _arrival(self, message: FirstPartialToken) -> None:
@@ -357,6 +364,10 @@ class Cluster(Recorder):
         self.sets = (new,)
         await self.bus.publish(subjects.INSTANCES, new)
 
+    def _routes(self, name: ModelName) -> set[InstanceId]:
+        models = self.service._dispatch._models.values()
+        return {key for model in models if model.name == name for key in model.table.routes}
+
     async def add(self, record: ModelRecord) -> None:
         await self.bus.publish(subjects.POOL_MODELS, ModelAdded(record=record))
 
@@ -365,12 +376,13 @@ class Cluster(Recorder):
         await self.bus.publish(subjects.POOL_NODES, gone)
 
     def knows(self, instances: Sequence[Instance], *, models: int) -> bool:
-        """Whether the gateway has said that it knows so many models, and the first's instances."""
+        """Whether the gateway has said that it knows so many models, and has the first's
+        instances."""
         found = self.loads[-1].models if self.loads else ()
         return (
             bool(self.loads)
             and len(found) >= models
-            and (not instances or set(found[0].instance_requests) == {i.id for i in instances})
+            and (not instances or self._routes(found[0].model) == {i.id for i in instances})
         )
 
     async def loaded(self, condition: Callable[[Any], bool]) -> None:

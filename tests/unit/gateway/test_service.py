@@ -193,7 +193,7 @@ async def test_a_request_that_is_nearly_done_stays_where_it_is() -> None:
         reading = group.create_task(reader.read())
         await reader.until(10)
         await cluster.publish(path(1, 2, state=MOVING), replica(2), step_s=10.0)
-        await cluster.loaded(lambda load: len(load.instance_requests) == 2)
+        await cluster.until(lambda: cluster.knows([path(1, 2), replica(2)], models=1))
         first.resume.set()
         assert await reading == TEXT[:12]
         assert not second.submits

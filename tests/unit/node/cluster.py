@@ -17,6 +17,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.config import NodeConfig, RegistryConfig
 from shared.ids import EventId, GatewayId, Generation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Message, Ok
+from shared.messages.changes import whole_status
 from shared.messages.instances import Stage
 from shared.messages.pool import (
     ModelRecord,
@@ -283,7 +284,10 @@ class Nodes:
     def status(self, name: str) -> NodeStatus | None:
         said = [m for m in self.statuses.messages if isinstance(m, NodeStatus) and m.node == name]
         assert [s.seq for s in said] == sorted(s.seq for s in said)
-        return said[-1] if said else None
+        whole: NodeStatus | None = None
+        for status in said:
+            whole = whole_status(whole, status) or whole
+        return whole
 
     def tiers(self, name: str) -> dict[Tier, tuple[int, ...]]:
         status = self.status(name)

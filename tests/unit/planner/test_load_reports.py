@@ -44,8 +44,10 @@ def test_what_gateways_were_asked_for_is_counted_once_and_never_backwards() -> N
     gone = GatewayLoad(gateway=GatewayId("one"), models=())
     found.on_load(gone, now=0.5)
     assert found.asked(LLAMA) == Asked(6, 42)
-    found.on_load(msgspec.structs.replace(gone, gateway=GatewayId("two")), now=0.5)
-    assert found.asked(LLAMA) == Asked(), "a model that no gateway lists is forgotten"
+    found.on_load(asked("one", 4), now=0.6)
+    assert found.asked(LLAMA) == Asked(8, 56), "what it counted is remembered while it has no load"
+    found.forget(set())
+    assert found.asked(LLAMA) == Asked(), "a model that was removed is forgotten"
 
 
 def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:

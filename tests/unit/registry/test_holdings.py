@@ -1,4 +1,4 @@
-from services.registry.core.holdings import ORPHAN_S, Holdings
+from services.registry.core.holdings import ORPHAN_S, Holdings, Taken
 from shared.ids import Generation, NodeId
 from shared.messages.pool import Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
@@ -6,16 +6,16 @@ from tests.unit.registry.builders import MODEL, OTHER, holding, info, status
 
 def test_an_older_report_that_comes_late_is_ignored() -> None:
     held = Holdings()
-    assert held.report(status(seq=2, free=5), 0.0)
-    assert not held.report(status(seq=1, free=7), 0.1)
-    assert not held.report(status(seq=2, free=7), 0.2)
+    assert held.report(status(seq=2, free=5), 0.0) is Taken.IN
+    assert held.report(status(seq=1, free=7), 0.1) is Taken.LATE
+    assert held.report(status(seq=2, free=7), 0.2) is Taken.LATE
     assert held.of(info()) == status(seq=2, free=5)
 
 
 def test_generations_count_apart() -> None:
     held = Holdings()
     held.report(status(seq=9), 0.0)
-    assert held.report(status(seq=1, generation=2), 0.1)
+    assert held.report(status(seq=1, generation=2), 0.1) is Taken.IN
     assert held.of(info(generation=2)) == status(seq=1, generation=2)
     assert held.of(info(generation=1)) == status(seq=9)
 

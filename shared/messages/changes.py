@@ -1,0 +1,25 @@
+"""Messages that say what has changed: how a receiver makes a whole of them.
+
+Each names the version that it builds on. It holds everything that has changed since then, so it
+suits a receiver that knows that version or a later one: a message that is lost, repeated or late
+costs nothing as long as one comes that builds on what is known. Otherwise there is a gap, and the
+receiver asks for the whole.
+"""
+
+import msgspec
+
+from shared.messages.pool import NodeStatus
+
+
+def whole_status(known: NodeStatus | None, said: NodeStatus) -> NodeStatus | None:
+    """The status with all that the node holds. `known`: the last one, whole, of whatever
+    generation. None: there is a gap."""
+    if said.since == 0:
+        return said
+    if known is None or known.generation != said.generation or known.seq < said.since:
+        return None
+    holdings = known.holdings
+    if said.holdings or said.dropped:
+        named = {holding.model_id for holding in said.holdings}.union(said.dropped)
+        holdings = (*(h for h in holdings if h.model_id not in named), *said.holdings)
+    return msgspec.structs.replace(said, since=0, holdings=holdings, dropped=())
