@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.planner.core import commands, events
+from services.planner.core.choose import AUTO
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, NEVER, THINK_S
 from services.planner.core.event_phases import Joined, Phase
@@ -138,13 +139,20 @@ class Growing(Mending):
         self._append(ticket, self._to_come(), lacked, can_send)
 
     def _with_copies(self, newcomers: Iterable[NodeId]) -> set[NodeId]:
-        """Newcomers that load a copy of their own: one in host memory, or one on disk if the
-        strategy moves nothing."""
-        tiers = [Tier.HOST, Tier.CACHE]
-        if self._desk.settings.strategy == LOCAL:
-            tiers.append(Tier.DISK)
-        holders = self._desk.cluster.holders(self._model.model_id, tiers)
-        return {n for n in newcomers if self._every <= holders.get(n, frozenset())}
+        """Newcomers that load a copy of their own: from host memory, or from their disk if that is
+        known to be faster than the link, or if the strategy moves nothing."""
+        strategy, links = self._desk.settings.strategy, self._links()
+        holders, id_ = self._desk.cluster.holders, self._model.model_id
+        memory, disks = holders(id_, [Tier.HOST, Tier.CACHE]), holders(id_, [Tier.DISK])
+        nothing = frozenset[int]()
+
+        def has_own(node: NodeId) -> bool:
+            faster = strategy == LOCAL or (strategy == AUTO and links.disk_beats_link(node))
+            return self._every <= memory.get(node, nothing) or (
+                faster and self._every <= disks.get(node, nothing)
+            )
+
+        return {node for node in newcomers if has_own(node)}
 
     def _fits(self, wanted: _Wanted, plan: Plan) -> bool:
         """Whether the plan still holds: for this revision, with senders and newcomers that are

@@ -39,6 +39,11 @@ class Links:
         """Whether the rates of these nodes' disks have been measured."""
         return all(self.profiles.get(n, _UNMEASURED).load_bytes_per_s for n in nodes)
 
+    def disk_beats_link(self, node: NodeId) -> bool:
+        """Whether the node is known to read its disk faster than anything can come to it."""
+        port = self.port(node)
+        return port is not None and self.are_timed([node]) and self.disk_rate(node) > port.into
+
     def port(self, node: NodeId) -> Port | None:
         """The node's port; None if a rate is not known. A node keeps to the rate that it states for
         its link, although the link may be able to do more. So the rates that it measured count only

@@ -41,6 +41,7 @@ from shared.messages.pool import (
     NodeJoined,
     NodeStatus,
     PoolState,
+    Profile,
     Reserved,
     Source,
     Sources,
@@ -166,13 +167,21 @@ class Driver:
     def publish(self, model: ModelRecord | None = None) -> None:
         self.feed(ModelAdded(record=model or record()))
 
-    def status(self, node: str, *holdings: Holding, generation: int = 1, free: int = 500) -> None:
+    def status(
+        self,
+        node: str,
+        *holdings: Holding,
+        generation: int = 1,
+        free: int = 500,
+        load_bytes_per_s: float = 0.0,
+    ) -> None:
         status = NodeStatus(
             node=NodeId(node),
             generation=Generation(generation),
             seq=next(self._seq),
             arena_free=free,
             holdings=holdings,
+            profile=Profile(load_bytes_per_s=load_bytes_per_s),
         )
         self.feed(status)
 

@@ -247,6 +247,17 @@ def test_a_newcomer_with_a_copy_in_host_memory_brings_it_up_itself() -> None:
     assert not plan.message.pulls
 
 
+def test_a_newcomer_loads_from_its_disk_only_if_that_is_known_to_beat_its_link() -> None:
+    for rate, own in ((0.0, False), (0.5, False), (2.0, True)):
+        driver = loading()
+        link = settings().link_bytes_per_s
+        disk = Holding(MODEL, Tier.DISK, EVERY)
+        driver.status("c", disk, load_bytes_per_s=rate * link)
+        (plan,) = grow(driver, "c")
+        assert plan.message.promote == (EVERY if own else ())
+        assert bool(plan.message.pulls) != own
+
+
 def test_where_a_group_forms_first_the_event_does_not_grow() -> None:
     driver = loading("broadcast")
     driver.load(queued=12, a=4)
