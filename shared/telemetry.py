@@ -15,7 +15,6 @@ from pathlib import Path
 
 import structlog
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -99,6 +98,9 @@ def configure(service: str, config: TelemetryConfig) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         provider.add_span_processor(SpanFile(directory / f"{service}.jsonl"))
     if config.otlp_endpoint:
+        # A tenth of a second to import, which no other process has to spend.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         exporter = OTLPSpanExporter(endpoint=f"{config.otlp_endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
     _provider = provider

@@ -7,21 +7,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from services.cli import (
-    bench,
-    demo,
-    events,
-    keys,
-    models,
-    plan,
-    pool,
-    run_service,
-    self_test,
-    simulate,
-    status,
-    up,
-)
+from services.cli import run_service, self_test
 from services.cli.client import say, silence_logs
 from shared.errors import BadInput, ConfigError, LambdaScaleError
 from shared.version import __version__
@@ -29,7 +17,9 @@ from shared.version import __version__
 INTERRUPTED = 130
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(asked: str = "") -> argparse.ArgumentParser:
+    """The parser of all commands. If a service is asked for, that of the services alone: a process
+    of a cluster need not import what the other commands stand on."""
     parser = argparse.ArgumentParser(
         prog="lambdascale",
         description="Serverless LLM inference that scales in the time it takes to move the "
@@ -40,14 +30,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, up, status, pool, models, events, plan, simulate, bench, keys, self_test):
-        module.add_parser(commands)
+    if asked not in run_service.HELP:
+        _add_commands(commands)
     run_service.add_parsers(commands)
     return parser
 
 
+def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
+    from services.cli import bench, demo, events, keys, models, plan, pool, simulate, status, up
+
+    for module in (demo, up, status, pool, models, events, plan, simulate, bench, keys, self_test):
+        module.add_parser(commands)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser(argv[0] if argv else "")
     args, rest = parser.parse_known_args(argv)
     if rest and args.run is not self_test.run:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -69,29 +70,53 @@ def libraries(cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in cache.glob("*.so")}
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache folder of a node that found it empty and had a compiler (10 s of a processor)."""
+    directory = tmp_path_factory.mktemp("compiled")
+
+    async def compile_all() -> Path:
+        async with served(directory) as bus:
+            with node(directory, "compiler", bus) as cache:
+                await joined(bus, "compiler")
+                return cache
+
+    return asyncio.run(compile_all())
+
+
+@contextmanager
+def node_that_has(compiled: Path, directory: Path, name: str, bus: BusConfig) -> Iterator[None]:
+    """A node's process that finds those libraries in its own cache folder."""
+    shutil.copytree(compiled, directory / name / "cache" / compiled.name)
+    with node(directory, name, bus) as cache:
+        yield
+        assert libraries(cache) == libraries(compiled)
+
+
 @pytest.mark.parametrize("changed", [{}, {"LAMBDASCALE_NODE_SHARE_COMPILED": "false"}])
 async def test_a_new_node_compiles_nothing_unless_sharing_is_off(
-    tmp_path: Path, changed: dict[str, str]
+    compiled: Path, tmp_path: Path, changed: dict[str, str]
 ) -> None:
+    assert {name.split("-")[0] for name in libraries(compiled)} == {"kernels", "relay"}
     nothing = tmp_path / "no-compiler"
     nothing.mkdir()
     async with served(tmp_path) as bus:
-        with node(tmp_path, "first", bus) as first:
+        with node_that_has(compiled, tmp_path, "first", bus):
             await joined(bus, "first")
-            compiled = libraries(first)
-            assert {name.split("-")[0] for name in compiled} == {"kernels", "relay"}
             with node(tmp_path, "second", bus, PATH=str(nothing), **changed) as second:
                 await joined(bus, "second")
-                assert libraries(second) == ({} if changed else compiled)
+                assert libraries(second) == ({} if changed else libraries(compiled))
     log = (tmp_path / "second.log").read_text()
     assert ("no C compiler" in log) is bool(changed)
 
 
-async def test_nothing_is_shared_over_a_bus_that_asks_for_no_password(tmp_path: Path) -> None:
+async def test_nothing_is_shared_over_a_bus_that_asks_for_no_password(
+    compiled: Path, tmp_path: Path
+) -> None:
     nothing = tmp_path / "no-compiler"
     nothing.mkdir()
     async with served(tmp_path, password=False) as bus:
-        with node(tmp_path, "first", bus):
+        with node_that_has(compiled, tmp_path, "first", bus):
             await joined(bus, "first")
             with node(tmp_path, "second", bus, PATH=str(nothing)) as second:
                 await joined(bus, "second")

@@ -264,3 +264,20 @@ def test_wishes_that_make_no_sense_are_refused_before_anybody_is_asked(
         code = int(exit_.code or 0)
     assert code != 0
     assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_service_imports_nothing_of_other_commands() -> None:
+    """A cluster starts many processes, and each spends a processor on what it imports."""
+    code = (
+        "import sys\n"
+        "from services.cli.main import main\n"
+        "assert main(['planner', '--config', 'nowhere.toml']) == 2\n"
+        "print(*sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(ran.stdout.split())
+    assert "shared.telemetry" in imported
+    assert imported.isdisjoint(
+        {"opentelemetry.exporter", "services.cli.bench", "services.cli.simulate", "simulation"}
+    )
+    assert imported.isdisjoint({"numpy", "torch"})
