@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from msgspec import MsgspecError
@@ -197,11 +198,14 @@ class Keeper:
                 case Wait(client, owner):
                     self._say(self._processes[client], Waits(self._processes[owner].pid))
                 case Kill(client):
-                    process = self._processes[client]
-                    log(f"kills process {process.pid}: another one takes its place")
-                    signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+                    self._kill(self._processes[client])
                 case End():
                     self._over = True
+
+    def _kill(self, process: _Process) -> None:
+        with suppress(ProcessLookupError):  # dead already: its descriptor will say so
+            signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+            log(f"process {process.pid} has ended, or is killed: another one takes its place")
 
     def _grant(self, process: _Process) -> None:
         log(f"process {process.pid} owns {len(self.table.memories)} memories")

@@ -155,6 +155,29 @@ async def test_a_process_that_is_at_work_keeps_its_place_and_the_next_stands_by(
         link.close()
 
 
+async def test_an_owner_that_is_long_dead_need_not_be_killed(directory: Path) -> None:
+    """The keeper hears of the end of its connection, and then that there is no such process."""
+    with owner(directory, 1) as first:
+        assert await asyncio.to_thread(said, first) == "owner []\n"
+        waits = asyncio.Event()
+        link = KeeperLink(directory, NODE, 60.0)
+        claim = asyncio.create_task(link.claim(waits.set))
+        async with asyncio.timeout(LIMIT_S):
+            await waits.wait()
+        keeper = keeper_of(directory)
+        assert keeper is not None
+        os.kill(keeper, signal.SIGSTOP)
+        first.kill()
+        await asyncio.to_thread(first.wait, LIMIT_S)
+        os.kill(keeper, signal.SIGCONT)
+        async with asyncio.timeout(LIMIT_S):
+            estate = await claim
+        assert list(estate.memories) == ["arena"]
+        assert "No such process" not in (directory / "keeper.log").read_text()
+        estate.close()
+        link.close()
+
+
 async def test_what_a_process_said_before_its_death_counts(directory: Path) -> None:
     """The keeper reads it, even if it comes to it only afterwards."""
     with owner(directory, 1) as first:
