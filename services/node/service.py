@@ -24,6 +24,7 @@ from services.node.memory.device import DeviceArena
 from services.node.memory.shelf import Keeping, Kept, Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import Arrival, PullFailure
+from services.node.owners import Owners
 from services.node.parts import Parts
 from services.node.peers import Peers
 from services.node.threads import Threads
@@ -211,6 +212,7 @@ class NodeService(Service):
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
         threads = self._threads = Threads(self, self.contain)
         self._worker = threads.worker = self._parts.worker(device, self._shelf, threads)
+        self._owners = Owners(self._bus, self._worker.cancel, self.log)
         self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(
             lambda: self._lease.info,
@@ -306,6 +308,7 @@ class NodeService(Service):
         self.spawn(self._lease.keep(), name="lease")
         self.spawn(self._hosting.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
+        self.spawn(self._owners.watch(), name="owners")
         self.spawn(self._publish_status(), name="status")
         self.spawn(self._learn_pool(), name="learn pool")
 
@@ -413,10 +416,16 @@ class NodeService(Service):
         return Ok()
 
     async def _submit(self, message: Submit) -> Ok:
-        await self._worker.submit(message)
+        self._owners.begun(message)
+        try:
+            await self._worker.submit(message)
+        except BaseException:
+            self._owners.over(message.gateway, message.request, message.attempt)
+            raise
         return Ok()
 
     async def _on_cancel(self, message: Cancel) -> None:
+        self._owners.cancelled(message)
         self._worker.cancel(message)
 
     async def _import(self, message: ImportModel) -> ModelImported:
@@ -439,6 +448,7 @@ class NodeService(Service):
     async def _publish_tokens(self) -> None:
         while True:
             gateway, tokens = await self._tokens.get()
+            self._owners.told(gateway, tokens)
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 

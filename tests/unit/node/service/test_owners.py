@@ -1,0 +1,37 @@
+"""A gateway that is gone keeps no slot: what nobody reads any more is not generated."""
+
+from pathlib import Path
+
+import pytest
+
+from services.node import owners
+from shared import subjects
+from shared.messages.pool import NodeStatus
+from tests.unit.node.cluster import GATEWAY, Nodes, nodes
+from tests.unit.node.service.builders import SLOW
+
+TOKENS = subjects.gateway_tokens(GATEWAY)
+
+
+def free(up: Nodes) -> bool:
+    said = [m for m in up.statuses.messages if isinstance(m, NodeStatus)]
+    return bool(said) and not said[-1].running
+
+
+async def test_attempts_of_a_gateway_that_is_gone_end(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "LOOK_S", 0.05)
+    monkeypatch.setattr(owners, "ASK_TIMEOUT_S", 0.02)
+    async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
+        await up.promoted("a")
+        assert len(await up.generate("a", request="lives")) == 8, "somebody listens"
+        await up.submit("a", max_tokens=400)
+        await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
+        await up.statuses.until(lambda: not free(up))
+        for subscription in up.bus.subscriptions:
+            if subscription.subject == TOKENS:
+                await subscription.close()
+        await up.statuses.until(lambda: free(up))
+        told = await up.services["a"].story("r")
+        assert any(step.cause == GATEWAY for step in told)
