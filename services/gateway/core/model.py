@@ -213,11 +213,14 @@ class Model:
             return
         self._moves.begin(now)
         draw, choose = self._rules.draw, self._rules.routing.choose
-        routes = self.table.routes.values()
+        routes = self.table.in_order
         position = 0
-        while position < len(self.queue) and any(route.takes(now) for route in routes):
+        while position < len(self.queue):
             request = self.queue[position]
-            route = choose(routes, now, draw(), draw(), request.shunned)
+            route = routing.probe(routes, now, draw, request.shunned)
+            if route is None and not any(route.takes(now) for route in routes):
+                return
+            route = route or choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
                 position += 1  # it keeps away from all that are free: the next request may begin
                 continue

@@ -10,7 +10,6 @@ from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import Route, Table
 from shared.ids import ModelName
-from shared.messages.instances import InstanceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,7 @@ class Moves:
         routes = self._table.routes.values()
         moving = [
             (request, route)
-            for route in routes
-            if _is_moving(route)
+            for route in self._table.moving
             for request in route.runs()
             if request.move is None
         ]
@@ -72,12 +70,7 @@ class Moves:
             each.source.told = True
         moved = [each for each in judged if not each.stays]
         stayed = [each for each in judged if each.stays]
-        left = sum(
-            request.move is None
-            for route in self._table.routes.values()
-            if _is_moving(route)
-            for request in route.runs()
-        )
+        left = sum(request.move is None for route in self._table.moving for request in route.runs())
         switched = Switched(
             name=self._name,
             trace=trace,
@@ -104,7 +97,3 @@ def _turn(request: Request) -> tuple[bool, int, int]:
     that have the least KV to compute anew, and of these the ones with the most tokens to come."""
     context = len(request.prompt) + len(request.tokens)
     return request.has_token, context, -request.remaining
-
-
-def _is_moving(route: Route) -> bool:
-    return route.instance.state is InstanceState.MOVING

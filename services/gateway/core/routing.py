@@ -6,7 +6,7 @@ without a free slot is no candidate. A request for which there is no candidate s
 gateway's queue, where the planner sees it, and a new instance gets it the moment it appears.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.core.others import NONE, Work
@@ -24,6 +24,11 @@ PROMPTS_AHEAD = 4096
 """Nothing more is sent to a node, or to an instance of capacity 1, that has more than this many
 tokens of prompts left to prefill. They keep it busy, and further requests would wait there in vain
 when another instance appears."""
+
+
+MANY = 64
+"""From so many routes on, a few are looked at before all are."""
+PROBES = 16
 
 
 class Node:
@@ -160,6 +165,10 @@ class Table:
         self.version: tuple[int, int] = (-1, -1)
         """(epoch, revision) of the newest set."""
         self.routes: dict[InstanceId, Route] = {}
+        self.in_order: list[Route] = []
+        """The routes, to be drawn from."""
+        self.moving: list[Route] = []
+        """Those that move."""
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
         self.within_s = 0.0
@@ -197,6 +206,7 @@ class Table:
             route = old.pop(instance.id, None) or self._route(instance, new)
             route.instance = instance
             self.routes[instance.id] = route
+        self._arrange()
         for node, slots in new.node_slots.items():
             if node in self._nodes:
                 self._nodes[node].account.slots = slots
@@ -239,8 +249,13 @@ class Table:
         ]
         for route in gone:
             del self.routes[route.instance.id]
+        self._arrange()
         self._forget_nodes(gone)
         return gone
+
+    def _arrange(self) -> None:
+        self.in_order = list(self.routes.values())
+        self.moving = [r for r in self.in_order if r.instance.state is InstanceState.MOVING]
 
     def _forget_nodes(self, gone: Collection[Route]) -> None:
         """Forgets the nodes that no route leads over any more."""
@@ -279,6 +294,31 @@ def choose(
         j += 1
     a, b = candidates[i], candidates[j]
     return a if a.load <= b.load else b
+
+
+def probe(
+    routes: Sequence[Route],
+    now: float,
+    draw: Callable[[], float],
+    shunned: Mapping[InstanceId, float],
+) -> Route | None:
+    """What `choose` would choose, found by looking at a few of many routes. None: those were no
+    candidates, and all have to be looked at.
+
+    Two different candidates, each the first that a series of draws over all routes meets, are two
+    candidates drawn at random.
+    """
+    if len(routes) < MANY:
+        return None
+    found: Route | None = None
+    for _ in range(PROBES):
+        route = routes[int(draw() * len(routes))]
+        if route is found or not is_free(route, now, shunned):
+            continue
+        if found is not None:
+            return found if found.load <= route.load else route
+        found = route
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,10 +10,13 @@ from services.gateway.core.requests import NEXT, Request, State
 from services.gateway.core.routing import (
     AVOID_MAX_S,
     AVOID_S,
+    MANY,
+    PROBES,
     Route,
     Switch,
     Table,
     choose,
+    probe,
     refuge,
     switch,
 )
@@ -73,8 +78,10 @@ def test_a_node_takes_its_paths_along_until_the_set_says_otherwise() -> None:
     gone = table.drop_node(NodeId("node-1"))
     assert {route.instance.id for route in gone} == {"replica-1", "path-2-1"}
     assert list(table.routes) == ["replica-2"]
+    assert table.in_order == list(table.routes.values())
     assert table.apply(known) == []
     assert len(table.routes) == 3
+    assert table.in_order == list(table.routes.values())
 
 
 # --- choices -------------------------------------------------------------------
@@ -99,6 +106,42 @@ def test_the_choice_is_free_and_not_the_fullest(
         return
     assert chosen in free
     assert sum(other.tokens >= chosen.tokens for other in free) >= min(2, len(free))
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 500), st.booleans()), min_size=MANY, max_size=2 * MANY),
+    shunned=st.sets(st.integers(0, MANY)),
+    seed=st.integers(0, 1 << 20),
+)
+def test_of_many_instances_a_few_are_looked_at(
+    loads: list[tuple[int, bool]], shunned: set[int], seed: int
+) -> None:
+    routes = [
+        route(replica(i, slots=2), tokens=tokens, requests=2 if full else 1)
+        for i, (tokens, full) in enumerate(loads)
+    ]
+    kept_away = {routes[i].instance.id: 1.0 for i in shunned if i < len(routes)}
+    looked: list[float] = []
+    random_ = Random(seed)
+
+    def draw() -> float:
+        looked.append(random_.random())
+        return looked[-1]
+
+    chosen = probe(routes, 0.0, draw, kept_away)
+    assert len(looked) <= PROBES
+    free = [r for r in routes if len(r.requests) < 2 and r.instance.id not in kept_away]
+    if chosen is not None:
+        assert chosen in free
+        assert sum(other.tokens >= chosen.tokens for other in free) >= 2
+    assert probe(routes[: MANY - 1], 0.0, draw, {}) is None, "all of so few are looked at"
+
+
+def test_every_one_of_many_candidates_is_drawn() -> None:
+    routes = [route(replica(i), requests=0) for i in range(MANY)]
+    draw = Random(0).random
+    chosen = {probe(routes, 0.0, draw, {}) for _ in range(20 * MANY)}
+    assert chosen == set(routes)
 
 
 @given(draws=st.lists(st.tuples(UNIT, UNIT), min_size=1, max_size=50))
