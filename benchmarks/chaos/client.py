@@ -114,7 +114,9 @@ class Client:
 
     async def _read(self, response: aiohttp.ClientResponse, answered: Answered) -> None:
         tokens: list[int] = []
+        worth_trying = False
         async for line in response.content:
+            worth_trying = worth_trying or line.startswith(b"retry: ")
             if not line.startswith(b"data: "):
                 continue
             if line.startswith(b"data: [DONE]"):
@@ -124,6 +126,8 @@ class Client:
                 return
             chunk = json.loads(line[6:])
             if error := chunk.get("error"):
+                if worth_trying:
+                    raise Again(str(error))
                 answered.end, answered.said = End.BROKEN, str(error)
                 return
             for choice in chunk.get("choices", ()):
