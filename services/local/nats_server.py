@@ -185,6 +185,8 @@ class NatsServer:
         cluster: dict[str, object] = {
             "name": "lambdascale",
             "listen": f"{self._host}:{member.route_port}",
+            "ping_interval": "1s",  # a server that is cut off is no way to a client for long
+            "ping_max": 2,
         }
         before = ""
         if self._user:
