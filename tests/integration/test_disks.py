@@ -77,6 +77,7 @@ async def test_a_disk_that_is_lost_while_it_feeds_is_replaced_by_another(
     async with running(tmp_path, checkpoint, nodes=2, settings=settings, min_instances=2) as up:
         record = await publish(up, other)
         await up.until(lambda: stored(up, record) == {FIRST, SECOND}, "two durable copies")
+        up.cluster.spec = replace(up.cluster.spec, nodes=3)
         up.cluster.start_node("node-2")
         (prompt,) = prompts(1, TINY.vocab_size)
         asked = asyncio.create_task(up.ask(prompt, 12, OTHER))
