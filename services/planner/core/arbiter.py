@@ -181,7 +181,10 @@ def _hurried(node: NodeId, claimant: Claim, claims: Iterable[Claim]) -> tuple[Gi
             at_once=True,
         )
         for claim in claims
-        if node in claim.draining and claim.priority < claimant.priority
+        if node in claim.draining & claim.frees
+        and claim.priority < claimant.priority
+        # The last copy of all is not hurried: it may have to stay.
+        and (claim.on_disk or claim.replicas or claim.asleep)
     )
 
 
