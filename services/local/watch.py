@@ -1,4 +1,5 @@
-"""What an observer on the bus sees of the cluster while the demo runs."""
+"""What an observer on the bus sees of a cluster while one model scales: blocks, roles of nodes,
+scaling events, load. The demo, benchmarks and tests read it."""
 
 import asyncio
 import enum
@@ -39,8 +40,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Watch:
-    """Collects what the view and the report read. `clock_offset` turns wall clock ns into monotonic
-    seconds."""
+    """Collects what is published about one model. All its times are of time.monotonic(), in
+    seconds. `clock_offset`: what to add to a wall clock's time, in seconds, to get such a time."""
 
     clock_offset: float = field(default_factory=lambda: time.monotonic() - time.time())
     n_blocks: int = 0

@@ -26,7 +26,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def throughput(outcomes: Sequence[Outcome], start: float) -> list[tuple[float, float]]:
-    """(seconds after the burst began, tokens per second) in buckets of BUCKET_S."""
+    """(the middle of a bucket, in seconds after `start`; tokens per second in it), for each bucket
+    of BUCKET_S. `start`: when the burst began, on the clock of `Outcome.token_at`."""
     times = [at - start for outcome in outcomes for at in outcome.token_at]
     if not times:
         return []
@@ -52,8 +53,9 @@ def requests_part(
 
 
 def event_part(record: EventRecord | None, burst_to_decision_s: float | None) -> dict[str, Any]:
-    """`burst_to_decision_s`: from the burst's first request, of which nearly all come at once and
-    more than an instance takes."""
+    """What the report says of the scaling event; all times in seconds, and sizes in bytes.
+    `burst_to_decision_s`: from the burst's first request to the planner's decision. (The burst comes
+    nearly at once, and one instance does not take it all, so requests wait from its start.)"""
     names = ("id", "t_all_s", "physical_limit_s", "predicted_t_all_s", "first_partial_token_s",
              "decision_to_first_byte_s", "burst_to_decision_s", "burst_to_first_byte_s",
              "bytes_moved")  # fmt: skip

@@ -1,6 +1,16 @@
 """A node as a later stage of others' paths: what it keeps of their sequences, and what waits to
 run.
 
+    state      to         when
+    ready      queued     a micro-batch with a row of it comes
+               preparing  the same, and its grammar has to be made first
+    preparing  queued     its grammar is made
+    queued     ready      the row is run
+    any        (none)     it is over: freed, failed, its leader or its model gone
+
+A row that comes while another row of the sequence waits is refused: a leader has one micro-batch of
+a sequence under way at a time.
+
 A leader asks for room before it begins a sequence, and is answered at once. From then on the
 sequence has a claim here (`services.node.core.room`).
 
@@ -9,7 +19,8 @@ leader: the two can overtake each other. So the keys of ended sequences are reme
 A row that comes after the end makes no KV; its leader is told, and ignores that if it knows.
 """
 
-from collections.abc import Callable, Collection, Iterable
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from services.node.core.kv import Kv, whole_pages
@@ -32,8 +43,27 @@ from services.node.core.microbatches import (
 from services.node.core.recent import Recent
 from services.node.core.room import Room, kv_soon
 from services.node.core.rows import Row, SequenceKey
-from shared.errors import CapacityExceeded, Conflict, NotFound, ProtocolViolation
+from shared.errors import (
+    CapacityExceeded,
+    Conflict,
+    IllegalTransition,
+    NotFound,
+    ProtocolViolation,
+)
 from shared.ids import ModelId, NodeId
+
+
+class State(enum.Enum):
+    READY = "ready"
+    PREPARING = "preparing"
+    QUEUED = "queued"
+
+
+STEPS: Mapping[State, frozenset[State]] = {
+    State.READY: frozenset({State.QUEUED, State.PREPARING}),
+    State.PREPARING: frozenset({State.QUEUED}),
+    State.QUEUED: frozenset({State.READY}),
+}
 
 
 @dataclass(slots=True)
@@ -57,6 +87,14 @@ class Followed:
     ran: int = 0
     """Positions that were run here."""
     waits: bool = False
+    state: State = State.READY
+
+    def to(self, state: State) -> None:
+        """IllegalTransition if its table has no such step."""
+        if state not in STEPS[self.state]:
+            step = f"{self.state.value} -> {state.value}"
+            raise IllegalTransition(f"sequence {self.key}: {step} is not a step")
+        self.state = state
 
     @property
     def kv_soon(self) -> int:
@@ -128,18 +166,23 @@ class Follower:
                     )
                 )
                 others = set(part.keys) - {row.sequence}
+                self.sequences[row.sequence].to(State.PREPARING)
                 self.preparing[row.sequence] = part.without(others)
-        part = part.without(self.preparing)
+        self._append(part.without(self.preparing), tick)
+        return commands
+
+    def _append(self, part: Part, tick: int) -> None:
+        for key in part.keys:
+            self.sequences[key].to(State.QUEUED)
         if part.rows:
             self.queue.append((tick, part))
-        return commands
 
     def prepared(self, key: SequenceKey, failure: Failure | None, tick: int) -> list[Command]:
         """The grammar of a preparing sequence is made, or cannot be made."""
         part = self.preparing.pop(key)
         if failure:
             return self.failed(part.path, [key], failure)
-        self.queue.append((tick, part))
+        self._append(part, tick)
         return []
 
     def _refused(self, path: Path, astray: list[SequenceKey]) -> list[Command]:
@@ -150,15 +193,14 @@ class Follower:
         return [*self.end(ours), self._failed(path, astray, Failure(NotFound.code, why))]
 
     def _goes_on(self, row: Row, path: Path) -> bool:
-        """Whether the row continues its sequence. A leader has one micro-batch of a sequence under
-        way at a time."""
+        """Whether the row continues its sequence, and no other row of it waits."""
         followed = self.sequences.get(row.sequence)
         if followed is None:
             return False
         fits = row.position + row.count <= followed.limit == row.limit
         follows = followed.certain <= row.position <= followed.position
-        waits = row.sequence in self.preparing
-        return followed.path == path and follows and fits and not waits
+        ready = followed.state is State.READY
+        return followed.path == path and follows and fits and ready
 
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)
@@ -172,7 +214,9 @@ class Follower:
         """Takes parts that are being run out of the queue."""
         for part in parts:
             for row in part.rows if part.stage else ():
-                self.sequences[row.sequence].ran = row.position + row.count
+                followed = self.sequences[row.sequence]
+                followed.to(State.READY)
+                followed.ran = row.position + row.count
         taken = {id(part) for part in parts}
         self.queue = [queued for queued in self.queue if id(queued[1]) not in taken]
 
@@ -224,6 +268,8 @@ class Follower:
         for key, followed in self.sequences.items():
             assert key not in self._over, "a sequence is over and goes on"
             assert key == followed.key
+            assert (followed.state is State.READY) == (key not in keys)
+            assert (followed.state is State.PREPARING) == (key in self.preparing)
             assert 0 <= followed.certain <= followed.position <= followed.limit
             assert followed.ran <= followed.limit
 

@@ -1,5 +1,14 @@
 """A node as leader: takes attempts in, keeps their paths busy, turns drawn tokens into messages.
 
+    state      to         when
+    new        preparing  its grammar is made, or other stages are asked for room
+               waiting    this node runs it alone, and nothing has to be prepared
+    preparing  waiting    its grammar is made
+               running    all other stages have room
+    waiting    running    there is KV for it
+    any        over       its last token, a failure, a cancellation, or a newer attempt
+    over       new        it was preempted, and this node runs it alone
+
 An attempt is prepared (its grammar is made, if that is followed here; on a path, the other stages
 are asked for room), may wait for KV, runs, and ends exactly once: with its last token, with a
 failure, or forgotten (cancelled, or replaced by a newer attempt of its request). In each case its
@@ -42,7 +51,7 @@ from services.node.core.microbatches import (
 from services.node.core.recent import Recent
 from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
-from services.node.core.sequences import Lane, Sequence
+from services.node.core.sequences import Lane, Sequence, State
 from services.node.core.wellformed import END, wrong_rules, wrong_sampling
 from shared.errors import BadInput, NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
@@ -135,7 +144,7 @@ class Leader:
         if sequence.path.followers:
             return self._ask(sequence)
         if context := sequence.grammar:
-            self.preparing[sequence.key] = sequence
+            self._to_prepare(sequence)
             return [
                 Prepare(sequence.submit.model_id, sequence.key, context, cause=self._handled.cause)
             ]
@@ -144,7 +153,7 @@ class Leader:
 
     def _ask(self, sequence: Sequence) -> list[Command]:
         """Asks the other stages for room."""
-        self.preparing[sequence.key] = sequence
+        self._to_prepare(sequence)
         others = list(enumerate(sequence.path.stages))[1:]
         sequence.unanswered = {stage for stage, _ in others}
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
@@ -170,7 +179,12 @@ class Leader:
         self._wait(self.preparing.pop(key))
         return []
 
+    def _to_prepare(self, sequence: Sequence) -> None:
+        sequence.to(State.PREPARING)
+        self.preparing[sequence.key] = sequence
+
     def _wait(self, sequence: Sequence) -> None:
+        sequence.to(State.WAITING)
         if sequence.preempted:
             self.waiting.appendleft(sequence)
         else:
@@ -190,7 +204,7 @@ class Leader:
         would need the pages, and paths are short-lived."""
         sequence.admitted = sequence.admitted or tick
         sequence.ready = tick
-        sequence.begun = True
+        sequence.to(State.RUNNING)
         if not sequence.preempted:
             self.prompt_tokens += len(sequence.tokens)
             sequence.cached = sequence.position
@@ -274,6 +288,7 @@ class Leader:
         elsewhere: list[tuple[str, SequenceKey]] = []
         told: list[Command] = []
         for sequence in sequences:
+            sequence.to(State.OVER)
             self._remove(sequence)
             if sequence.started or sequence.grammar:
                 released.append(sequence.key)
@@ -301,7 +316,8 @@ class Leader:
             assert key == sequence.key
         for sequence in (*self.preparing.values(), *self.waiting):
             assert not sequence.started, "a sequence that waits has KV"
-            assert not sequence.begun
+        assert all(s.state is State.PREPARING for s in self.preparing.values())
+        assert all(s.state is State.WAITING for s in self.waiting)
         for sequence in self.waiting:
             assert not sequence.path.followers, "a sequence on a path waits for KV"
         laned = {key: path for path, lane in self.lanes.items() for key in lane.sequences}
@@ -329,7 +345,7 @@ class Leader:
 
 def _validate_running(sequence: Sequence) -> None:
     assert sequence.admitted > 0
-    assert sequence.begun
+    assert sequence.state is State.RUNNING
     assert not sequence.unanswered, "a sequence runs on a path that may lack room"
     assert (sequence.flight is None) == (sequence.row is None)
     assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"

@@ -7,6 +7,8 @@ come, first served, because sharing the budget among all would make all of them 
 sequences that decode, those that have waited longest go first.
 """
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,12 +18,32 @@ from services.node.core.microbatches import Finish, Part, Path
 from services.node.core.room import kv_soon
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
+from shared.errors import IllegalTransition
 from shared.ids import RequestId
 from shared.messages.serving import Submit
 
 SCORED_POSITIONS = 1024
 """The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
 the answer of the last stage then has 0.3 MiB, of the 1 MiB that a message may have."""
+
+
+class State(enum.Enum):
+    NEW = "new"
+    PREPARING = "preparing"
+    WAITING = "waiting"
+    RUNNING = "running"
+    OVER = "over"
+
+
+STEPS: Mapping[State, frozenset[State]] = {
+    State.NEW: frozenset({State.PREPARING, State.WAITING}),
+    State.PREPARING: frozenset({State.WAITING, State.RUNNING, State.OVER}),
+    State.WAITING: frozenset({State.RUNNING, State.OVER}),
+    State.RUNNING: frozenset({State.OVER}),
+    State.OVER: frozenset({State.NEW}),  # it was preempted, and begins again
+}
+"""From the state of a sequence that this node leads to those that may follow. `leading` says what
+they mean."""
 
 
 def sequence_key(request: RequestId, attempt: int) -> SequenceKey:
@@ -66,8 +88,7 @@ class Sequence:
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
     unanswered: set[int] = field(default_factory=set)
     """Stages of its path that have not said yet whether they have room for it."""
-    begun: bool = False
-    """Whether it runs, since it was submitted or last preempted."""
+    state: State = State.NEW
     stage: int = 0
 
     @classmethod
@@ -101,7 +122,14 @@ class Sequence:
     def waits(self) -> bool:
         """Whether it has no KV yet, and no claim to any. On a path it has its claim from the
         start."""
-        return not self.begun and not self.path.followers
+        return self.state is not State.RUNNING and not self.path.followers
+
+    def to(self, state: State) -> None:
+        """IllegalTransition if its table has no such step."""
+        if state not in STEPS[self.state]:
+            step = f"{self.state.value} -> {state.value}"
+            raise IllegalTransition(f"sequence {self.key}: {step} is not a step")
+        self.state = state
 
     @property
     def started(self) -> bool:
@@ -193,8 +221,8 @@ class Sequence:
 
     def restart(self) -> None:
         """All its KV is gone: it begins anew with the tokens so far, under another key."""
+        self.to(State.NEW)
         self.preempted += 1
-        self.begun = False
         self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.preempted}"
         self.prompt, self.position = len(self.tokens), 0
         self.flight, self.row = None, None

@@ -39,7 +39,10 @@ Rules = Any
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """Work for blocks start <= block < stop. The positions of all rows are packed one after the
-    other."""
+    other.
+
+    The engine's form of the scheduler's `Part`. That knows its path and its batch, which are no
+    concern of the engine, and its hidden states may have gaps where rows have gone."""
 
     start: int
     stop: int

@@ -112,8 +112,9 @@ class GraphedStep:
         for_s: float = 0.0,
         bell: Bell | None = None,
     ) -> int:
-        """Runs the first block's layers over the rows that the step was filled with, and updates
-        their `hidden`. kv: [layers, slots, 2, kv heads, head_dim]."""
+        """Runs the layers of the first of `blocks` over the rows that `fill` was given. Their
+        results replace `hidden`, [rows, hidden_size]. kv: [layers, slots, 2, kv heads, head_dim].
+        Returns how many blocks were run: one."""
         if block in self._replays:
             self._replays[block]()
         else:

@@ -192,7 +192,9 @@ class Fleet:
     # --- the instances ---
 
     def busy(self, instance: InstanceId) -> bool:
-        """Whether requests run on the instance, as far as is known."""
+        """Whether requests may still run on the instance. They may on every instance that is not
+        retired, and on a retired one until all gateways have reported SETTLE_S later, because a
+        gateway may have sent it a request before it heard that it is retired."""
         retired_at = self._retired.get(instance, NEVER)
         settled = self._desk.cluster.loads.reported_since(retired_at + SETTLE_S)
         return not settled or self._requests_on(instance) > 0

@@ -2,6 +2,8 @@
 
 import pytest
 
+from services.node.core.following import Followed
+from services.node.core.following import State as FollowedState
 from services.node.core.microbatches import (
     Failed,
     Failure,
@@ -13,9 +15,11 @@ from services.node.core.microbatches import (
     Send,
 )
 from services.node.core.rows import Row
-from shared.errors import ProtocolViolation
+from services.node.core.sequences import Sequence
+from services.node.core.sequences import State as LedState
+from shared.errors import IllegalTransition, ProtocolViolation
 from shared.ids import ModelId
-from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages
+from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 from tests.unit.node.batching.builders import (
     FROM_C,
     Named,
@@ -171,3 +175,32 @@ def test_a_result_for_sequences_that_ended_meanwhile_goes_nowhere() -> None:
     work = take(core)
     core.received(Free(("x#1",)))
     assert core.ran(work[0], [()], Named("out")) == []
+
+
+def test_a_second_row_of_a_sequence_whose_first_still_waits_is_refused() -> None:
+    core = batcher()
+    come(core, forward(FROM_C, Row("x#1", 0, 2, 9)))
+    released, told = come(core, forward(FROM_C, Row("x#1", 2, 1, 9), batch=2))
+    assert released == Release(("x#1",))
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failed)
+    core.validate()
+    assert core.take() == ()
+
+
+@pytest.mark.parametrize("step", [FollowedState.QUEUED, FollowedState.PREPARING])
+def test_a_followed_sequence_takes_no_step_that_its_table_lacks(step: FollowedState) -> None:
+    followed = Followed("x#1", FROM_C, 1, 9, 2, True, 1)
+    followed.to(FollowedState.QUEUED)
+    with pytest.raises(IllegalTransition, match="queued -> "):
+        followed.to(step)
+
+
+def test_a_led_sequence_takes_no_step_that_its_table_lacks() -> None:
+    sequence = Sequence.of(submit("r", WHOLE), 0)
+    with pytest.raises(IllegalTransition, match="new -> running"):
+        sequence.to(LedState.RUNNING)
+    sequence.to(LedState.WAITING)
+    sequence.to(LedState.RUNNING)
+    with pytest.raises(IllegalTransition, match="running -> waiting"):
+        sequence.to(LedState.WAITING)

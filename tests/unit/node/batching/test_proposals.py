@@ -185,10 +185,12 @@ def test_a_followed_sequence_goes_on_at_any_of_its_proposed_positions() -> None:
     for accepted in range(3):
         core = batcher()
         come(core, forward(FROM_C, proposing(0)))
+        core.take()
         assert come(core, forward(FROM_C, proposing(1 + accepted), batch=2)) == []
     for wrong in (0, 4):
         core = batcher()
         come(core, forward(FROM_C, proposing(0)))
+        core.take()
         (_, told) = come(core, forward(FROM_C, proposing(wrong), batch=2))
         assert isinstance(told, Send)
         assert isinstance(told.message, Failed)
