@@ -243,7 +243,7 @@ def test_no_room_for_a_part_that_would_join() -> None:
     for position in (0, 16):
         grown = Row("grows#1", position, 16, 60)
         rig.receive(FROM_E, (grown,), hidden_states(*range(16)))
-    rig.run()
+        rig.run()
     rig.receive(FROM_C, (Row("last#1", 0, 1, 9),), hidden_states(1))
     rig.receive(FROM_E, (Row("grows#1", 32, 16, 60),), hidden_states(*range(16)))
     rig.run()
