@@ -54,8 +54,8 @@ def requests_part(
 
 def event_part(record: EventRecord | None, burst_to_decision_s: float | None) -> dict[str, Any]:
     """What the report says of the scaling event; all times in seconds, and sizes in bytes.
-    `burst_to_decision_s`: from the burst's first request to the planner's decision. (The burst comes
-    nearly at once, and one instance does not take it all, so requests wait from its start.)"""
+    `burst_to_decision_s`: from the burst's first request to the planner's decision. (The burst
+    comes nearly at once, and one instance does not take it all: requests wait from its start.)"""
     names = ("id", "t_all_s", "physical_limit_s", "predicted_t_all_s", "first_partial_token_s",
              "decision_to_first_byte_s", "burst_to_decision_s", "burst_to_first_byte_s",
              "bytes_moved")  # fmt: skip
