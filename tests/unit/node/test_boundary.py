@@ -22,6 +22,7 @@ from services.node.hosting.hosting import Hosting
 from services.node.hosting.library import Library
 from services.node.hosting.reports import Reports
 from services.node.moving.data_plane import DataPlane
+from services.node.moving.mover import Mover
 from services.node.peers import Peers
 from services.node.transport.wire import Kind, Purpose, encode_prefix
 from shared import subjects
@@ -280,7 +281,7 @@ BROKEN: tuple[tuple[type, str, type[Breaks]], ...] = (
     (Worker, "attach", BreaksLater),
     (Worker, "open_model", BreaksLater),
     (DataPlane, "apply", BreaksLater),
-    (DataPlane, "host", BreaksLater),
+    (Mover, "host", Breaks),
     (TorchEngine, "attach", Breaks),
     (TorchEngine, "open_model", Breaks),
 )
