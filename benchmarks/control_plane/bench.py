@@ -174,7 +174,9 @@ class Bench:
         if record.name != SPREADS:
             return
         if record.state is EventState.COMPLETE:
-            self._say(f"  {len(record.targets)} targets, revision {record.revision}")
+            whys = "; ".join(repair.why for repair in record.repairs)[:200]
+            plans = f"planned again: {whys}" if whys else "planned once"
+            self._say(f"  {len(record.targets)} targets, {plans}")
             self._over.set()
         elif record.state in (EventState.FAILED, EventState.CANCELLED):
             raise BenchFailed(f"the event ended: {record.error}")

@@ -5,10 +5,7 @@ pulls of a step end when a block has crossed the link in it.
 """
 
 import asyncio
-import heapq
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -37,34 +34,12 @@ CHUNK_S = CHUNK_BYTES / LINK_BYTES_PER_S
 LEASE_S = NodeConfig(id="any").lease_s
 
 
-class Port:
-    """Serves one pull at a time, the one of the lowest step first."""
-
-    def __init__(self) -> None:
-        self._busy = False
-        self._waiting: list[tuple[int, int, asyncio.Event]] = []
-
-    @asynccontextmanager
-    async def turn(self, step: int) -> AsyncIterator[None]:
-        if self._busy:
-            free = asyncio.Event()
-            heapq.heappush(self._waiting, (step, id(free), free))
-            await free.wait()
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = bool(self._waiting)
-            if self._waiting:
-                heapq.heappop(self._waiting)[2].set()
-
-
 class Wires:
-    """The links between the nodes. A node sends one block at a time. A relay sends a block on while
-    it still receives it, one chunk later."""
+    """The links between the nodes. A relay sends a block on while it still receives it, one chunk
+    later. A node receives one block at a time."""
 
     def __init__(self, scene: Scene) -> None:
-        self._ports = {scene.node(i).node: Port() for i in range(scene.nodes)}
+        self._ports = {scene.node(i).node: asyncio.Lock() for i in range(scene.nodes)}
         self._comes: dict[tuple[NodeId, ModelId, int], asyncio.Event] = {}
         """Set once the first chunk of a block is at a node."""
         self._ends: dict[tuple[NodeId, ModelId, int], float] = {}
@@ -85,9 +60,9 @@ class Wires:
         """Returns when the block is at the target."""
         loop = asyncio.get_running_loop()
         await self._event(pull.source, model, pull.block).wait()
-        async with self._ports[pull.source].turn(pull.step):
+        async with self._ports[target]:
             source_ends = self._ends[pull.source, model, pull.block]
-            ends = max(loop.time() + BLOCK_S, source_ends) + CHUNK_S
+            ends = max(loop.time() + BLOCK_S, source_ends + CHUNK_S)
             await asyncio.sleep(CHUNK_S)
             self._begin(target, model, pull.block, ends)
             await asyncio.sleep(ends - loop.time())
@@ -181,14 +156,17 @@ class Node:
         return Ok()
 
     async def _pull(self, plan: ApplyPlan) -> None:
-        """One block after the other, each from a source that has it or is about to."""
         held = self._holdings[plan.model_id, Tier.GPU]
-        for pull in sorted(plan.pulls, key=lambda pull: pull.step):
-            if pull.block not in held:
-                began_ns = wall_ns()
-                await self._wires.carry(plan.model_id, pull, self.info.node)
-                self._hold(plan.model_id, pull.block)
-                await self._bus.publish(subjects.ARRIVALS, self._arrived(plan, pull, began_ns))
+        async with asyncio.TaskGroup() as tasks:
+            for pull in plan.pulls:
+                if pull.block not in held:
+                    tasks.create_task(self._pull_one(plan, pull))
+
+    async def _pull_one(self, plan: ApplyPlan, pull: Pull) -> None:
+        began_ns = wall_ns()
+        await self._wires.carry(plan.model_id, pull, self.info.node)
+        self._hold(plan.model_id, pull.block)
+        await self._bus.publish(subjects.ARRIVALS, self._arrived(plan, pull, began_ns))
 
     def _arrived(self, plan: ApplyPlan, pull: Pull, began_ns: int) -> BlockArrived:
         ended_ns = wall_ns()
