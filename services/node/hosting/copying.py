@@ -148,7 +148,8 @@ class Copying:
         copy.task = self._spawn(self._expire(copy), f"draft of {copy.draft.model_id}")
 
     async def forget(self, model: ModelId) -> None:
-        """Ends and deletes the copies of a model that was removed."""
+        """Ends and deletes the copies of a model that was removed. A copy that is whole by then is
+        its tier's to delete."""
         for tier, shelf in self._shelves.items():
             copy = self._copies.pop((model, tier), None)
             if copy is None:
@@ -157,7 +158,8 @@ class Copying:
                 copy.task.cancel()
             if copy.running:
                 await copy.ended.wait()
-            await shelf.discard(copy.draft)
+            if not shelf.is_stored(model):
+                await shelf.discard(copy.draft)
             self._changed()
 
     # --- one copy ---

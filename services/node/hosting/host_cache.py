@@ -196,7 +196,13 @@ class HostCache:
         """Has peers read the copy. The arena must have no space for the model."""
         place = self._places[model]
         held = range(place.manifest.n_blocks)
-        await self._data.host(model, place.manifest, place.space, held)
+        try:
+            await self._data.host(model, place.manifest, place.space, held)
+        except (
+            BaseException
+        ):  # cancelled half way, too: nobody may read what the book does not lend
+            await self._data.drop(model)
+            raise
         self._book.lend(model)
 
     async def withdraw(self, model: ModelId) -> None:

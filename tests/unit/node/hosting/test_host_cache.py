@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.node.hosting.host_cache import CacheDraft
+from services.node.hosting.host_cache import CacheDraft, HostCache
 from shared import subjects
 from shared.errors import CapacityExceeded, Conflict
-from shared.ids import NodeId
+from shared.ids import ModelId, NodeId
 from shared.messages.copies import DropCopy, KeepCopy
 from shared.messages.pool import ModelRemove, Source, Tier
 from tests.unit.node.cluster import ALL, ARENA, NAME, Nodes, nodes
@@ -195,6 +195,23 @@ async def test_a_copy_on_its_way_up_is_not_dropped(
 async def test_a_model_that_is_removed_leaves_the_host_cache(up: Nodes) -> None:
     await keep(up, "a", "a")
     await up.until_holds("a", DISK | CACHED)
+    await up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME))
+    await up.until_holds("a", {})
+    assert free(up, "a") == (ARENA, ARENA)
+
+
+async def test_a_model_that_is_removed_while_its_copy_becomes_whole_leaves_the_host_cache(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def slow(self: HostCache, model: ModelId) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(HostCache, "lend", slow)
+    await keep(up, "a", "a")
+    await begun.wait()
     await up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME))
     await up.until_holds("a", {})
     assert free(up, "a") == (ARENA, ARENA)
