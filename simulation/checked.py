@@ -14,7 +14,6 @@ from services.gateway.core.dispatch import Dispatch
 from services.gateway.service import GatewayService
 from services.node.core.batching import Batcher
 from services.node.core.pulling import Pulls
-from services.node.execution.steps import Steps
 from services.node.moving.mover import Mover
 from services.planner.core.commands import Command, Log
 from services.planner.core.planner import Planner
@@ -156,10 +155,6 @@ class CheckedBatcher(Batcher):
     failed = _validated(Batcher.failed)
     refused = _validated(Batcher.refused)
     no_room = _validated(Batcher.no_room)
-
-
-class CheckedSteps(Steps):
-    batcher_type = CheckedBatcher
 
 
 class CheckedPulls(Pulls):

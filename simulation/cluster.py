@@ -39,11 +39,11 @@ from shared.service import Service
 from simulation import checked
 from simulation.bus import SimBroker
 from simulation.checked import (
+    CheckedBatcher,
     CheckedGateway,
     CheckedMover,
     CheckedPlanner,
     CheckedRegistry,
-    CheckedSteps,
 )
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
@@ -75,6 +75,10 @@ LATENCY_S = 10e-6
 """Seconds that a byte takes between two nodes, besides the rate."""
 REGISTRY, PLANNER, GATEWAY, NODE = "registry", "planner", "gateway", "node-"
 """Names of processes. A node's name begins with NODE."""
+
+
+class CheckedSteps(Steps):
+    batcher_type = CheckedBatcher
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Two:
         self.services[number].drain_s = 0.0
 
 
+def routed(service: GatewayService) -> bool:
+    """Whether the gateway knows an instance."""
+    return any(model.table.routes for model in service._dispatch._models.values())
+
+
 @asynccontextmanager
 async def two_gateways(config: GatewayConfig | None = None) -> AsyncIterator[Two]:
     broker = MemoryBroker()
@@ -73,12 +78,9 @@ async def two_gateways(config: GatewayConfig | None = None) -> AsyncIterator[Two
     async with running(replica(1), config=config, buses=(others, own)) as cluster, second:
         cluster.nodes[1].script = by_seed
         async with GatewayService(second, GatewayConfig(port=0)) as service:
-            await cluster.until(
-                lambda: any(
-                    load.gateway == service.id and load.models and load.models[0].instance_requests
-                    for load in cluster.loads
-                )
-            )
+            async with asyncio.timeout(PATIENCE_S):
+                while not routed(service):  # noqa: ASYNC110 - nobody is told
+                    await asyncio.sleep(0.01)
             yield Two(cluster, (own, second), (cluster.service, service))
 
 
