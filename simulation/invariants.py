@@ -249,7 +249,7 @@ class Rest:
             wrong.append(
                 f"{node} is generation {service.info.generation}, not {view.info.generation}"
             )
-        if view.holdings != service.holdings():
+        if set(view.holdings) != set(service.holdings()):
             wrong.append(f"{node} holds other blocks than the registry says")
         if view.reserved_by:
             wrong.append(f"{node} is reserved by {view.reserved_by}")
