@@ -27,7 +27,7 @@ INLINE void add_part(const float *x, int64_t in, const char *weight, int64_t kin
     for (int64_t k = 0; k < depth; k++) {
         lanes w[2];
         for (int i = 0; i < 2; i++) w[i] = weights_at(weight, k * WIDTH + 16 * i, kind);
-        if (passing) fetch_once(following + nbytes * k, (WIDTH * size_of(kind) + 63) / 64);
+        if (passing) fetch(following + nbytes * k, (WIDTH * size_of(kind) + 63) / 64);
         else fetch(following + nbytes * k, (nbytes + 63) / 64);
         for (int r = 0; r < n; r++)
             for (int i = 0; i < 2; i++) s[r][i] += x[r * in + k] * w[i];
@@ -70,7 +70,7 @@ void with_vectors(const Product *p) {
             memset(sums, 0, it.rows * WIDTH * sizeof *sums);
             for (int64_t k = 0; k < in; k += most) {
                 int64_t depth = least(most, in - k);
-                const char *part = it.weight + k * WIDTH * size, *following = part + (passing ? NEAR : AHEAD);
+                const char *part = it.weight + k * WIDTH * size, *following = part + (passing ? NEAR_VECTORS : AHEAD);
                 if (converts) part = widened_part(m->kind, part, depth, room);
                 for (int64_t r = 0; r < it.rows; r += FEW) {
                     const float *own = x + r * in + k;
