@@ -59,7 +59,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The message in `data`. BadMessage if its kind, its version or a field is unknown here."""
+    """The message in `data`. A field that is unknown here is ignored, a missing field has its
+    default. BadMessage if the kind or the version is unknown, or a field without default is
+    missing."""
     try:
         message = cast(Message, _decoder.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
