@@ -15,6 +15,7 @@ from typing import Self
 from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
 from services.local.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
+from services.planner.core.orders import WAVE_S, waves
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
@@ -144,9 +145,14 @@ class Nodes:
             pulls.setdefault(move.dst, []).append(Pull(move.step, move.block, _node(move.src)))
         watch = self._watching({(_node(n), p.block) for n, those in pulls.items() for p in those})
         cpu_s, decided = self._cpu_s(), wall_ns()
-        await asyncio.gather(
-            *(self._apply(record, watch.event, n, those, ()) for n, those in pulls.items())
-        )
+        telling: list[asyncio.Task[None]] = []
+        for wave in waves({n: min(pull.step for pull in pulls[n]) for n in pulls}):
+            begun = [
+                asyncio.create_task(self._apply(record, watch.event, n, pulls[n], ())) for n in wave
+            ]
+            await asyncio.wait(begun, timeout=WAVE_S)
+            telling += begun
+        await asyncio.gather(*telling)
         await watch.wait(timeout_s)
         cpu_s = self._cpu_s() - cpu_s
         await asyncio.gather(*(self._release(record, node) for node in pulls))

@@ -110,7 +110,7 @@ class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Where it is made: on the disk, or in the host cache."""
 
 
-class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status", omit_defaults=True):
+class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Node -> registry and planner: how the node is, and what has changed of what it holds. Sent on
     change, on request, and every second."""
 

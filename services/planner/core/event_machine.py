@@ -94,7 +94,7 @@ class EventMachine(Growing):
         if self._answers_growth(answer):
             return
         if self.phase is Phase.SENDING:
-            self._orders.on_answer(answer)
+            self._orders.on_answer(answer, self.record, self._promoting)
             self._sent()
             return
         if answer.ticket.number not in self._waits:

@@ -1,6 +1,12 @@
-"""Gives the targets of an event their parts of one revision of its plan."""
+"""Gives the targets of an event their parts of one revision of its plan.
+
+Targets that receive at once are told first, and the others when they have answered. So the first
+bytes flow while the planner still writes the other orders, and where many nodes share few
+processors, those with work at once do not wait for those that will wait themselves.
+"""
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from services.planner.core.commands import SendPlan
 from services.planner.core.desk import Desk
@@ -15,8 +21,11 @@ APPLY_S = 8.0
 MANIFEST_WAIT_S = 2.0
 """Seconds to wait for a node that joined, or a model that was published, a moment ago: the node may
 not know the model yet."""
+WAVE_S = 0.005
+"""Seconds to wait for a wave's answers before the next wave is sent."""
 NEVER = float("inf")
 
+Target = TypeVar("Target")
 Promoting = Mapping[NodeId, frozenset[int]]
 """For each target, the blocks that it loads from its own lower tiers."""
 
@@ -33,33 +42,46 @@ class Orders:
         """The open questions, with the node that was asked."""
         self._again: dict[NodeId, float] = {}
         """When targets that do not know the model yet are asked again."""
+        self._parts: dict[NodeId, list[Transfer]] = {}
+        """What each target receives by the current revision."""
+        self._later: list[list[NodeId]] = []
+        """Targets that have not been told yet, in waves, the next one last."""
+        self._wave_ends_at = NEVER
+        """When the next wave is sent, unless all targets of the last one answer before."""
         self._give_up_at = NEVER
 
     @property
     def done(self) -> bool:
         """Whether every target has taken its part or refused it."""
-        return not self._open and not self._again
+        return not self._open and not self._again and not self._later
 
     @property
     def next_wake(self) -> float:
-        return min(self._again.values(), default=NEVER)
+        return min((self._wave_ends_at, *self._again.values()))
 
     def send(self, record: EventRecord, targets: Iterable[NodeId], promoting: Promoting) -> None:
-        """Sends the record's revision."""
+        """Begins to send the record's revision."""
         self.refused, self._open, self._again = {}, {}, {}
         self._give_up_at = self._desk.at + MANIFEST_WAIT_S
-        parts = _parts(record)
-        for node in targets:
-            self._send(record, node, parts.get(node, ()), promoting)
+        self._parts = _parts(record)
+        # A target that receives nothing loads all of its part from its own disk: at once.
+        begins = {n: min((t.step for t in self._parts.get(n, ())), default=0) for n in targets}
+        self._later = waves(begins)[::-1]
+        self._send_wave(record, promoting)
 
-    def _send(
-        self, record: EventRecord, node: NodeId, part: Iterable[Transfer], promoting: Promoting
-    ) -> None:
+    def _send_wave(self, record: EventRecord, promoting: Promoting) -> None:
+        wave = self._later.pop() if self._later else []
+        self._wave_ends_at = self._desk.at + WAVE_S if self._later else NEVER
+        for node in wave:
+            self._send(record, node, promoting)
+
+    def _send(self, record: EventRecord, node: NodeId, promoting: Promoting) -> None:
         nodes = self._desk.cluster.nodes
         if node not in nodes:
             self.refused[node] = PlanError(f"node {node} is gone")
             return
         held = self._desk.cluster.executable(node, self._model.model_id)
+        part = self._parts.get(node, ())
         # A sender that went a moment ago is left out. The revision that follows replaces it.
         pulls = tuple(Pull(t.step, t.block, t.src) for t in part if t.src in nodes)
         plan = ApplyPlan(
@@ -82,14 +104,17 @@ class Orders:
         self._open[ticket.number] = node
         self._desk.do(SendPlan(ticket=ticket, message=plan, cause=record.id))
 
-    def on_answer(self, answer: Answer) -> None:
+    def on_answer(self, answer: Answer, record: EventRecord, promoting: Promoting) -> None:
         node = self._open.pop(answer.ticket.number, None)
-        if node is None or not isinstance(answer, Failed):
+        if node is None:
             return
-        if isinstance(answer.error, NotFound) and self._desk.at < self._give_up_at:
-            self._again[node] = self._desk.at + self._desk.settings.tick_s
-        else:
-            self.refused[node] = answer.error
+        if isinstance(answer, Failed):
+            if isinstance(answer.error, NotFound) and self._desk.at < self._give_up_at:
+                self._again[node] = self._desk.at + self._desk.settings.tick_s
+            else:
+                self.refused[node] = answer.error
+        if not self._open:
+            self._send_wave(record, promoting)
 
     def on_gone(self, node: NodeId) -> None:
         """The node will not answer any question."""
@@ -100,10 +125,20 @@ class Orders:
             del self._open[number]
 
     def wake(self, record: EventRecord, promoting: Promoting) -> None:
-        parts = _parts(record)
+        if self._desk.at >= self._wave_ends_at:
+            self._send_wave(record, promoting)
         for node in [node for node, at in self._again.items() if at <= self._desk.at]:
             del self._again[node]
-            self._send(record, node, parts.get(node, ()), promoting)
+            self._send(record, node, promoting)
+
+
+def waves(begins: Mapping[Target, int]) -> list[list[Target]]:
+    """Targets, by the step in which each begins to receive, in the order of their orders: first
+    all that receive at once, then the others."""
+    first = min(begins.values(), default=0)
+    now = [target for target, step in begins.items() if step == first]
+    later = [target for target, step in begins.items() if step > first]
+    return [wave for wave in (now, later) if wave]
 
 
 def _parts(record: EventRecord) -> dict[NodeId, list[Transfer]]:

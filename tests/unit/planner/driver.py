@@ -9,6 +9,7 @@ from services.planner.core import commands, instances
 from services.planner.core.archive import Archive
 from services.planner.core.commands import Command, Publish, Question
 from services.planner.core.desk import Settings
+from services.planner.core.orders import WAVE_S
 from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
 from services.planner.core.planner import Planner
 from services.planner.core.rhythm import History
@@ -272,9 +273,14 @@ class Driver:
         """An event that begins is planned, and all its targets take their plans."""
         self.reserve(*targets, sources=sources)
         self.think()
-        for plan in self.all_asked(commands.SendPlan):
+        for plan in self.orders():
             self.answer(plan, Ok())
         return self.event
+
+    def orders(self) -> list[commands.SendPlan]:
+        """What targets are told to do, when all have been told and none has answered."""
+        self.wait(WAVE_S)
+        return self.all_asked(commands.SendPlan)
 
     def ping(self, there: bool) -> list[Command]:
         """Answers all that are open."""

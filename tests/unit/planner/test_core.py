@@ -12,6 +12,7 @@ from services.planner.core.desk import ASK_S
 from services.planner.core.fleet import PACE_S
 from services.planner.core.machines import BROKEN_S
 from services.planner.core.model import ModelMachine
+from services.planner.core.orders import WAVE_S
 from services.planner.core.planner import LOST_S
 from services.planner.core.standing import AVOID_S
 from services.planner.core.stimuli import Asked, Failed, Replied
@@ -202,7 +203,7 @@ def test_targets_that_answer_late_are_left_out_and_one_revision_follows() -> Non
     driver.load(queued=40, a=4)
     driver.reserve("b", "c", "d", sources=["a"])
     driver.think()
-    late, other, taken = driver.all_asked(commands.SendPlan)
+    late, other, taken = driver.orders()
     driver.answer(late, BusTimeout("no answer"))
     driver.answer(other, LambdaScaleError("whatever"))
     assert not driver.all_asked(commands.Repair), "the last one has not answered"
@@ -214,6 +215,51 @@ def test_targets_that_answer_late_are_left_out_and_one_revision_follows() -> Non
         late.message.node,
         other.message.node,
     }
+
+
+def told(driver: Driver) -> set[str]:
+    return {plan.message.node for plan in driver.all_asked(commands.SendPlan)}
+
+
+def several_to_tell() -> tuple[Driver, set[str]]:
+    """A driver whose event has told the first targets, and all its targets."""
+    driver = serving(None, "b", "c", "d")
+    driver.load(queued=40, a=4)
+    driver.reserve("b", "c", "d", sources=["a"])
+    driver.think()
+    assert told(driver)
+    assert told(driver) < {"b", "c", "d"}
+    return driver, {"b", "c", "d"}
+
+
+def test_targets_that_receive_at_once_are_told_first() -> None:
+    driver, _ = several_to_tell()
+    first = told(driver)
+    begins = {p.message.node: min(pull.step for pull in p.message.pulls) for p in driver.orders()}
+    assert first == {node for node, step in begins.items() if step == 0}
+
+
+def test_the_others_are_told_when_the_first_have_answered() -> None:
+    driver, targets = several_to_tell()
+    first = driver.all_asked(commands.SendPlan)
+    for plan in first:
+        driver.answer(plan, Ok())
+    assert told(driver) == targets - {plan.message.node for plan in first}
+
+
+def test_the_others_are_told_soon_though_the_first_do_not_answer() -> None:
+    driver, targets = several_to_tell()
+    driver.wait(WAVE_S)
+    assert told(driver) == targets
+
+
+def test_the_others_are_told_though_the_first_are_gone() -> None:
+    driver, targets = several_to_tell()
+    gone = told(driver)
+    for node in gone:
+        driver.gone(node)
+    driver.wait(WAVE_S)
+    assert told(driver) >= targets - gone
 
 
 # --- what nodes hold ---

@@ -41,7 +41,7 @@ def grow(driver: Driver, *newcomers: str) -> list[commands.SendPlan]:
     reserve = driver.asked(commands.Reserve)
     driver.answer(reserve, Reserved(targets=tuple(info(node) for node in newcomers)))
     driver.think()
-    return driver.all_asked(commands.SendPlan)
+    return driver.orders()
 
 
 def fail(driver: Driver, node: str, source: str, block: int) -> None:
