@@ -7,6 +7,7 @@ generates them.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -164,7 +165,8 @@ class RunningAnswer:
 
     async def run(self) -> None:
         while not self.core.done:
-            self._do(self.core.tick(now()))
+            if given_up := self.core.tick(now()):
+                self._do(given_up)
             if work := self.core.due(now()):
                 self._do(await self._carry_out(work))
             else:
@@ -337,17 +339,14 @@ class Reader:
         """As `Generation.deltas`."""
         running, seen = self._running, 0
         while True:
-            new = running.deltas[seen:]
-            seen += len(new)
-            if new:
-                yield new
-            elif not self.generation.open:
-                return
-            elif running.error:
-                raise running.error
-            else:
-                try:
-                    async with asyncio.timeout(patience_s):
+            new: list[Delta] = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while not (new := running.deltas[seen:]):
+                        if not self.generation.open:
+                            return
+                        if running.error:
+                            raise running.error
                         await running.change()
-                except TimeoutError:
-                    yield []
+            seen += len(new)
+            yield new

@@ -21,9 +21,11 @@ def scripted(submit: Submit) -> Sequence[int]:
 class Reader:
     """A streaming client that can be waited for."""
 
-    def __init__(self, cluster: Cluster, body: dict[str, Any] | None = None) -> None:
+    def __init__(self, cluster: Cluster, body: dict[str, Any] | None = None, key: str = "") -> None:
+        """`key`: an idempotency key."""
         self._url = f"{cluster.service.url}/v1/completions"
         self._body = {**ASK, **(body or {}), "stream": True}
+        self._sends = {"Idempotency-Key": key} if key else {}
         self._changed = asyncio.Condition()
         self.text = ""
         self.raw = b""
@@ -35,11 +37,13 @@ class Reader:
     async def read(self) -> str:
         async with (
             aiohttp.ClientSession() as session,
-            session.post(self._url, json=self._body) as response,
+            session.post(self._url, json=self._body, headers=self._sends) as response,
         ):
             self.status, self.headers = response.status, dict(response.headers)
             async for line in response.content:
-                self.raw += line
+                async with self._changed:
+                    self.raw += line
+                    self._changed.notify_all()
                 if line.startswith(b"data: {"):
                     await self._take(json.loads(line[6:]))
         if self.status != 200:
@@ -54,6 +58,10 @@ class Reader:
                 self.text += event["choices"][0]["text"]
                 self.finish = event["choices"][0]["finish_reason"]
             self._changed.notify_all()
+
+    async def until_spoken_to(self) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: self.raw)
 
     async def until(self, length: int) -> None:
         async with asyncio.timeout(10), self._changed:

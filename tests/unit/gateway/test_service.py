@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from services.gateway.core.pace import UNKNOWN_S
+from services.gateway.keyed_answers import LOOK_S
 from services.gateway.service import GatewayService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
@@ -45,13 +46,15 @@ async def test_a_request_for_no_instances_waits_for_the_first() -> None:
         assert reader.finish == "stop"
 
 
-async def test_a_waiting_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 0.02)
+@pytest.mark.parametrize("key", ["", "a-key"])
+async def test_a_waiting_stream_says_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 4 * LOOK_S)
     async with running() as cluster, asyncio.TaskGroup() as group:
-        reader = Reader(cluster)
+        reader = Reader(cluster, key=key)
         reading = group.create_task(reader.read())
-        await cluster.loaded(lambda load: load.queued_requests == 1)
-        await cluster.loaded(lambda load: load.queued_requests == 1)
+        await reader.until_spoken_to()
         await nodes_of(cluster, 1, pause_at=None)
         await cluster.publish(replica(1))
         assert await reading == TEXT
