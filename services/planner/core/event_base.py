@@ -162,7 +162,8 @@ class EventBase:
         self._desk.do(command)
 
     def _drop(self, nodes: Collection[NodeId], fit: Collection[NodeId] = ()) -> None:
-        """Goes on without these nodes. `fit`: those with which nothing is wrong."""
+        """Goes on without these nodes. `fit`: those with which nothing is wrong, such as nodes that
+        are gone: the next process of the name may be used at once."""
         if reserved := tuple(node for node in sorted(nodes) if node in self.record.targets):
             self._unreserve(reserved)
         for node in sorted(nodes):

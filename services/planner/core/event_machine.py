@@ -208,7 +208,7 @@ class EventMachine(Growing):
         for node, error in refused.items():
             self._log("warning", "target refused its plan", node=node, error=str(error))
         whys = "; ".join(f"{node}: {error}" for node, error in refused.items())
-        self._drop(refused)
+        self._drop(refused, fit=self._orders.gone)
         self._replan(Case(f"targets refused: {whys}"))
 
     # --- until everything has arrived ---

@@ -65,7 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The event failed before this target was complete: what it holds may be freed."""
+    """The event failed, or goes on without this target: what it holds may be freed."""
 
     node: NodeId
 

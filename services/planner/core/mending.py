@@ -126,7 +126,7 @@ class Mending(EventBase):
         else:
             unable = frozenset(case.silent)
         case.amends = bool(case.failures) and not self._participants() & (case.gone | unable)
-        self._drop(case.gone | unable, fit=case.taken)
+        self._drop(case.gone | unable, fit=case.gone)
         self._replan(case)
 
     # --- the next revision ---

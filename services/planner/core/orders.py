@@ -36,6 +36,8 @@ class Orders:
         """The revision that each target follows."""
         self.refused: dict[NodeId, LambdaScaleError] = {}
         """Targets that did not take the current revision."""
+        self.gone: set[NodeId] = set()
+        """Those of them whose process is gone. Nothing is wrong with the next one of the name."""
         self._desk = desk
         self._model = model
         self._open: dict[int, NodeId] = {}
@@ -61,7 +63,7 @@ class Orders:
 
     def send(self, record: EventRecord, targets: Iterable[NodeId], promoting: Promoting) -> None:
         """Begins to send the record's revision."""
-        self.refused, self._open, self._again = {}, {}, {}
+        self.refused, self.gone, self._open, self._again = {}, set(), {}, {}
         self._give_up_at = self._desk.at + MANIFEST_WAIT_S
         self._parts = _parts(record)
         # A target that receives nothing loads all of its part from its own disk: at once.
@@ -78,7 +80,7 @@ class Orders:
     def _send(self, record: EventRecord, node: NodeId, promoting: Promoting) -> None:
         nodes = self._desk.cluster.nodes
         if node not in nodes:
-            self.refused[node] = PlanError(f"node {node} is gone")
+            self._lose(node)
             return
         held = self._desk.cluster.executable(node, self._model.model_id)
         part = self._parts.get(node, ())
@@ -120,9 +122,13 @@ class Orders:
         """The node will not answer any question."""
         asked = {number: each for number, each in self._open.items() if each == node}
         if asked or self._again.pop(node, None) is not None:
-            self.refused[node] = PlanError(f"node {node} is gone")
+            self._lose(node)
         for number in asked:
             del self._open[number]
+
+    def _lose(self, node: NodeId) -> None:
+        self.refused[node] = PlanError(f"node {node} is gone")
+        self.gone.add(node)
 
     def wake(self, record: EventRecord, promoting: Promoting) -> None:
         if self._desk.at >= self._wave_ends_at:

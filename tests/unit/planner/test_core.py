@@ -20,7 +20,7 @@ from shared.errors import BusTimeout, Conflict, LambdaScaleError
 from shared.ids import Generation, NodeId
 from shared.messages import Ok
 from shared.messages.instances import InstanceSet
-from shared.messages.pool import Holding, ModelRemoved, NodeGone, Reserved, Tier
+from shared.messages.pool import Holding, ModelRemoved, NodeGone, NodeJoined, Reserved, Tier
 from shared.messages.scaling import EventState, PeerSuspect, SetInstances
 from tests.unit.planner.driver import (
     EPOCH,
@@ -526,3 +526,25 @@ def test_a_plan_that_fails_with_any_error_fails_its_event_only() -> None:
     driver.wait(1.1)
     driver.load(queued=21, a=4)
     assert driver.all_asked(commands.Reserve), "it is tried again"
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["before it answers", "while it loads"])
+def test_a_target_that_went_may_be_chosen_again_once_it_is_back(taken: bool) -> None:
+    driver = Driver()
+    driver.join("a", "b")
+    driver.publish()
+    driver.holds("a")
+    driver.status("b")
+    driver.wait(1.0)
+    driver.load(queued=4, a=4)
+    driver.reserve("b", sources=["a"])
+    driver.think()
+    if taken:
+        driver.answer(driver.asked(commands.SendPlan), Ok())
+    driver.gone("b")
+    driver.ping(there=True)
+    assert driver.event.state is EventState.FAILED
+    driver.feed(NodeJoined(info=info("b", generation=2)))
+    driver.status("b", generation=2)
+    driver.load(queued=4, a=4)
+    assert set(driver.asked(commands.Reserve).message.exclude) == {"a"}
