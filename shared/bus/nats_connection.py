@@ -79,6 +79,20 @@ class NatsSubscription:
             self._connection.log.debug("unsubscribe", subject=self.subject, error=str(error))
 
 
+class _Call:
+    """One exchange with the server, while it lasts."""
+
+    scope: asyncio.Timeout
+    dies = False
+    """Whether it ends with the connection."""
+    lost = False
+    """Whether it ended so."""
+
+    def end(self) -> None:
+        if not self.scope.expired():
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
 class Connection:
     def __init__(self, config: BusConfig, name: str, log: structlog.stdlib.BoundLogger) -> None:
         self.log = log
@@ -91,7 +105,7 @@ class Connection:
         self._tasks = Tasks()
         self._up = asyncio.Event()
         self._open = False
-        self._calls: set[asyncio.Timeout] = set()
+        self._calls: set[_Call] = set()
         self._subscriptions: set[NatsSubscription] = set()
         self._last_error: Exception | None = None
         self._opening = False
@@ -129,9 +143,8 @@ class Connection:
     async def close(self) -> None:
         """Sends what is buffered, and ends every call in progress with BusError."""
         self._open = False
-        for scope in self._calls:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        for call in self._calls:
+            call.end()
         self._announce()
         await self._tasks.close()
         await self._close_client(self.client)
@@ -147,21 +160,32 @@ class Connection:
     @asynccontextmanager
     async def call(self, what: str, timeout: float = CALL_TIMEOUT_S) -> AsyncIterator[None]:
         """Wraps one exchange with the server: it begins when connected, never hangs, and raises
-        typed errors."""
+        typed errors.
+
+        If the connection is lost, a call of up to CALL_TIMEOUT_S ends at once: its answer would be
+        there in a moment, so it is lost as well, and the caller can ask again. The answer to a
+        longer call may still come over the next connection.
+        """
         self.check_open()
+        call = _Call()
         try:
             with _cancellation_kept():
-                async with asyncio.timeout(timeout) as scope:
-                    self._calls.add(scope)
+                async with asyncio.timeout(timeout) as call.scope:
+                    self._calls.add(call)
                     try:
                         await self._up.wait()
+                        call.dies = timeout <= CALL_TIMEOUT_S
                         yield
                     finally:
-                        self._calls.discard(scope)
+                        self._calls.discard(call)
         except TimeoutError as error:
             self.check_open()
-            state = "no answer" if self._up.is_set() else "not connected to NATS"
-            raise BusTimeout(f"{what}: {state} within {timeout} s") from error
+            if call.lost:
+                why = "the connection to NATS was lost before an answer came"
+            else:
+                state = "no answer" if self._up.is_set() else "not connected to NATS"
+                why = f"{state} within {timeout} s"
+            raise BusTimeout(f"{what}: {why}") from error
         except (
             nats.errors.NoRespondersError,
             nats.js.errors.NoStreamResponseError,
@@ -263,6 +287,10 @@ class Connection:
         if self._open and self._up.is_set():
             self._up.clear()
             self.log.warning("NATS disconnected", error=repr(self._last_error))
+            for call in self._calls:
+                if call.dies:
+                    call.lost = True
+                    call.end()
 
     async def _on_reconnected(self) -> None:
         self._server = _address(self.client)

@@ -190,6 +190,36 @@ async def test_a_silent_connection_is_noticed(nats_server: NatsServer) -> None:
             await serving_again(far, "service")
 
 
+async def test_a_short_call_ends_with_its_connection_and_a_long_call_outlives_it(
+    nats_server: NatsServer,
+) -> None:
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def slow(message: Message) -> Message:
+        asked.set()
+        await told.wait()
+        return message
+
+    async with FaultProxy(port_of(nats_server.url)) as proxy:
+        config = BusConfig(url=f"nats://127.0.0.1:{proxy.port}")
+        async with (
+            NatsBus(config, "far") as far,
+            NatsBus(BusConfig(url=nats_server.url), "near") as near,
+            asyncio.TaskGroup() as group,
+        ):
+            bucket = await far.kv("bucket")
+            await near.serve("slow", Cancel, slow)
+            await near.serve("service", Cancel, echo)
+            long = group.create_task(far.request("slow", numbered(7), Cancel, timeout=WAIT_S))
+            await asked.wait()
+            proxy.silence()
+            with pytest.raises(BusTimeout, match="the connection to NATS was lost"):
+                await bucket.put("key", b"value")
+            await serving_again(far, "service")
+            told.set()
+            assert await long == numbered(7)
+
+
 async def test_an_error_unknown_to_the_client_does_not_end_the_bus(nats_server: NatsServer) -> None:
     async with FaultProxy(port_of(nats_server.url)) as proxy:
         config = BusConfig(url=f"nats://127.0.0.1:{proxy.port}")
