@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-SILENCE_S = 8.0
-"""A client that hears nothing for this long gives the connection up."""
-PATIENCE_S = 90.0
-"""A client that has no whole answer by then gives up."""
+PATIENCE = 12
+"""How many silences long a client waits for a whole answer before it gives up."""
 WAIT_S = 0.25
 """Before a client comes again, unless the answer says how long to wait."""
 
@@ -46,7 +44,7 @@ class Answered:
     """The error that it ended with."""
     tries: int = 0
     silent: list[tuple[str, float]] = field(default_factory=list)
-    """The gateways' URLs from which nothing came for SILENCE_S, and when it was given up."""
+    """The gateways' URLs from which nothing came for long, and when they were given up."""
     came_at: list[float] = field(default_factory=list)
     """When each token came for the first time (time.monotonic())."""
 
@@ -61,17 +59,19 @@ class Again(Exception):
 
 
 class Client:
-    def __init__(self, model: str, urls: Sequence[str]) -> None:
+    def __init__(self, model: str, urls: Sequence[str], silence_s: float) -> None:
+        """`silence_s`: a client that hears nothing for so long gives the connection up."""
         self._model = model
         self._urls = urls
+        self._silence_s = silence_s
 
     async def ask(self, request: Request, first: int) -> Answered:
         """`first`: the number of the gateway that it tries first."""
         answered = Answered(request, time.monotonic())
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=SILENCE_S)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=self._silence_s)
         try:
             async with (
-                asyncio.timeout(PATIENCE_S),
+                asyncio.timeout(PATIENCE * self._silence_s),
                 aiohttp.ClientSession(timeout=limits) as session,
             ):
                 while True:

@@ -321,6 +321,10 @@ def _add_chaos(benches: "argparse._SubParsersAction[Any]") -> None:
         help="seconds that a process is stopped, cut off or on a slow link (10)",
     )  # fmt: skip
     parser.add_argument(
+        "--silence", type=amount, default=8.0, metavar="S",
+        help="seconds without a sign of life after which a client counts as hung (8)",
+    )  # fmt: skip
+    parser.add_argument(
         "--data", type=absolute, metavar="DIR",
         help="directory for the cluster, with all logs (default: a new one, which is removed if "
         "all went well)",
@@ -333,7 +337,9 @@ def run_chaos(args: argparse.Namespace) -> int:
     """1 if anything was lost, hung or wrong, or the cluster did not get well."""
     from benchmarks.chaos import bench, results  # torch: a second or two
 
-    settings = bench.Settings(args.runs, args.seed, args.tokens, args.lasting, args.data)
+    settings = bench.Settings(
+        args.runs, args.seed, args.tokens, args.lasting, args.silence, args.data
+    )
     found = bench.measure(settings, say)
     _show(args, results.document(found), results.table(found), results.bars(found))
     return 0 if all(run.is_good for run in found.runs) else 1
