@@ -62,6 +62,21 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """SHA-256 (hex) of each accepted key, from `lambdascale key`. Empty: the API asks for no
     key."""
+    hosts: tuple[str, ...] = ()
+    """Names by which clients call the gateway. Where it listens on loopback, or where names are
+    given, requests for other hosts are refused, but for addresses, `localhost` and the machine's
+    name."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (such as https://chat.example.org) whose pages may call the gateway from a browser,
+    beside its own origin. `*`: all may."""
+    max_connections: Count = 8192
+    """The most connections at a time. Further ones are answered with 503."""
+    max_connections_per_client: Size = 0
+    """The most connections from one address (a proxy counts as one client); further ones are
+    answered with 429. 0: no limit of its own."""
+    client_timeout_s: Positive = 30.0
+    """How long the headers of a request, and then its body, may take to arrive, and how long a
+    client may leave its answer unread."""
     max_body_bytes: Count = 1 << 20
     max_image_bytes: Count = 16 << 20
     """Limit for a body with an image."""

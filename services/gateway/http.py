@@ -1,9 +1,11 @@
 """The gateway's HTTP: OpenAI's API, image classification, health and metrics."""
 
+import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import structlog
@@ -13,8 +15,10 @@ from services.gateway import classify, responses
 from services.gateway.answers import Answers
 from services.gateway.api_error import ApiError, invalid, of_error
 from services.gateway.asked import Asked, chat, completion
+from services.gateway.browsers import browsers
 from services.gateway.catalog import Catalog
 from services.gateway.choices import choices_of, prompts_of
+from services.gateway.connections import Connections
 from services.gateway.event_ids import NumberedAnswers
 from services.gateway.frontend import NO_BUS, Frontend
 from services.gateway.generation import Generation
@@ -31,6 +35,8 @@ from shared.messages.pool import ModelRecord
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ID = web.RequestKey("request_id", str)
+_FOR_PAGE = web.RequestKey("for_page", dict[str, str])
+"""Headers with which a page of another origin may read the answer."""
 Found = TypeVar("Found")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,6 +45,7 @@ class Api:
     def __init__(
         self,
         config: GatewayConfig,
+        connections: Connections,
         catalog: Catalog,
         grammars: GrammarChecker,
         frontend: Frontend,
@@ -54,6 +61,8 @@ class Api:
         self._keys = [bytes.fromhex(key) for key in config.api_keys]
         self._max_body = config.max_body_bytes
         self._max_image = config.max_image_bytes
+        self._connections = connections
+        self._browsers = browsers(config)
         self._decoder = ImageDecoder()
         self._catalog = catalog
         self._grammars = grammars
@@ -65,7 +74,7 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer])
-        app.on_response_prepare.append(_set_request_id)
+        app.on_response_prepare.append(_set_headers)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/v1/models", self._models)
@@ -85,7 +94,15 @@ class Api:
     async def _outer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-ID", "")
         request[_ID] = given if _REQUEST_ID.fullmatch(given) else new_id("req")
+        with self._connections.serving(request.transport):
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:
+            self._browsers.check(request.headers)
+            request[_FOR_PAGE] = self._browsers.answer(request.headers)
+            if _is_preflight(request):
+                return web.Response(status=204, headers=self._browsers.preflight(request.headers))
             if request.path.startswith("/v1/"):
                 self._authorize(request)
             response = await handler(request)
@@ -102,6 +119,15 @@ class Api:
         route = resource.canonical if resource else "none"
         self._metrics.responses.labels(route, str(response.status)).inc()
         return response
+
+    @asynccontextmanager
+    async def _arriving(self) -> AsyncIterator[None]:
+        """While a body is awaited. ApiError 408 if it takes too long."""
+        try:
+            async with asyncio.timeout(self._connections.timeout_s):
+                yield
+        except TimeoutError:
+            raise ApiError(408, "the body of the request did not arrive in time") from None
 
     def _authorize(self, request: web.Request) -> None:
         if not self._keys:
@@ -134,10 +160,14 @@ class Api:
     # --- completions ---------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, completion(await request.read()))
+        async with self._arriving():
+            body = await request.read()
+        return await self._complete(request, completion(body))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat(await request.read()))
+        async with self._arriving():
+            body = await request.read()
+        return await self._complete(request, chat(body))
 
     async def _complete(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         record = self._record(asked.model)
@@ -184,7 +214,8 @@ class Api:
     # --- classification ------------------------------------------------------
 
     async def _classify(self, request: web.Request) -> web.Response:
-        body = await classify.read(request.clone(client_max_size=self._max_image))
+        async with self._arriving():
+            body = await classify.read(request.clone(client_max_size=self._max_image))
         record = self._record(body.model)
         sight = await self._loaded(record, self._catalog.sight)
         pixels = await self._decoder.pixels(body.image, sight.input)
@@ -256,6 +287,11 @@ def _error_response(error: ApiError) -> web.Response:
     return response
 
 
-async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+
+
+async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
     if _ID in request:
         response.headers["X-Request-ID"] = request[_ID]
+    response.headers.update(request.get(_FOR_PAGE, {}))

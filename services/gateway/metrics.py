@@ -28,6 +28,10 @@ class Metrics:
                 f"{_PREFIX}_{name}", text, ["model"], buckets=buckets, registry=self.registry
             )
 
+        self.connections = Gauge(
+            f"{_PREFIX}_connections", "Open connections", registry=self.registry
+        )
+        self.refused_connections = counter("refused_connections", "For want of room")
         self.responses = counter("responses", "HTTP answers of the API", "route", "status")
         self.requests = counter("requests", "Completions, by how they ended", "model", "end")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of accepted prompts", "model")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from services.gateway.catalog import Catalog
+from services.gateway.connections import Connections
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.reporting import Reporting
@@ -54,6 +55,10 @@ LEARN_S = 0.2
 REFRESH_S = 5.0
 """Seconds between questions to the registry after that. A broadcast may have been missed."""
 ASK_TIMEOUT_S = 2.0
+LINGER_S = 1.0
+"""How long the rest of a body is awaited after its request was answered without it."""
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 STALL_S = 30.0
 """See `Rules.stall_s`."""
 BUS_PATIENCE_S = 5.0
@@ -161,8 +166,16 @@ class GatewayService(Service):
         grammars = GrammarChecker()
         self.resources.push_async_callback(grammars.close)
         await self._keyed.open()
+        connections = Connections(
+            config.max_connections,
+            config.max_connections_per_client,
+            config.client_timeout_s,
+            refused=self._metrics.refused_connections.inc,
+        )
+        self._metrics.connections.set_function(connections.__len__)
         self._api = api = Api(
             config,
+            connections,
             self._catalog,
             grammars,
             self.frontend,
@@ -173,16 +186,24 @@ class GatewayService(Service):
         )
         # A client that leaves cancels its handler, and the handler its requests.
         runner = web.AppRunner(
-            api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S
+            api.app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=HANG_UP_S,
+            lingering_time=LINGER_S,
         )
         await runner.setup()
+        assert runner.server is not None
         self.resources.push_async_callback(runner.cleanup)
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
+            server = await asyncio.get_running_loop().create_server(
+                connections.protocols(runner.server), config.host, config.port, backlog=BACKLOG
+            )
         except OSError as error:
             where = f"{config.host}:{config.port}"
             raise ConfigError(f"gateway.host/port {where} cannot be used: {error}") from error
-        host, port = runner.addresses[0][:2]
+        self.resources.callback(server.close)
+        host, port = server.sockets[0].getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.log.info("serving", url=self.url)
 
