@@ -1,6 +1,6 @@
 """Compiles the C parts of a node (the engine's kernels, the data plane's relay loop) when they are
-first needed, and keeps the results in the user's cache folder. What another node has compiled for
-the same processor from the same sources is taken from there (`artefacts`)."""
+first needed, and keeps the results in the user's cache folder. What another node has compiled from
+the same sources, if need be for the same processor, is taken from there (`artefacts`)."""
 
 import ctypes
 import fcntl
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from shared.errors import LambdaScaleError
+
+FOR_THIS_PROCESSOR = "-march=native"
+"""The flag of libraries that run only on processors like this machine's."""
 
 
 class CompileFailed(LambdaScaleError):
@@ -45,7 +48,7 @@ def use_peers(peers: Peers | None) -> None:
 def library(
     name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]
 ) -> ctypes.CDLL:
-    """The library of these sources, for this machine's processor. Compiling takes seconds."""
+    """The library of these sources. Compiling takes seconds."""
     try:
         compiled = place(name, sources, headers, flags)
         if not compiled.exists():
@@ -71,7 +74,8 @@ def place(
     made_of = hashlib.sha256()
     for source in (*sources, *headers):
         made_of.update(source.read_bytes())
-    machine = (platform.machine(), _processor(), *platform.libc_ver())
+    processor = [_processor()] if FOR_THIS_PROCESSOR in flags else []
+    machine = (platform.machine(), *processor, *platform.libc_ver())
     made_of.update("\0".join((*flags, *machine)).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
     return folder / f"{name}-{made_of.hexdigest()[:32]}.so"
@@ -116,7 +120,7 @@ def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], compi
 
 
 def _processor() -> str:
-    """A description of everything that -march=native depends on."""
+    """A description of everything that FOR_THIS_PROCESSOR depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

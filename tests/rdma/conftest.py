@@ -4,6 +4,7 @@ import compileall
 
 import pytest
 
+from services.node.transport import native
 from tests.rdma.image import Image, prepare
 from tests.rdma.machine import REPOSITORY
 from tests.support.packages import Unavailable
@@ -11,8 +12,10 @@ from tests.support.packages import Unavailable
 
 @pytest.fixture(scope="session")
 def image() -> Image:
-    for package in ("services", "shared", "simulation", "tests"):  # which guests only read
+    # Here, because guests only read this machine's files, and their processors are slow.
+    for package in ("services", "shared", "simulation", "tests"):
         compileall.compile_dir(REPOSITORY / package, quiet=1)
+    native.load()
     try:
         return prepare()
     except Unavailable as error:

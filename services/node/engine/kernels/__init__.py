@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from services.node.compiling import CompileFailed, library
+from services.node.compiling import FOR_THIS_PROCESSOR, CompileFailed, library
 from shared import telemetry
 
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ SOURCES = tuple(
 )
 HEADERS = tuple(HERE / name for name in ("kernels.h", "numbers.h", "products.h"))
 FLAGS = (
-    "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", FOR_THIS_PROCESSOR, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-shared", "-fPIC",
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.node import compiling
 from services.node.transport import native
 from services.node.transport.wire import (
     PREFIX_BYTES,
@@ -27,6 +28,14 @@ def library() -> ctypes.CDLL:
     loaded = native.load()
     assert loaded is not None
     return loaded
+
+
+def test_processors_of_other_machines_have_the_same_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = compiling.place("relay", native.SOURCES, native.HEADERS, native.FLAGS)
+    monkeypatch.setattr(compiling, "_processor", lambda: "another")
+    assert compiling.place("relay", native.SOURCES, native.HEADERS, native.FLAGS) == here
 
 
 def decoded(library: ctypes.CDLL, head: bytes) -> tuple[int, int] | None:
