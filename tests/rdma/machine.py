@@ -1,86 +1,137 @@
-"""Virtual machines that run one job each, alone or two on one wire."""
+"""Virtual machines, two on one wire, that run Python modules."""
 
 import asyncio
+import itertools
 import os
 import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from services.local.processes import die_with_parent
+from tests.rdma.guest.agent import End, Ended, Order, Ready, Report, Run, Said
 from tests.rdma.image import Image
 
 REPOSITORY = Path(__file__).parents[2]
 DEVICE = "rxe0"
 GID_INDEX = 1
 """The IPv4 address's."""
-_BEGINS, _ENDED = "[job begins]", "[job ended: "
-BOOT_S = 400.0
-"""A bound only: it takes 5 s where there is a core for it."""
+BOOT_S = 600.0
+END_S = 60.0
+"""Bounds only. Where there is a core for it, the kernel boots in 5 s, and torch takes 30 s to be
+imported."""
+POWER_CUT = -9
+"""The exit code of the jobs of a machine that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plug:
-    """One machine's end of a wire: its address and what QEMU is told."""
+    """One machine's end of a wire: what it is connected by, and its address."""
 
-    address: str
-    arguments: tuple[str, ...]
+    socket: socket.socket
+    number: int
 
+    @property
+    def address(self) -> str:
+        return f"10.9.0.{self.number}"
 
-class Wire:
-    """Between two machines; that of `first` must have begun before the other starts."""
-
-    def __init__(self, path: Path) -> None:
-        """`path` is that of a Unix socket, to be made."""
-        self.first = self._plug(path, 1, "on")
-        self.second = self._plug(path, 2, "off")
-
-    def _plug(self, path: Path, number: int, server: str) -> Plug:
-        mac = f"52:54:00:00:00:{number:02x}"
-        return Plug(
-            f"10.9.0.{number}",
-            (
-                *("-netdev", f"stream,id=wire,server={server},addr.type=unix,addr.path={path}"),
-                *("-device", f"virtio-net-pci,netdev=wire,mac={mac},romfile=,host_mtu=9000"),
-            ),
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What QEMU is told; it inherits the socket."""
+        end = f"addr.type=fd,addr.str={self.socket.fileno()}"
+        mac = f"52:54:00:00:00:{self.number:02x}"
+        return (
+            *("-netdev", f"stream,id=wire,server=off,{end}"),
+            *("-device", f"virtio-net-pci,netdev=wire,mac={mac},romfile=,host_mtu=9000"),
         )
 
 
-ALONE = Plug("10.9.0.1", ())
+def wire() -> tuple[Plug, Plug]:
+    """Between two machines, each of which closes its end here when it is switched on."""
+    first, second = socket.socketpair()
+    return Plug(first, 1), Plug(second, 2)
+
+
+class Job:
+    """A module that runs in a machine."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.output = ""
+        """What it has printed."""
+        self.over = False
+        self._reports: asyncio.Queue[Said | Ended] = asyncio.Queue()
+
+    def hear(self, report: Said | Ended) -> None:
+        if isinstance(report, Said):
+            self.output += report.line + "\n"
+        else:
+            self.over = True
+        self._reports.put_nowait(report)
+
+    async def until(self, text: str, *, timeout: float) -> str:
+        """The line in which the job says `text`. AssertionError: it did not."""
+        try:
+            async with asyncio.timeout(timeout):
+                while isinstance(report := await self._reports.get(), Said):
+                    if text in report.line:
+                        return report.line
+        except TimeoutError:
+            raise AssertionError(f"the job did not say {text!r} within {timeout} s") from None
+        raise AssertionError(f"the job ended with {report.code} before it said {text!r}")
+
+    async def ended(self, *, timeout: float) -> int:
+        """The job's exit code. AssertionError: it has none by then."""
+        try:
+            async with asyncio.timeout(timeout):
+                while isinstance(report := await self._reports.get(), Said):
+                    pass
+        except TimeoutError:
+            raise AssertionError(f"the job did not end within {timeout} s") from None
+        return report.code
 
 
 class Machine:
     """A guest on this machine's files (writes go to its memory), with one RDMA device, DEVICE.
 
-    It runs `command` in REPOSITORY as root and ends with it. `directory` holds what it is told
-    and its console.
+    As root in REPOSITORY it runs what it is told to (guest/agent.py), with the modules `preload`
+    imported beforehand. `directory` holds its first script and its console.
     """
 
     def __init__(
         self,
         image: Image,
         directory: Path,
-        command: Sequence[str],
         *,
-        plug: Plug = ALONE,
-        memory_mib: int = 1536,
+        plug: Plug,
+        preload: Sequence[str],
+        memory_mib: int,
         environment: Mapping[str, str],
     ) -> None:
-        self.output = ""
-        """What the job has printed."""
+        self.address = plug.address
         self._image = image
+        self._plug = plug
         self._console = directory / "console"
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self._ready = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        job = directory / "job"
+        self._listener: asyncio.Task[None] | None = None
+        script = directory / "script"
         variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", **environment}
         exports = (f"export {name}={shlex.quote(value)}" for name, value in variables.items())
-        steps = (*exports, f"cd {shlex.quote(str(REPOSITORY))}", f"exec {shlex.join(command)}")
+        agent = [sys.executable, "-m", "tests.rdma.guest.agent", *preload]
+        steps = (*exports, f"cd {shlex.quote(str(REPOSITORY))}", f"exec {shlex.join(agent)}")
         directory.mkdir(parents=True, exist_ok=True)
-        job.write_text("\n".join(steps) + "\n")
+        script.write_text("\n".join(steps) + "\n")
         tools = image.emulator / "usr"
         self._arguments = [
             *(str(tools / "bin/qemu-system-x86_64"), "-nodefaults", "-display", "none"),
@@ -90,33 +141,30 @@ class Machine:
             *("-serial", f"file:{self._console}", "-serial", "stdio"),
             *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append"),
             "cryptomgr.notests console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on "
-            f"address={plug.address} job={job}",
+            f"address={plug.address} script={script}",
             *_share("host", Path("/")),
             *_share("overlay", image.overlay),
             *plug.arguments,
         ]
 
     async def __aenter__(self) -> Self:
-        """Its job begins."""
+        """It is switched on; `run` waits until it is ready."""
         libraries = self._image.emulator / "usr/lib/x86_64-linux-gnu"
         also = self._image.emulator / "lib/x86_64-linux-gnu"
-        self._process = await asyncio.create_subprocess_exec(
-            *self._arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent(),
-            env={
-                **os.environ,
-                "LD_LIBRARY_PATH": f"{libraries}:{also}",
-                "QEMU_MODULE_DIR": str(libraries / "qemu"),
-            },
-        )
-        try:
-            await self.until(_BEGINS, timeout=BOOT_S)
-        except BaseException:
-            await self.__aexit__(*sys.exc_info())
-            raise
+        with self._plug.socket as end:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                preexec_fn=die_with_parent(),
+                pass_fds=[end.fileno()],
+                env={
+                    **os.environ,
+                    "LD_LIBRARY_PATH": f"{libraries}:{also}",
+                    "QEMU_MODULE_DIR": str(libraries / "qemu"),
+                },
+            )
+        self._listener = asyncio.create_task(self._listen())
         return self
 
     async def __aexit__(
@@ -126,48 +174,63 @@ class Machine:
         traceback: TracebackType | None,
     ) -> None:
         await self.kill()
-        if exc_type is not None:
-            print(self._report(), file=sys.stderr)
 
     async def kill(self) -> None:
         """As a power cut would; nothing if it has ended."""
         assert self._process is not None
+        assert self._listener is not None
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+        await self._listener
 
-    async def until(self, text: str, *, timeout: float) -> str:
-        """The line in which the job says `text`. AssertionError: it did not."""
+    @asynccontextmanager
+    async def run(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Job]:
+        """Runs a module as `python -m` would. It ends with this context."""
         try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    line = await self._line()
-                    if text in line:
-                        return line
-                    if not line or line.startswith(_ENDED):
-                        raise AssertionError(f"the job ended before it said {text!r}")
+            async with asyncio.timeout(BOOT_S):
+                await self._ready.wait()
         except TimeoutError:
-            raise AssertionError(f"the guest did not say {text!r} within {timeout} s") from None
+            raise AssertionError(f"no machine within {BOOT_S} s: {self._last_words()}") from None
+        job = Job(next(self._numbers))
+        self._jobs[job.number] = job
+        await self._order(Run(job.number, module, arguments, dict(environment or {})))
+        try:
+            yield job
+        except BaseException:
+            print(f"--- {module} said\n{job.output}\n{self._last_words()}", file=sys.stderr)
+            raise
+        finally:
+            if not job.over:
+                await self._order(End(job.number))
+                await job.ended(timeout=END_S)
 
-    async def ended(self, *, timeout: float) -> int:
-        """The job's exit code. AssertionError: it has none by then."""
-        line = await self.until(_ENDED, timeout=timeout)
-        return int(line.removeprefix(_ENDED).rstrip("]\n"))
+    async def _order(self, order: Order) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await self._process.stdin.drain()
 
-    async def _line(self) -> str:
+    async def _listen(self) -> None:
+        """Until the machine is off, which ends its jobs."""
         assert self._process is not None
         assert self._process.stdout is not None
-        line = (await self._process.stdout.readline()).decode(errors="replace")
-        self.output += line
-        return line
+        while line := await self._process.stdout.readline():
+            report: Report = msgspec.json.decode(line, type=Report)
+            if isinstance(report, Ready):
+                self._ready.set()
+            else:
+                self._jobs[report.job].hear(report)
+        for job in self._jobs.values():
+            if not job.over:
+                job.hear(Ended(job.number, POWER_CUT))
 
-    def _report(self) -> str:
+    def _last_words(self) -> str:
         console = self._console.read_text(errors="replace") if self._console.exists() else ""
         code = self._process.returncode if self._process else None
-        return (
-            f"--- the job said\n{self.output}\n"
-            f"--- the guest's console (QEMU ended with {code})\n{console[-3000:]}"
-        )
+        return f"--- the guest's console (QEMU ended with {code})\n{console[-3000:]}"
 
 
 def _share(tag: str, path: Path) -> list[str]:

@@ -1,14 +1,14 @@
 """A cluster over two machines: node-1 alone on the other, everything else on this one.
 
-The services of control share this process, whose imports an emulated processor has to do once.
-Arguments: a checkpoint; a file of prompts and of the tokens that must follow them (JSON). Ends with
-0 if node-1 took the model by RDMA, and both the gateway and node-1 itself gave the right tokens.
+Starts nats-server, and runs the services of control in this process; the two nodes are started by
+others. Arguments: a checkpoint; a file of prompts and of the tokens that must follow them (JSON).
+Ends with 0 if node-1 took the model by RDMA, and both the gateway and node-1 itself gave the right
+tokens.
 """
 
 import asyncio
 import http.client
 import json
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +32,6 @@ from shared.messages.pool import ModelRecord, NodeView
 from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
 from shared.messages.serving import Sampling, Submit, Tokens
 from shared.pool_pages import read_pool
-from tests.rdma.guest.peer import DEVICE, GID_INDEX
 
 HOST = "10.9.0.1"
 BUS_PORT = 4222
@@ -61,8 +60,8 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
     }
 
 
-def start_processes(directory: Path) -> None:
-    """nats-server and node-0, which end with the machine."""
+def start_server(directory: Path) -> None:
+    """nats-server, which ends with the job."""
     config = directory / "nats.conf"
     config.write_text(
         json.dumps(
@@ -75,9 +74,6 @@ def start_processes(directory: Path) -> None:
         )
     )
     subprocess.Popen([find_server(), "-c", str(config), "-l", "/dev/null"])
-    settings = node_settings(NODES[0], HOST, DEVICE, GID_INDEX)
-    node = [sys.executable, "-m", "services.cli", "node"]
-    subprocess.Popen(node, env={**os.environ, **settings})
 
 
 @asynccontextmanager
@@ -161,7 +157,7 @@ async def by_node(
 
 
 async def main(checkpoint: Path, expected: dict[str, list[list[int]]]) -> None:
-    start_processes(Path("/tmp"))
+    start_server(Path("/tmp"))
     async with control() as bus:
         watch = Watch()
         await watch.follow(bus)
