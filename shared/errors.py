@@ -63,6 +63,19 @@ class NotReady(LambdaScaleError):
     code = "not_ready"
 
 
+class EngineFailed(LambdaScaleError):
+    """A node's engine raised, or did not come back, while it ran the request and others."""
+
+    code = "engine_failed"
+
+
+class RequestKillsNodes(LambdaScaleError):
+    """Two nodes died, or their engines failed, while they ran the request, the second while it was
+    tried alone. It is never tried again."""
+
+    code = "request_kills_nodes"
+
+
 class PlanError(LambdaScaleError):
     """No plan exists for these inputs."""
 

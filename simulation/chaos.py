@@ -25,7 +25,7 @@ from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.memory import MemorySubscription
 from shared.clock import now
-from shared.errors import BusError, IllegalTransition
+from shared.errors import BusError, IllegalTransition, RequestKillsNodes
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
 from shared.messages.changes import whole_status
@@ -53,6 +53,8 @@ ANSWER_S = 150.0
 """Seconds after the last request and the last fault by which all requests must have ended."""
 REST_S = 120.0
 """Seconds after that by which the cluster must have come to rest."""
+BACK_S = 3.0
+"""Seconds until a node is back that a request has killed."""
 LIMIT_S = 1000.0
 
 
@@ -253,13 +255,23 @@ class Play:
         """Set while no request is open."""
         self._answered.set()
         self._start = now()
+        self._killed: dict[RequestId, int] = {}
+        """How many nodes each request has killed."""
+        self._group = asyncio.TaskGroup()
+        self._field = Field(cluster, watch.find, watch.say, watch.crashed)
+        cluster.poisoned = self._kill
 
     async def run(self) -> None:
+        async with self._group:
+            await self._run()
+
+    async def _run(self) -> None:
         watching = asyncio.create_task(self._watch.look(), name="watch")
-        field = Field(self._cluster, self._watch.find, self._watch.say, self._watch.crashed)
         async with asyncio.TaskGroup() as group:
             for fault in self._played.faults:
-                group.create_task(self._happen(fault.at, fault.happen(field)), name=str(fault))
+                group.create_task(
+                    self._happen(fault.at, fault.happen(self._field)), name=str(fault)
+                )
             group.create_task(self._requests(), name="requests")
         self._watch.say("no more faults")
         try:
@@ -291,6 +303,8 @@ class Play:
             Bins(self._start, 1.0),
             partial(self._ended, arrival),
         )
+        if arrival.kills_at is not None:
+            self._cluster.poison[request] = arrival.prompt_tokens - 1 + arrival.kills_at
         self._open[request] = replay
         self._answered.clear()
         replay.begin(self._cluster.gateway.frontend)
@@ -301,6 +315,18 @@ class Play:
         if replay := self._open.get(request):
             replay.leave(self._cluster.gateway.frontend)
 
+    def _kill(self, name: str, request: RequestId) -> None:
+        if name in self._cluster.nodes:
+            self._killed[request] = self._killed.get(request, 0) + 1
+            self._watch.say(f"{name} dead, killed by {request}")
+            self._watch.crashed(name)
+            self._cluster.crash(name)
+            self._group.create_task(self._back(name), name=f"{name} comes back")
+
+    async def _back(self, name: str) -> None:
+        await asyncio.sleep(BACK_S)
+        await self._cluster.begin(name)
+
     def _ended(self, arrival: Arrival, replay: Replay) -> None:
         del self._open[replay.id]
         if not self._open:
@@ -308,6 +334,13 @@ class Play:
         self._watch.say(f"{replay.id} ended, {replay.tokens} tokens {replay.error}".rstrip())
         if arrival.leaves_after is not None and replay.error == "cancelled":
             return
+        if arrival.kills_at is not None:
+            killed = self._killed.get(replay.id, 0)
+            if not replay.error.startswith(RequestKillsNodes.code) or killed > 2:
+                self._watch.violated(f"{replay.id} killed {killed} nodes: {replay.error}")
+            return
+        if replay.error.startswith(RequestKillsNodes.code) and self._field.hits > 1:
+            return  # two nodes failed while they ran it, as if it had been the reason
         if replay.error or replay.tokens != arrival.output_tokens:
             self._watch.violated(
                 f"{replay.id} got {replay.tokens} of {arrival.output_tokens}: {replay.error}"

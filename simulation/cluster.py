@@ -3,16 +3,18 @@
 import asyncio
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from services.gateway.service import GatewayService
+from services.node.core.rows import Row, request_of
 from services.node.execution.steps import Steps
 from services.node.memory.device import DeviceArena
 from services.node.memory.shelf import Shelf
@@ -29,7 +31,7 @@ from shared.bus.memory import MemoryBus
 from shared.clock import wall_ns
 from shared.config import GatewayConfig, NodeConfig, PlannerConfig, RegistryConfig
 from shared.errors import ConfigError
-from shared.ids import ModelId, ModelName, NodeId
+from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.layout import Manifest, encode_manifest, model_id
 from shared.messages import Ok
 from shared.messages.instances import Instance, InstanceState
@@ -210,7 +212,9 @@ class NodeParts:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
-            engine=ModelledEngine(spec.hardware, spec.kv_tokens),
+            engine=ModelledEngine(
+                spec.hardware, spec.kv_tokens, partial(self._cluster.aboard, self.name)
+            ),
             pcie=self._pcie,
             host=self._host,
             slots=config.slots,
@@ -254,6 +258,10 @@ class Cluster:
         self.processes: dict[str, Process[Any]] = {}
         """The processes by name. One that has ended stays until another begins under its name."""
         self.parts: dict[str, NodeParts] = {}
+        self.poison: dict[RequestId, int] = {}
+        """Requests that kill every node that runs them past this many positions."""
+        self.poisoned: Callable[[str, RequestId], None] = lambda name, request: self.crash(name)
+        """What happens to a node that does."""
         self._stack = AsyncExitStack()
         self._group = asyncio.TaskGroup()
 
@@ -334,6 +342,13 @@ class Cluster:
         self.processes[name].kill()
         if name in self.network:
             self.network.kill(name)
+
+    def aboard(self, name: str, rows: Sequence[Row]) -> None:
+        """A node runs these rows."""
+        for row in rows:
+            request = RequestId(request_of(row.sequence))
+            if row.position + row.count > self.poison.get(request, sys.maxsize):
+                asyncio.get_running_loop().call_soon(self.poisoned, name, request)
 
     def _maker(self, name: str) -> Callable[[Bus], Service]:
         system = self.spec.system

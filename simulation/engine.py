@@ -9,7 +9,7 @@ begins like another, so nothing is cached.
 """
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -113,8 +113,15 @@ class _Rider:
 class ModelledEngine:
     """Implements services.node.engine.base.Engine."""
 
-    def __init__(self, hardware: Hardware, kv_tokens: int) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        kv_tokens: int,
+        aboard: Callable[[Sequence[Row]], None] = lambda rows: None,
+    ) -> None:
+        """`aboard` is told the rows of each part that is run."""
         self._hardware = hardware
+        self._aboard = aboard
         self._kv_capacity = whole_pages(kv_tokens)
         self._kv_used = 0
         self._models: dict[ModelId, _Open] = {}
@@ -236,6 +243,7 @@ class ModelledEngine:
                 f"{self._kv_capacity - self._kv_used} of {self._kv_capacity} are free"
             )
         self._kv_used += cost
+        self._aboard(part.rows)
         for row, sequence in zip(part.rows, found, strict=True):
             if row.position == 0:
                 self.sequences[row.sequence] = sequence

@@ -54,6 +54,8 @@ class Field:
         self.cluster = cluster
         self.say = say
         self.crashed = crashed
+        self.hits = 0
+        """How many nodes were hit so far."""
         self._find = find
         self._hit: set[str] = set()
 
@@ -77,6 +79,7 @@ class Field:
             yield False
             return
         self._hit.update(names)
+        self.hits += len(names)
         self.say(f"{', '.join(names)} {what}")
         try:
             yield True

@@ -7,7 +7,7 @@ least two nodes alone. So whatever happens, all requests can be served.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -47,6 +47,8 @@ class Arrival:
     output_tokens: int
     leaves_after: float | None = None
     """Seconds until its client hangs up."""
+    kills_at: int | None = None
+    """It kills every node that computes its token of this index. None: it is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class Scenario:
             f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
             f"at least {spec.min_instances} instances, {spec.standbys} standbys",
             f"{len(self.requests)} requests, "
-            f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up",
+            f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up, "
+            f"{sum(r.kills_at is not None for r in self.requests)} of which kill nodes",
             *(f"{fault.at:7.3f} s: {fault}" for fault in self.faults),
         ]
 
@@ -78,6 +81,11 @@ def scenario(seed: int) -> Scenario:
     spec = _spec(draw)
     requests = sorted(_requests(draw, spec), key=lambda request: request.at)
     faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
+    if draw.random() < 0.2:
+        poison = draw.randrange(len(requests))
+        kills_at = draw.choice((0, draw.randrange(requests[poison].output_tokens)))
+        requests[poison] = replace(requests[poison], kills_at=kills_at, leaves_after=None)
+        faults = [fault for fault in faults if not isinstance(fault, _NODE_FAULTS)]
     return Scenario(seed, spec, tuple(requests), tuple(faults))
 
 
@@ -201,6 +209,7 @@ def _jitter(draw: random.Random) -> Fault:
     return Jitter(at=_at(draw), lasts=_lasts(draw, 20), up_to_s=draw.choice((0.002, 0.02, 0.1)))
 
 
+_NODE_FAULTS = (Crash, Leave, Pause, BusCut, PeerCut, SlowLink, Corrupt)
 _OF_NODES: tuple[Callable[[random.Random, ClusterSpec], Fault], ...] = (
     *(_crash,) * 3, _leave, _pause, _bus_cut, _peer_cut, _slow_link, _corrupt,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from shared.errors import (
     Conflict,
     LambdaScaleError,
     NotFound,
+    RequestKillsNodes,
 )
 
 MOST_SECONDS = 600
@@ -47,6 +48,8 @@ def of_error(error: LambdaScaleError) -> ApiError:
     match error:
         case KeyReused():
             return ApiError(422, str(error), param="Idempotency-Key", code=error.code)
+        case RequestKillsNodes():  # no 5xx: clients would send those again by themselves
+            return ApiError(422, str(error), code=error.code)
         case BadInput():
             return ApiError(400, str(error))
         case NotFound():

@@ -9,6 +9,7 @@ import structlog
 
 from services.gateway.core import admission
 from services.gateway.core.commands import (
+    AskWhetherAlive,
     Broken,
     Command,
     Emit,
@@ -29,14 +30,17 @@ from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
 from shared.errors import BusError, NoResponders
-from shared.ids import RequestId
-from shared.messages import Message, Ok
+from shared.ids import NodeId, RequestId
+from shared.messages import Message, Ok, Ping
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import FirstPartialToken
 from shared.messages.serving import Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 3.0
+PING_TIMEOUT_S = 0.3
+PINGS = 3
+"""How often a node is asked whether it lives, because a message may be lost."""
 NO_BUS = "the gateway is not connected to NATS: try again later"
 Client = Callable[[Piece], None]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -146,6 +150,8 @@ class Frontend:
                 self._served(command)
             case Switched():
                 self._switched(command)
+            case AskWhetherAlive():
+                self._spawn(self._judge(command), f"judge {command.request}")
             case Broken():
                 raise command.error
 
@@ -187,6 +193,31 @@ class Frontend:
             self.run(self.dispatch.on_not_taken(submit.request, submit.attempt, error, now()))
         else:
             self.run(self.dispatch.on_taken(submit.request, submit.attempt, now()))
+
+    async def _judge(self, command: AskWhetherAlive) -> None:
+        """Only a process that is gone has nobody to answer for it: one that is paused, or cut off,
+        is still connected as far as the bus knows."""
+        dead: set[NodeId] = set()
+        for _ in range(PINGS if command.surely else 1):
+            answers = await asyncio.gather(*(self._ping(node) for node in command.nodes))
+            said = dict(zip(command.nodes, answers, strict=True))
+            dead = {node for node, error in said.items() if isinstance(error, NoResponders)}
+            if dead or not any(answers):
+                break
+        self.run(self.dispatch.on_judged(command.request, command.attempt, sorted(dead), now()))
+
+    async def _ping(self, node: NodeId) -> BusError | None:
+        """The error that a node's answer is; None if it answers. Waits for a bus that is away."""
+        while True:
+            try:
+                await self._bus.request(
+                    subjects.node_ping(node), Ping(), Ok, timeout=PING_TIMEOUT_S
+                )
+                return None
+            except BusError as error:
+                if self._bus.is_up:
+                    return error
+            await asyncio.sleep(PING_TIMEOUT_S)
 
     async def _publish(self, subject: str, message: Message) -> None:
         sent = self._bus.publish(subject, message)

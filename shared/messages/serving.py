@@ -91,6 +91,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Tokens of the prompt are scored from this one on: their log probabilities come before the
     first token, as `sampling.logprobs` says. 0: no token is scored (the very first token never has
     a score)."""
+    alone_until: int = 0
+    """The request may be one that kills nodes. Until it has this many tokens, those of the prompt
+    included, the nodes of its path begin nothing else. 0: it is a request like others."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

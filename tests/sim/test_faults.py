@@ -189,3 +189,24 @@ def test_other_systems_survive_too(system: str) -> None:
         Crash(at=LOADING_S + 1, lasts=4, whom=whoever(Role.REPLICA)),
         spec=spec,
     )
+
+
+@pytest.mark.parametrize("kills_at", [0, 7], ids=["prompt", "later"])
+@pytest.mark.parametrize("load", [1, 10, 30], ids=["idle", "busy", "loading"])
+def test_a_request_that_kills_its_node_is_tried_once_more_and_refused(
+    load: int, kills_at: int
+) -> None:
+    """And nothing else is lost: `play` checks the other requests."""
+    poison = replace(BURST[load // 2], kills_at=kills_at)
+    requests = (*BURST[: load // 2], poison, *BURST[load // 2 + 1 : load])
+    log = log_of(requests=requests)
+    assert count(log, "^node-[0-9] dead, killed by req-") == 2
+    assert count(log, "^req-[0-9]+ ended, .* request_kills_nodes") == 1
+    assert count(log, "ended, 30 tokens$") == len(requests) - 1
+
+
+def test_requests_that_kill_their_nodes_one_after_the_other() -> None:
+    requests = [replace(each, kills_at=3) if n in (4, 7) else each for n, each in enumerate(BURST)]
+    log = log_of(requests=requests[:12])
+    assert count(log, "^req-[0-9]+ ended, .* request_kills_nodes") == 2
+    assert count(log, "ended, 30 tokens$") == 10

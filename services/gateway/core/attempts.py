@@ -116,6 +116,7 @@ class Attempts:
             rules=request.rules,
             image=request.image,
             score_from=request.score_from,
+            alone_until=request.alone_until,
         )
 
     def route(self, request: Request) -> Route:

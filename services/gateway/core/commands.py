@@ -90,6 +90,17 @@ class Switched(_Command, frozen=True, kw_only=True):
     """Mean costs of a request that stayed."""
 
 
+class AskWhetherAlive(_Command, frozen=True):
+    """Find out which of these nodes have no process any more, and report it. An attempt of the
+    request broke off there."""
+
+    request: RequestId
+    attempt: int
+    nodes: tuple[NodeId, ...]
+    surely: bool
+    """Whether to ask again where no answer comes."""
+
+
 class Broken(_Command, frozen=True):
     """Log that a model's state could not be trusted any more, and was made anew."""
 
@@ -99,4 +110,4 @@ class Broken(_Command, frozen=True):
 
 Piece = Scored | Emit | End
 """The pieces that a request's client gets, in order."""
-Command = Send | Withdraw | Piece | Resumed | Served | Switched | Broken
+Command = Send | Withdraw | Piece | Resumed | Served | Switched | AskWhetherAlive | Broken

@@ -8,7 +8,7 @@ A bug in the handling of one model harms no other model. If an error comes out o
 its requests end, and its state is made anew from its newest instances.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import admission, streams, validation
@@ -156,7 +156,7 @@ class Dispatch:
                 freed[model.id] = None
                 missing = f"token {piece.index} came where {request.due} was due"
                 attempt = piece.attempt
-                self._guard(model, now, model.lost, request, attempt, "lost", missing, now)
+                self._guard(model, now, model.lost, request, attempt, missing, now)
         for failure in message.failed:
             self._on_failed(failure, now, freed)
         # A node that still works on an attempt which is over did not get its withdrawal.
@@ -211,6 +211,16 @@ class Dispatch:
             model = self._models[request.model_id]
             self._guard(model, now, model.taken, request, now)
             self._guard(model, now, model.dispatch, now)
+        return self._flush()
+
+    def on_judged(
+        self, request_id: RequestId, attempt: int, dead: Collection[NodeId], now: float
+    ) -> list[Command]:
+        """AskWhetherAlive was answered: `dead` are the nodes that have no process any more."""
+        self._begin(request_id, now)
+        if request := self._ledger.requests.get(request_id):
+            model = self._models[request.model_id]
+            self._guard(model, now, model.judged, request, attempt, dead, now)
         return self._flush()
 
     # --- time and load -------------------------------------------------------

@@ -12,6 +12,9 @@ change for `SILENT_S`. It goes on behind the tokens that the record has. Tokens 
 to its client and did not write are drawn again, and are the same, since a token is a function of
 the seed and of its index. A token that turns out otherwise ends the answer with an error.
 
+An answer that is refused for good says so in its record (`Record.refused`), for whoever comes
+later, whichever gateway it asks.
+
 An answer whose tokens do not all fit into the record is never over in the store. Whoever comes for
 it later generates the rest again.
 """
@@ -21,7 +24,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from shared.errors import BadInput, Conflict, LambdaScaleError
+from shared.errors import BadInput, Conflict, LambdaScaleError, RequestKillsNodes
 from shared.ids import GatewayId, ModelId
 from shared.messages.serving import Logprobs
 from shared.story import Story
@@ -96,6 +99,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: tuple[Kept, ...] = ()
     """In the order in which the tokens of all choices came."""
     over: bool = False
+    refused: str = ""
+    """Why it is never generated again (RequestKillsNodes); empty if it may be."""
 
 
 # --- what the shell is to do -----------------------------------------------------
@@ -190,6 +195,8 @@ class KeyedAnswer:
         self._alone_since = now
         self._closing = False
         """Whether the record is still to be given up."""
+        self._refusal = ""
+        """See `Record.refused`."""
 
     @property
     def done(self) -> bool:
@@ -216,10 +223,12 @@ class KeyedAnswer:
                 return Look() if now >= self._due_at else None
             case State.GENERATING:
                 return self._due_of_owner(now)
-        if not self._closing or self._revision is None:
+        if not self._closing:
             return None
+        if self._revision is None:
+            return Look() if now >= self._due_at else None
         self._closing = False
-        return self._write(None)
+        return self._write(None, over=bool(self._refusal))
 
     def _due_of_owner(self, now: float) -> Work | None:
         if self._revision is None:
@@ -236,7 +245,9 @@ class KeyedAnswer:
         assert self._revision is not None
         self._free = False
         kept = tuple(self.kept[: self._fit])
-        record = msgspec.structs.replace(self.record, owner=owner, kept=kept, over=over)
+        record = msgspec.structs.replace(
+            self.record, owner=owner, kept=kept, over=over, refused=self._refusal
+        )
         self._writing = record
         return Write(record, self._revision)
 
@@ -258,14 +269,14 @@ class KeyedAnswer:
         """The record that the write was to replace was not there any more."""
         self._writing = None
         self._revision, self._due_at = None, now
-        self._closing = False
+        self._closing = bool(self._refusal)
         return []
 
     def unanswered(self, error: LambdaScaleError, now: float) -> list[Effect]:
         """The store did not answer. A write may have happened or not."""
         self._writing = None
         self._revision, self._due_at = None, now + RETRY_S
-        self._closing = False
+        self._closing = bool(self._refusal)
         waits = self.state in (State.LOOKING, State.FOLLOWING)
         return self._fail(error, now) if waits and now - self._heard_at > PATIENCE_S else []
 
@@ -274,6 +285,8 @@ class KeyedAnswer:
         self._revision, self._heard_at = revision, now
         self._due_at = now + FOLLOW_S
         if self.state in _ENDS:
+            self.record = record or self.record
+            self._closing = self._closing and not self.record.over
             return []
         if record is None:
             self._free = self.state is not State.GENERATING
@@ -290,6 +303,8 @@ class KeyedAnswer:
     def _fault(self, record: Record) -> LambdaScaleError | None:
         if record.digest != self.record.digest:
             return self.reused
+        if record.refused:
+            return RequestKillsNodes(record.refused)
         if record.model_id != self.record.model_id:
             return Conflict(
                 "the model was replaced since the request with this Idempotency-Key began: send "
@@ -361,8 +376,13 @@ class KeyedAnswer:
         self._due_at = now
 
     def failed(self, error: LambdaScaleError, now: float) -> list[Effect]:
-        """The answer cannot be generated now. The client may come again with the same key."""
-        return [] if self.state in _ENDS else self._fail(error, now)
+        """The answer cannot be generated now. The client may come again with the same key, unless
+        it is refused for good."""
+        if self.state in _ENDS:
+            return []
+        if isinstance(error, RequestKillsNodes) and self.state is State.GENERATING:
+            self._refusal = str(error)
+        return self._fail(error, now)
 
     def readers(self, count: int, now: float) -> None:
         """How many clients read it here."""
@@ -387,7 +407,7 @@ class KeyedAnswer:
     def _close(self, state: State, why: str, now: float) -> list[Effect]:
         generating = self.state is State.GENERATING
         ours = generating and self._revision is not None and self.record.owner == self._own
-        self._closing = ours and self._writing is None
+        self._closing = (ours and self._writing is None) or bool(self._refusal)
         self._step(state, why, now)
         return [Stop()] if generating else []
 

@@ -54,7 +54,8 @@ class Ledger:
         """Moves the request to its next state. IllegalTransition if its table has no such step."""
         self.story.check_step(request.id, NEXT, request.state, state)
         request.state = state
+        self.tell(request, f"{state.value} (attempt {request.attempt}): {why}")
+
+    def tell(self, request: Request, text: str) -> None:
         about = (request.id, request.model_id, request.instance, request.call)
-        subjects = [subject for subject in about if subject]
-        text = f"{state.value} (attempt {request.attempt}): {why}"
-        self.story.tell(self.now, self.cause, text, *subjects)
+        self.story.tell(self.now, self.cause, text, *(subject for subject in about if subject))

@@ -18,6 +18,7 @@ from services.gateway.core.moves import Moves
 from services.gateway.core.pace import Pace
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routing import Route, Table
+from services.gateway.core.suspects import Suspects
 from shared.errors import (
     BadInput,
     CapacityExceeded,
@@ -60,6 +61,7 @@ class Model:
         self._ledger = ledger
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, ledger)
+        self._suspects = Suspects(self.table, self._attempts, ledger, self._requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger)
 
     @property
@@ -76,7 +78,11 @@ class Model:
         self.queue.append(request)
 
     def apply(self, new: InstanceSet, now: float) -> None:
-        self._give_back(self.table.apply(new), "left the set", now)
+        """Takes in a set. An instance on which requests run leaves the set of the same planner only
+        if a node of it fails. Another planner may name instances otherwise."""
+        same_planner = new.epoch == self.table.version[0]
+        give_back = self._suspects.break_off if same_planner else self._give_back
+        give_back(self.table.apply(new), "left the set", now)
         self._moves.tell(self._moves.begin(now), new.trace)
         self.dispatch(now)
 
@@ -86,11 +92,14 @@ class Model:
             self.dispatch(now)
 
     def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
-        gone = self.table.drop_node(node)
-        for route in () if graceful else gone:
-            for request in route.runs():
-                request.failures += 1
-        self._give_back(gone, f"node {node} is gone", now)
+        gone, why = self.table.drop_node(node), f"node {node} is gone"
+        if graceful:
+            self._give_back(gone, why, now)
+        else:
+            for route in gone:
+                for request in route.runs():
+                    request.failures += 1
+            self._suspects.break_off(gone, why, now)
         self.dispatch(now)
 
     def begin_again(self, why: str, now: float) -> None:
@@ -105,6 +114,7 @@ class Model:
             self.taken(request, now)
         logprobs = scores.logprobs[request.due - scores.index : -scores.index]
         request.score_from += len(logprobs)
+        self._suspects.clear(request)
         self._out.append(Scored(request.id, logprobs, cause=self._ledger.cause))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
@@ -120,6 +130,7 @@ class Model:
             at, cause = request.submitted_at, self._ledger.cause
             self._out.append(Served(self.name, route.instance, route.trace, at, cause=cause))
         request.tokens.append(token.token)
+        cleared = self._suspects.clear(request)
         request.progress_at = request.waiting_since = now
         request.asked_at = None
         route.refusals = 0
@@ -141,26 +152,41 @@ class Model:
             request.shunned.clear()
             if request.move is None:
                 self._ledger.step(request, State.STREAMING, "first token")
-        return first or bool(finish)
+        return first or cleared or bool(finish)
 
     def not_done(self, request: Request, attempt: int, error: LambdaScaleError, now: float) -> None:
         """The node refused the attempt, did not answer, or gave it up."""
         reason = "refused" if isinstance(error, (NotReady, *REFUSALS)) else "failed"
-        if isinstance(error, BadInput) and attempt == request.attempt:
+        if isinstance(error, NoResponders) and request.begun:
+            reason = "gone"
+        moves = attempt != request.attempt
+        route = self._attempts.route_of(request, attempt)
+        if isinstance(error, BadInput) and not moves:
             self._attempts.fail(request, error)
-        elif reason == "failed":
-            self.lost(request, attempt, reason, str(error), now)
+        elif reason != "refused" and not moves:
+            route.avoid(now)
+            request.failures += 1
+            _shun(route, request, str(error), now)
+            self._suspects.broke(request, route, reason, error, now)
         else:
-            route = self._attempts.route_of(request, attempt)
             if not isinstance(error, NotReady):
                 route.avoid(now)
             self._over(request, attempt, route, reason, str(error), now)
 
-    def lost(self, request: Request, attempt: int, reason: str, detail: str, now: float) -> None:
+    def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
+        """A token of the attempt is missing."""
         route = self._attempts.route_of(request, attempt)
         route.avoid(now)
         request.failures += attempt == request.attempt
-        self._over(request, attempt, route, reason, detail, now)
+        self._over(request, attempt, route, "lost", detail, now)
+
+    def judged(self, request: Request, attempt: int, dead: Collection[NodeId], now: float) -> None:
+        """The nodes of an attempt that broke off were asked whether they live."""
+        if self._suspects.judged(request, attempt, dead):
+            self.queue.remove(request)
+        for node in dead:
+            self._suspects.break_off(self.table.drop_node(node), f"node {node} is dead", now)
+        self.dispatch(now)
 
     def taken(self, request: Request, now: float) -> None:
         """The instance that the request moves to has accepted it: the attempt before ends."""
@@ -217,10 +243,15 @@ class Model:
         position = 0
         while position < len(self.queue):
             request = self.queue[position]
-            route = routing.probe(routes, now, draw, request.shunned)
-            if route is None and not any(route.takes(now) for route in routes):
-                return
-            route = route or choose(routes, now, draw(), draw(), request.shunned)
+            if request.suspect:
+                route = None
+                if not request.in_doubt:
+                    route = routing.secluded(routes, now, request.shunned)
+            else:
+                route = routing.probe(routes, now, draw, request.shunned)
+                if route is None and not any(route.takes(now) for route in routes):
+                    return
+                route = route or choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
                 position += 1  # it keeps away from all that are free: the next request may begin
                 continue

@@ -41,7 +41,7 @@ class Moves:
             (request, route)
             for route in self._table.moving
             for request in route.runs()
-            if request.move is None
+            if request.move is None and not request.suspect
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
             target = routing.refuge(routes, now, request.shunned)

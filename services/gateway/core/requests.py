@@ -14,6 +14,8 @@ next attempt begins with the prompt and the tokens so far. Only failures count t
 A request that moves has a `Move`: it was submitted elsewhere while its attempt goes on. When the
 new attempt is accepted, the attempt before is withdrawn. When it is refused, nothing was lost. Both
 attempts give the same tokens, and each token counts once, by its index.
+
+A request whose node died is a suspect (`services.gateway.core.suspects`), until it is cleared.
 """
 
 import enum
@@ -85,6 +87,12 @@ class Request:
     attempt: int = 0
     """The number of the current attempt, or of the last one; 0 before the first."""
     failures: int = 0
+    cleared_at: int | None = None
+    """Set while it is a suspect: it is cleared when it is due to get the token of this index."""
+    in_doubt: bool = False
+    """Whether its last nodes are being asked if they live. Until then it is not tried again."""
+    tried: bool = False
+    """Whether it was tried alone there."""
     refusals: int = 0
     """How many of its attempts were refused since one of them gave its first token."""
     refusal: str = ""
@@ -115,6 +123,23 @@ class Request:
     @property
     def running(self) -> bool:
         return self.instance is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether its instance has said that it has the attempt, or given a token of it."""
+        return self.has_token or self.answered_at is not None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what killed a node. A suspect runs only alone."""
+        return self.cleared_at is not None
+
+    @property
+    def alone_until(self) -> int:
+        """See `Submit.alone_until`, for an attempt that begins now."""
+        if self.cleared_at is None:
+            return 0
+        return len(self.prompt) + len(self.tokens) + self.cleared_at - self.due
 
     @property
     def has_token(self) -> bool:

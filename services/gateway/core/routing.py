@@ -29,12 +29,14 @@ when another instance appears."""
 MANY = 64
 """From so many routes on, a few are looked at before all are."""
 PROBES = 16
+_NOTHING = 1e-6
+"""Sums of weights are no less than this, but for what rounding leaves of them."""
 
 
 class Node:
     """What requests take of a node. Those of other gateways count as slots only."""
 
-    __slots__ = ("account", "prompts", "prompts_ahead")
+    __slots__ = ("account", "prompts", "prompts_ahead", "suspects")
 
     def __init__(self, slots: int, prompts_ahead: float) -> None:
         self.account = Account(slots)
@@ -42,6 +44,13 @@ class Node:
         self.prompts = 0.0
         """Tokens to prefill. A token of a path counts by the share of the model that the node's
         stage is."""
+        self.suspects = 0
+        """Suspects that are tried over this node, at most one."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request of the model runs here, as far as is known."""
+        return not self.account.alone and self.account.on_paths < _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +104,13 @@ class Route:
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths
-        that get no new requests. A replica has the slots that it was granted."""
+        that get no new requests. A replica has the slots that it was granted. Where a suspect is
+        tried, nothing else begins."""
         node, stages = place.node, len(self.places)
-        return node.prompts <= node.prompts_ahead and (
-            stages == 1 or node.account.has_room(stages, place.weight)
+        return (
+            not node.suspects
+            and node.prompts <= node.prompts_ahead
+            and (stages == 1 or node.account.has_room(stages, place.weight))
         )
 
     def runs(self) -> Iterator[Request]:
@@ -108,6 +120,7 @@ class Route:
     def begin(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here from now on."""
         self.requests[request.id] = request
+        self._try(int(request.suspect))
         self._count(1)
         self.charge(charge)
         self.prefill(prefill)
@@ -115,6 +128,7 @@ class Route:
     def end(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here no longer. `charge` and `prefill` are what was left of them."""
         del self.requests[request.id]
+        self._try(-int(request.suspect))
         self._count(-1)
         self.charge(-charge)
         self.prefill(-prefill)
@@ -126,6 +140,20 @@ class Route:
         self.prompts += tokens
         for place in self.places:
             place.node.prompts += place.share * tokens
+
+    def clear(self, request: Request) -> None:
+        """A request that was tried here is a suspect no longer."""
+        request.cleared_at = None
+        self._try(-1)
+
+    def _try(self, suspects: int) -> None:
+        for place in self.places:
+            place.node.suspects += suspects
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs over its nodes, as far as is known."""
+        return all(place.node.idle for place in self.places)
 
     def _count(self, sequences: int) -> None:
         for place in self.places:
@@ -346,6 +374,16 @@ def refuge(
     replicas = [route for route in serving if route.instance.is_replica]
     free = [route for route in replicas or serving if is_free(route, now, shunned)]
     return min(free, key=lambda route: (route.load, len(route.requests)), default=None)
+
+
+def secluded(
+    routes: Iterable[Route], now: float, shunned: Mapping[InstanceId, float]
+) -> Route | None:
+    """The instance for a suspect: one over whose nodes nothing runs, if there is one, and a replica
+    rather than a path, because it brings fewer nodes into danger. None: see `choose`."""
+    free = [route for route in routes if is_free(route, now, shunned)]
+    order = [(not route.idle, len(route.places), route.load) for route in free]
+    return free[order.index(min(order))] if free else None
 
 
 def is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> bool:

@@ -40,6 +40,8 @@ def _of_queued(request: Request, model: Model) -> Iterator[str]:
         yield f"request {request.id} waits and counts as work"
     if request.model_id != model.id:
         yield f"request {request.id} waits for another model"
+    if request.in_doubt and not request.suspect:
+        yield f"request {request.id} waits to be judged and is no suspect"
 
 
 def _of_route(route: Route) -> Iterator[str]:
@@ -66,17 +68,21 @@ def _of_route(route: Route) -> Iterator[str]:
 
 def _of_nodes(model: Model) -> Iterator[str]:
     found: dict[Node, list[float]] = {}
-    """For each node: prompts, sequences on its replica, slots' worth of sequences on paths."""
+    """For each node: prompts, sequences on its replica, slots' worth of sequences on paths, and
+    suspects that are tried there."""
     for route in model.table.routes.values():
         for place in route.places:
-            sums = found.setdefault(place.node, [0.0, 0.0, 0.0])
+            sums = found.setdefault(place.node, [0.0, 0.0, 0.0, 0.0])
             sums[0] += place.share * route.prompts
+            sums[3] += sum(request.suspect for request in route.requests.values())
             if len(route.places) == 1:
                 sums[1] += len(route.requests) + route.others.requests
             else:
                 sums[2] += place.weight * (len(route.requests) + route.others.requests)
     for node, sums in found.items():
-        kept = (node.prompts, node.account.alone, node.account.on_paths)
+        if node.suspects > 1:
+            yield f"a node of model {model.name} tries {node.suspects} suspects at once"
+        kept = (node.prompts, node.account.alone, node.account.on_paths, node.suspects)
         if not all(
             isclose(a, b, rel_tol=1e-6, abs_tol=1e-3) for a, b in zip(kept, sums, strict=True)
         ):

@@ -86,6 +86,8 @@ class Followed:
     """Positions that were run here or are queued."""
     ran: int = 0
     """Positions that were run here."""
+    alone_until: int = 0
+    """See `Submit.alone_until`."""
     waits: bool = False
     state: State = State.READY
 
@@ -95,6 +97,10 @@ class Followed:
             step = f"{self.state.value} -> {state.value}"
             raise IllegalTransition(f"sequence {self.key}: {step} is not a step")
         self.state = state
+
+    @property
+    def on_trial(self) -> bool:
+        return self.position < self.alone_until
 
     @property
     def kv_soon(self) -> int:
@@ -130,7 +136,16 @@ class Follower:
         if keeps_kv and not self._kv.kv_capacity:
             why = Failure(NotFound.code, f"node {self._node} has not opened {path.model_id}")
             return [self._failed(path, [key], why)]
-        followed = Followed(key, path, message.stage, message.limit, message.tokens, keeps_kv, tick)
+        followed = Followed(
+            key,
+            path,
+            message.stage,
+            message.limit,
+            message.tokens,
+            keeps_kv,
+            tick,
+            alone_until=message.alone_until,
+        )
         try:
             self._room.check(followed)
         except CapacityExceeded as error:

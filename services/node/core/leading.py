@@ -157,8 +157,9 @@ class Leader:
         others = list(enumerate(sequence.path.stages))[1:]
         sequence.unanswered = {stage for stage, _ in others}
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
+        alone_until, cause = sequence.submit.alone_until, self._handled.cause
         return [
-            Send(each.address, Admit(path, stage, key, tokens, limit), cause=self._handled.cause)
+            Send(each.address, Admit(path, stage, key, tokens, limit, alone_until), cause=cause)
             for stage, each in others
         ]
 

@@ -67,6 +67,8 @@ class Admit(StageMessage, frozen=True, tag="admit"):
     """How many tokens it begins with."""
     limit: int
     """The most positions that it will ever have."""
+    alone_until: int = 0
+    """See `Submit.alone_until`."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:

@@ -46,6 +46,10 @@ class Claim(Protocol):
         """Positions that it has now, in whole pages."""
 
     @property
+    def on_trial(self) -> bool:
+        """Whether it may be what killed a node, and has not got past that: nothing else begins."""
+
+    @property
     def waits(self) -> bool:
         """Whether it still waits for its KV, so that others run before it does."""
 
@@ -81,8 +85,8 @@ class Room:
         """CapacityExceeded if there is no room for one more sequence. `replaced`: sequences that
         end if there is.
 
-        A sequence that this node runs alone may wait for its KV, if none waits already. On a path
-        it has to have its KV at once.
+        A sequence that this node runs alone may wait for its KV, if none waits already. On a path,
+        or on trial, it has to have its KV at once.
         """
         capacity = self._kv.kv_capacity
         if claim.kv_soon and claim.limit > capacity:
@@ -93,6 +97,11 @@ class Room:
         model_id, stages = claim.path.model_id, len(claim.path.stages)
         account, waiting = Account(self._slots), 0
         for other in self._claims():
+            if other.on_trial and request_of(other.key) != request_of(claim.key):
+                raise CapacityExceeded(
+                    f"node {self._node} begins nothing while it tries request "
+                    f"{request_of(other.key)}, which may kill nodes: submit elsewhere"
+                )
             waiting += other.kv_soon if other.waits else 0
             if other.path.model_id == model_id and other.key not in replaced:
                 account.add(len(other.path.stages), weight_of(other))
@@ -101,7 +110,7 @@ class Room:
                 f"node {self._node} runs {account.alone} sequences alone, and others on paths that "
                 f"take {account.on_paths:.1f} slots: that is all it takes, submit elsewhere"
             )
-        at_once = claim.kv_soon if stages > 1 else 0
+        at_once = claim.kv_soon if stages > 1 or claim.on_trial else 0
         if waiting + at_once > self.free_kv():
             raise CapacityExceeded(
                 f"node {self._node} has no KV cache left for request {request_of(claim.key)}: "

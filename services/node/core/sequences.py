@@ -91,6 +91,10 @@ class Sequence:
     state: State = State.NEW
     stage: int = 0
 
+    @property
+    def on_trial(self) -> bool:
+        return len(self.tokens) < self.submit.alone_until
+
     @classmethod
     def of(cls, submit: Submit, speculation: int) -> "Sequence":
         """`speculation`: the most tokens that are proposed in a step."""

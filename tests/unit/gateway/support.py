@@ -18,7 +18,7 @@ from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.layout import Manifest, encode_manifest
-from shared.messages import Message, Ok
+from shared.messages import Message, Ok, Ping
 from shared.messages.instances import (
     Instance,
     InstanceSet,
@@ -87,14 +87,18 @@ def text_files(template: object = CHAT_TEMPLATE) -> dict[str, bytes]:
 
 
 def replica(
-    number: int, *, state: InstanceState = InstanceState.SERVING, slots: int = 8
+    number: int,
+    *,
+    state: InstanceState = InstanceState.SERVING,
+    slots: int = 8,
+    capacity: float = 1.0,
 ) -> Instance:
     node = NodeId(f"node-{number}")
     return Instance(
         id=InstanceId(f"replica-{number}"),
         stages=(Stage(node, "tcp://x", 0, 4),),
         state=state,
-        capacity=1.0,
+        capacity=capacity,
         slots=slots,
         event=None,
     )
@@ -174,6 +178,7 @@ class ScriptedNode(Recorder):
         await self._group.__aenter__()
         await self._bus.serve(subjects.node_submit(self.id), Submit, self._submit)
         await self._bus.subscribe(subjects.node_cancel(self.id), On(Cancel, self._cancel))
+        self._pings = await self._bus.serve(subjects.node_ping(self.id), Ping, self._pong)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -183,6 +188,13 @@ class ScriptedNode(Recorder):
 
     async def submitted(self, times: int) -> None:
         await self.until(lambda: len(self.submits) >= times)
+
+    async def die(self) -> None:
+        """As far as the bus can tell."""
+        await self._pings.close()
+
+    async def _pong(self, _: Ping) -> Message:
+        return Ok()
 
     async def _submit(self, message: Submit) -> Message:
         self.submits.append(message)

@@ -16,7 +16,7 @@ from services.gateway.core.keyed import (
     Stop,
     Write,
 )
-from shared.errors import CapacityExceeded, Conflict
+from shared.errors import BusTimeout, CapacityExceeded, Conflict, RequestKillsNodes
 from shared.ids import GatewayId, ModelId
 from shared.story import Story
 
@@ -108,3 +108,48 @@ def test_keys_count_until_their_answers_are_no_longer_kept() -> None:
         limits.take("a", "3", 6.0)
     assert caught.value.retry_after_s == 4.0
     limits.take("a", "3", 10.0)
+
+
+REFUSAL = RequestKillsNodes("it killed two nodes")
+
+
+@pytest.mark.parametrize("trouble", ["none", "writing", "unanswered", "taken over"])
+def test_an_answer_that_is_refused_for_good_is_refused_at_every_gateway(trouble: str) -> None:
+    core = generating()
+    if trouble == "writing":
+        assert isinstance(core.due(FLUSH_S), Write)
+    fail, _ = core.failed(REFUSAL, FLUSH_S)
+    assert isinstance(fail, Fail)
+    if trouble == "writing":
+        core.written(2, FLUSH_S)
+    work = core.due(FLUSH_S)
+    if trouble == "unanswered":
+        core.unanswered(BusTimeout("the store is away"), FLUSH_S)
+        assert not core.done
+        assert core.due(1.0) == Look()
+        core.looked(RECORD, 1, 1.0)
+        work = core.due(1.0)
+    elif trouble == "taken over":
+        core.refused(FLUSH_S)
+        assert core.due(1.0) == Look()
+        core.looked(msgspec.structs.replace(RECORD, owner=OTHER), 9, 1.0)
+        work = core.due(1.0)
+    assert isinstance(work, Write)
+    assert (work.record.refused, work.record.over) == ("it killed two nodes", True)
+    core.written(10, 1.0)
+    assert core.done
+    other = KeyedAnswer("key", msgspec.structs.replace(RECORD, owner=OTHER), Story(), 2.0)
+    other.readers(1, 2.0)
+    (fail,) = other.looked(work.record, 10, 2.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, RequestKillsNodes)
+    assert other.due(9.0) is None
+
+
+def test_an_answer_that_another_gateway_has_ended_is_not_refused_after_all() -> None:
+    core = generating()
+    core.failed(REFUSAL, FLUSH_S)
+    core.due(FLUSH_S)
+    core.refused(FLUSH_S)
+    core.looked(msgspec.structs.replace(RECORD, owner=None, over=True), 9, 1.0)
+    assert core.done

@@ -246,6 +246,22 @@ async def test_a_request_that_fails_everywhere_ends_with_an_error() -> None:
         assert "engine broke" in reader.error["message"]
 
 
+async def test_a_request_that_kills_its_nodes_is_refused_by_name() -> None:
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        nodes = await nodes_of(cluster, 1, 2, pause_at=0)
+        reader = Reader(cluster)
+        reading = group.create_task(reader.read())
+        for number, node in enumerate(nodes, 1):
+            await node.submitted(1)
+            await node.die()
+            await cluster.lose(number)
+            await cluster.publish(replica(2))
+        await reading
+        assert reader.status == 422
+        assert reader.error
+        assert reader.error["code"] == "request_kills_nodes"
+
+
 async def test_a_full_queue_sends_away() -> None:
     config = GatewayConfig(max_queue=1)
     async with running(config=config) as cluster, asyncio.TaskGroup() as group:

@@ -1,5 +1,6 @@
 """Whether a node has room, and that all stages of a path are asked before anything is run."""
 
+import msgspec
 import pytest
 
 from services.node.core.batching import Batcher
@@ -22,7 +23,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Submit
 from shared.slots import OVERFULL
 from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
-from tests.unit.node.batching.builders import FakeKv, ask, batcher, queue, rows, take
+from tests.unit.node.batching.builders import FakeKv, ask, batcher, queue, rows, run, take
 
 FROM_C = Path(MODEL, stages(("c", 0, 2), ("a", 2, BLOCKS)))
 
@@ -203,3 +204,55 @@ def test_a_row_with_another_limit_fails_at_its_leader() -> None:
     core.received(admit("x#1", limit=9))
     (_, told) = core.received(Forward(FROM_C, 1, 1, (Row("x#1", 0, 1, 90),)))
     assert says([told]) == [("not_found", ("x#1",))]
+
+
+# --- requests that may kill nodes --------------------------------------------
+
+
+def test_nothing_begins_where_a_suspect_is_tried_until_it_is_past() -> None:
+    core = batcher()
+    queue(core, prompt("before", WHOLE, 1))
+    run(core, take(core))
+    suspect = msgspec.structs.replace(prompt("r", WHOLE, 2), alone_until=4)
+    queue(core, suspect)
+    for _ in range(2):
+        with pytest.raises(CapacityExceeded, match="while it tries request r"):
+            queue(core, prompt("s", WHOLE, 1))
+        assert says(core.received(admit("x#1"))) == [("capacity", ("x#1",))]
+        run(core, take(core))
+        core.validate()
+    assert {key for key, *_ in rows(take(core))} == {"before#1", "r#1"}, "who ran goes on"
+    queue(core, prompt("s", WHOLE, 1))
+    assert says(core.received(admit("y#1"))) == [Admitted(1, "y#1")]
+
+
+def test_two_suspects_do_not_meet_and_a_later_attempt_of_one_is_no_other() -> None:
+    core = batcher()
+    suspect = msgspec.structs.replace(prompt("r", WHOLE, 2), alone_until=9)
+    queue(core, suspect)
+    with pytest.raises(CapacityExceeded, match="while it tries request r"):
+        queue(core, msgspec.structs.replace(prompt("s", WHOLE, 2), alone_until=9))
+    queue(core, msgspec.structs.replace(suspect, attempt=2))
+    assert rows(take(core)) == [("r#2", 0, 2)]
+
+
+def test_a_suspect_waits_for_no_room() -> None:
+    core = batcher(kv=FakeKv(kv_capacity=80))
+    queue(core, prompt("runs", WHOLE, 20))
+    take(core)
+    with pytest.raises(CapacityExceeded, match="no KV cache left"):
+        queue(core, msgspec.structs.replace(prompt("r", WHOLE, 40), alone_until=43))
+    queue(core, prompt("other", WHOLE, 40))
+
+
+def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else() -> None:
+    (asked,) = ask(batcher(), msgspec.structs.replace(prompt("r", TWO, 2), alone_until=3))
+    assert asked.alone_until == 3
+    core = batcher()
+    core.received(msgspec.structs.replace(admit("x#1", tokens=2), alone_until=3))
+    for position, count in ((0, 2), (2, 1)):
+        with pytest.raises(CapacityExceeded, match="while it tries request x"):
+            queue(core, prompt("s", WHOLE, 1))
+        core.received(Forward(FROM_C, 1, 1, (Row("x#1", position, count, 50),)))
+        take(core)
+    queue(core, prompt("s", WHOLE, 1))

@@ -28,6 +28,7 @@ class Driver:
         self.dispatch.take_id(GatewayId("g"), 0.0)
         self.dispatch.add_model(NAME, MODEL)
         self.now = 0.0
+        self.epoch = 1
         self.revision = 0
         self.publish(*instances)
 
@@ -44,7 +45,7 @@ class Driver:
         new = InstanceSet(
             name=NAME,
             model_id=MODEL,
-            epoch=1,
+            epoch=self.epoch,
             revision=self.revision,
             instances=instances,
             node_slots={s.node: node_slots for i in instances for s in i.stages},

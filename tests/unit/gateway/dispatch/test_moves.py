@@ -95,15 +95,17 @@ def test_a_token_of_the_target_says_that_it_has_accepted() -> None:
     assert on_instances(driver) == {"replica-3": 1}
 
 
-def test_a_source_that_fails_leaves_its_request_to_the_target() -> None:
+def test_a_request_whose_source_fails_moves_alone() -> None:
+    """It may be what killed the source, so nobody else may be in danger."""
     driver = moving(0)
     failed = AttemptFailed(RequestId("a"), 1, "peer_lost", "gone")
     message = Tokens(node=replica(1).leader, tokens=(), failed=(failed,))
     driver.dispatch.on_tokens(message, driver.now)
-    assert on_instances(driver) == {"replica-3": 1}
+    assert on_instances(driver) == {}
+    commands = driver.dispatch.on_judged(RequestId("a"), 1, (), driver.now)
+    assert sent(commands) == [("a", "replica-3", 3)]
     driver = moving(0)
-    driver.publish(replica(3))
-    assert on_instances(driver) == {"replica-3": 1}
+    assert sent(driver.publish(replica(3))) == [("a", "replica-3", 3)]
 
 
 def test_a_target_that_goes_leaves_its_request_where_it_is() -> None:

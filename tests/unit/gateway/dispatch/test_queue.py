@@ -99,7 +99,7 @@ def test_those_of_a_lost_instance_go_first_in_their_order() -> None:
     driver = Driver(replica(1, slots=3))
     driver.admit("a", "b", "c", "d")
     driver.publish()
-    starts = sent(driver.publish(replica(2)))
+    starts = sent(driver.publish(*(replica(n) for n in (2, 3, 4, 5))))
     assert [name for name, *_ in starts] == ["a", "b", "c", "d"]
 
 

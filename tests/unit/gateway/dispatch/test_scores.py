@@ -17,7 +17,7 @@ def test_each_score_is_taken_once_and_the_rest_asked_for_elsewhere() -> None:
     assert driver.score("a", 1, -5, 0.1, 0.2) == []
     driver.publish(replica(2))
     assert told(driver.score("a", 1, -3, 0.3)) == []
-    driver.publish(replica(3))
+    driver.epoch += 1
     (send,) = driver.publish(replica(1))[-1:]
     assert isinstance(send, Send)
     assert send.submit.score_from == 3

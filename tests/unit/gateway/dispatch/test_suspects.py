@@ -1,0 +1,224 @@
+"""Requests that ran where a node died: who goes on alone, who is cleared, and who is refused."""
+
+import pytest
+
+from services.gateway.core.commands import AskWhetherAlive, Command, End, Send
+from services.gateway.core.suspects import PAST
+from shared.errors import BusTimeout, CapacityExceeded, NoResponders, RequestKillsNodes
+from shared.ids import GatewayId, RequestId
+from shared.messages.instances import Instance, InstanceState
+from shared.messages.load import GatewayLoad, ModelLoad
+from shared.messages.serving import AttemptFailed, Tokens
+from tests.unit.gateway.dispatch.builders import NAME, Driver, ended, sent
+from tests.unit.gateway.support import path, replica
+
+
+def dies(driver: Driver, number: int) -> list[Command]:
+    return driver.dispatch.on_node_gone(replica(number).leader, driver.now)
+
+
+def fails(driver: Driver, name: str, attempt: int, code: str) -> list[Command]:
+    failed = AttemptFailed(RequestId(name), attempt, code, "it raised")
+    return driver.dispatch.on_tokens(
+        Tokens(node=replica(1).leader, tokens=(), failed=(failed,)), driver.now
+    )
+
+
+def asked(commands: list[Command]) -> list[AskWhetherAlive]:
+    return [command for command in commands if isinstance(command, AskWhetherAlive)]
+
+
+def refused(commands: list[Command]) -> list[str]:
+    return [
+        command.request
+        for command in commands
+        if isinstance(command, End) and isinstance(command.error, RequestKillsNodes)
+    ]
+
+
+def judge(driver: Driver, ask: AskWhetherAlive, *, dead: bool) -> list[Command]:
+    nodes = ask.nodes[:1] if dead else ()
+    return driver.dispatch.on_judged(ask.request, ask.attempt, nodes, driver.now)
+
+
+def suspects(driver: Driver, *names: str) -> list[Command]:
+    """They run on replica 1, which dies while it is the only one."""
+    driver.publish(replica(1))
+    driver.admit(*names)
+    commands = dies(driver, 1)
+    driver.dispatch.validate()
+    return commands
+
+
+def test_a_request_that_kills_its_node_twice_is_refused() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    (send,) = driver.publish(replica(2), replica(3))
+    assert isinstance(send, Send)
+    assert send.submit.alone_until == 4 + PAST
+    (ask,) = asked(driver.publish(replica(3)))
+    assert (ask.request, ask.attempt, ask.nodes) == ("a", 2, (replica(2).leader,))
+    assert not sent(driver.later(1.0)), "it waits until its node has answered, or nobody has"
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+    driver.dispatch.validate()
+
+
+def test_a_node_that_lives_convicts_nobody() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    (ask,) = asked(dies(driver, 2))
+    (send,) = judge(driver, ask, dead=False)
+    assert isinstance(send, Send)
+    assert (send.submit.instance, send.submit.alone_until) == ("replica-3", 4 + PAST)
+    assert judge(driver, ask, dead=True) == [], "it was answered before"
+
+
+def test_suspects_are_tried_one_by_one_where_nothing_else_begins() -> None:
+    driver = Driver()
+    suspects(driver, "a", "b")
+    assert sent(driver.publish(replica(2))) == [("a", "replica-2", 2)]
+    assert sent(driver.admit("new")) == []
+    driver.dispatch.validate()
+    for index in range(PAST):
+        assert sent(driver.later(0.1)) == []
+        commands = driver.give("a", 2, index)
+    assert sent(commands) == [("b", "replica-2", 2)], "a is cleared"
+    driver.dispatch.validate()
+    commands = [each for index in range(PAST) for each in driver.give("b", 2, index)]
+    assert sent(commands) == [("new", "replica-2", 1)]
+    assert sent(driver.admit("newer")) == [("newer", "replica-2", 1)]
+    assert not asked(dies(driver, 2)), "both were cleared: they are suspects for the first time"
+
+
+def test_a_suspect_that_ends_makes_room_for_the_next() -> None:
+    driver = Driver()
+    suspects(driver, "a", "b")
+    driver.publish(replica(2))
+    assert sent(driver.give("a", 2, 0, "stop")) == [("b", "replica-2", 2)]
+    assert sent(driver.dispatch.cancel(RequestId("b"), driver.now)) == []
+    assert sent(driver.admit("c")) == [("c", "replica-2", 1)]
+    driver.dispatch.validate()
+
+
+def test_of_those_beside_a_suspect_nobody_is_refused() -> None:
+    driver = Driver(replica(2))
+    driver.admit("beside")
+    driver.publish(replica(2), replica(1, capacity=1e9))
+    driver.admit("a")
+    (send,) = [each for each in dies(driver, 1) if isinstance(each, Send)]
+    assert send.submit.instance == "replica-2"
+    (ask,) = asked(dies(driver, 2))
+    assert ask.request == "a"
+    judge(driver, ask, dead=True)
+    (send,) = [each for each in driver.publish(replica(3)) if isinstance(each, Send)]
+    assert (send.submit.request, send.submit.alone_until > 0) == ("beside", True)
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_suspect_goes_where_nothing_runs(by_another: bool) -> None:
+    """Even if that is a path; and a replica is better than a path."""
+    driver = Driver()
+    suspects(driver, "a")
+    if by_another:
+        load = ModelLoad(model=NAME, running_requests=1, instance_requests={replica(2).id: 1})
+        driver.dispatch.on_load(GatewayLoad(gateway=GatewayId("other"), models=(load,)), driver.now)
+        assert sent(driver.publish(replica(2), path(3, 4))) == [("a", "path-3-4", 2)]
+    else:
+        assert sent(driver.publish(path(3, 4), replica(2))) == [("a", "replica-2", 2)]
+
+
+def test_what_shares_a_node_with_a_suspect_is_closed() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    assert sent(driver.publish(path(2, 3), path(3, 4))) == [("a", "path-2-3", 2)]
+    assert sent(driver.admit("b")) == []
+    driver.dispatch.validate()
+
+
+def test_an_engine_that_fails_twice_convicts_at_once() -> None:
+    driver = Driver(replica(1), replica(2))
+    driver.admit("a")
+    (ask,) = asked(fails(driver, "a", 1, "engine_failed"))
+    assert sent(judge(driver, ask, dead=False)) == [("a", "replica-2", 2)]
+    assert refused(fails(driver, "a", 2, "engine_failed")) == ["a"]
+
+
+def test_a_death_counts_once() -> None:
+    """Node 2 is dead, and neither planner nor registry have noticed: what leads over it is left."""
+    driver = Driver(path(1, 2))
+    driver.admit("a", "b")
+    driver.publish(path(1, 2), path(3, 2), path(3, 4))
+    commands = fails(driver, "a", 1, "peer_lost")
+    assert sent(commands) == []
+    (ask,) = asked(commands)
+    assert not ask.surely
+    (first, *_) = sent(driver.dispatch.on_judged(ask.request, 1, [replica(2).leader], driver.now))
+    assert first == ("b", "path-3-4", 2)
+    driver.dispatch.validate()
+
+
+def test_a_node_that_had_not_begun_it_says_nothing_about_it() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    error = NoResponders("nobody")
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 2, error, driver.now)
+    assert not asked(commands)
+    assert sent(commands) == [("a", "replica-3", 3)]
+
+
+def test_a_node_that_is_silent_is_asked_about() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    error = BusTimeout("silence")
+    assert asked(driver.dispatch.on_not_taken(RequestId("a"), 2, error, driver.now))
+
+
+def test_a_request_that_was_refused_is_no_suspect() -> None:
+    driver = Driver(replica(1), replica(2))
+    driver.admit("a")
+    error = CapacityExceeded("full")
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 1, error, driver.now)
+    (send,) = [c for c in commands if isinstance(c, Send)]
+    assert send.submit.alone_until == 0
+
+
+@pytest.mark.parametrize("instance", [replica(1), path(1, 2)])
+def test_another_planner_s_instances_make_no_suspects(instance: Instance) -> None:
+    """A planner that takes over names paths anew, and no node has died."""
+    driver = Driver(instance)
+    driver.admit("a")
+    driver.epoch += 1
+    (send,) = [c for c in driver.publish(replica(3)) if isinstance(c, Send)]
+    assert send.submit.alone_until == 0
+
+
+def test_a_suspect_is_cleared_while_its_prompt_is_scored() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a", prompt=9, score_from=1)
+    dies(driver, 1)
+    driver.publish(replica(2))
+    driver.score("a", 2, -8, *[-1.0] * PAST)
+    assert sent(driver.admit("b")) == [("b", "replica-2", 1)]
+    driver.dispatch.validate()
+
+
+def test_a_suspect_moves_nowhere_until_it_is_cleared() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(path(2, 3))
+    moving = path(2, 3, state=InstanceState.MOVING)
+    assert sent(driver.publish(moving, replica(4))) == []
+    given = [sent(driver.give("a", 2, index)) for index in range(PAST)]
+    assert given == [[], [], [("a", "replica-4", 3)]]
+
+
+def test_requests_end_in_their_order() -> None:
+    driver = Driver()
+    suspects(driver, "a", "b", "c")
+    driver.publish(replica(2), replica(3), replica(4))
+    (ask,) = asked(dies(driver, 3))
+    assert ask.request == "b"
+    assert ended(judge(driver, ask, dead=True))[0][0] == "b"
