@@ -54,7 +54,7 @@ class Throughput:
         transfers' ends."""
         if ended <= began:
             return
-        if began >= self._ended:
+        if began > self._ended:
             self._began, self._ended, self._bytes = began, ended, 0
             self._best.append(0.0)
         self._began, self._ended = min(self._began, began), max(self._ended, ended)
@@ -145,7 +145,9 @@ class EngineTimes:
         slope = max(0.0, _weighted_median(slopes)) if slopes else 0.0
         least = min((x for x, _ in passes), default=1.0)
         start = 1.0 if least <= FEW else least
-        one = median(y - slope * (x - start) for x, y in passes) if passes else 0.0
+        # Passes of few tokens are bound by memory: the line through large ones lies below them.
+        near = [(x, y) for x, y in passes if x <= FEW] or passes
+        one = median(y - slope * (x - start) for x, y in near) if near else 0.0
         return max(0.0, one), slope
 
 

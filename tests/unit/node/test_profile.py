@@ -150,3 +150,12 @@ def test_passes_over_a_small_part_of_the_model_do_not_make_the_node_look_slow() 
             profiler.ran(MODEL, share, tokens, 0.01 + share * (0.01 + 0.0001 * tokens))
     (times,) = profiler.profile().models
     assert times.decode_s <= 0.021
+
+
+def test_a_pass_of_few_tokens_is_not_taken_from_the_line_through_large_ones() -> None:
+    """Passes take as long as reading the weights, until their tokens take longer."""
+    times = EngineTimes()
+    for tokens in (6, 42, 41, 232, 156, 314, 80):
+        times.add(tokens, max(0.06, 0.0008 * tokens))
+    one, _ = times.line()
+    assert one == pytest.approx(0.06, rel=0.1)
