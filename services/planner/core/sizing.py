@@ -106,7 +106,8 @@ class Sizing:
         horizon_s, coming_s = self._load_s(record), 0.0
         if event is not None:
             over_s = event.predicted.all_complete_s
-            since_s = (self._desk.now.wall_ns - event.decided_ns) / 1e9
+            # An event of an earlier planner was decided by another clock, which may be ahead.
+            since_s = max(0.0, (self._desk.now.wall_ns - event.decided_ns) / 1e9)
             coming_s = max(0.0, (horizon_s if over_s is None else over_s) - since_s)
         return Supply(carried, coming, coming_s, max(horizon_s, coming_s))
 
