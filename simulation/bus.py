@@ -4,11 +4,14 @@ A fault does to a `MemoryBus` what it would do to a client of NATS
 (`shared/bus/nats_connection.py`):
 
 - A connection that is cut is only silent at first: what either side sends arrives late if the cut
-  ends in time. After DETECT_S the client knows. What was on its way is lost then. What the client
-  publishes is kept, up to BUFFER_BYTES, until it has connected again. Its requests and bucket calls
-  wait for that, or time out. Its watches learn what changed meanwhile.
+  ends in time. After DETECT_S the client knows. What was on its way is lost then, and its bucket
+  calls that wait for an answer end at once. What the client publishes is kept, up to BUFFER_BYTES,
+  until it has connected again. Its later requests and bucket calls wait for that, or time out. Its
+  watches learn what changed meanwhile.
 - An outage of the broker is the same for all clients, and noticed at once. Buckets and objects
   survive it.
+- A store without a leader answers no bucket call, and does nothing that it was asked to. Messages
+  pass.
 - A stopped process (SIGSTOP) neither sends nor receives, and goes on as if nothing had happened.
 - A dead process is gone at once: nothing that its bus is still asked to send arrives anywhere, so
   that it can be torn down unseen. Its calls end by their timeouts.
@@ -21,6 +24,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
@@ -32,8 +36,9 @@ from shared.errors import BusError, BusTimeout
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-DETECT_S = 6.0
-"""Seconds. A NATS client pings every 2 s, and gives up when the third ping finds two unanswered."""
+DETECT_S = 4.0
+"""Seconds. A NATS client pings every second, and gives up when the third ping finds two
+unanswered."""
 RECONNECT_S = 0.2
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 5.0
@@ -71,6 +76,8 @@ class _Wire:
     last: dict[str, float] = field(default_factory=dict)
     """When the last message of each subject arrives, if latencies differ."""
     calls: "dict[asyncio.Future[Any], None]" = field(default_factory=dict)
+    process: Context = field(default_factory=copy_context)
+    """What belongs to the client's process, such as its clock."""
 
     @property
     def noticed(self) -> bool:
@@ -91,6 +98,7 @@ class SimBroker(MemoryBroker):
         message or an answer. Bucket calls and watches lose nothing."""
         super().__init__()
         self.loss = loss
+        self.leaderless = False
         self._latency_s = latency_s
         self.jitter_s = jitter_s
         self._draw = random.Random(seed).random
@@ -103,8 +111,9 @@ class SimBroker(MemoryBroker):
     def cut(self, name: str) -> None:
         """Separates the buses of this name, also those opened later, from the broker."""
         self._cut.add(name)
-        for _, wire in self._named(name):
+        for bus, wire in self._named(name):
             _break(wire, "cut", now() + DETECT_S)
+            asyncio.get_running_loop().call_later(DETECT_S, _end_calls, bus.name, wire)
 
     def heal(self, name: str) -> None:
         self._cut.discard(name)
@@ -114,8 +123,9 @@ class SimBroker(MemoryBroker):
     def fail(self) -> None:
         """Begins an outage of the broker."""
         self._down = True
-        for wire in self._wires.values():
+        for bus, wire in self._wires.items():
             _break(wire, "outage", now())
+            _end_calls(bus.name, wire)
 
     def recover(self) -> None:
         self._down = False
@@ -175,19 +185,22 @@ class SimBroker(MemoryBroker):
         wire = self._wires.get(bus)
         if wire is None or wire.dead or wire.noticed:
             return
+        received = partial(wire.process.copy().run, partial(act, *args))
         if not wire.open:
-            wire.downward.append(partial(act, *args))
+            wire.downward.append(received)
         elif not self.jitter_s and wire.last.get(subject, 0.0) <= now():
-            act(*args)
+            received()
         else:
             earliest = math.nextafter(wire.last.get(subject, 0.0), math.inf)
             at = wire.last[subject] = max(now() + self._draw() * self.jitter_s, earliest)
-            asyncio.get_running_loop().call_at(at, act, *args)
+            asyncio.get_running_loop().call_at(at, received)
 
-    async def exchange(self, bus: MemoryBus, what: str, act: Callable[[], T]) -> T:
+    async def exchange(self, bus: MemoryBus, what: str, act: Callable[[], T], *, stored: bool) -> T:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def at_server() -> None:
+            if stored and self.leaderless:
+                return
             try:
                 self.down(bus, "", _give, done, act())
             except Exception as error:  # whatever it is, it belongs to the caller
@@ -279,6 +292,13 @@ def _break(wire: _Wire, cut: str, noticed_at: float) -> None:
     wire.noticed_at = min(wire.noticed_at, noticed_at) if wire.cuts else noticed_at
     wire.cuts.add(cut)
     wire.open = False
+
+
+def _end_calls(name: str, wire: _Wire) -> None:
+    """The client notices that what it asked will not be answered, unless the cut has ended."""
+    if wire.noticed:
+        for call in wire.calls:
+            _fail(call, BusTimeout(f"{name}: the connection was lost before an answer came"))
 
 
 def _give(done: "asyncio.Future[T]", value: T) -> None:

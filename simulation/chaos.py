@@ -18,14 +18,14 @@ from typing import Any
 
 import structlog
 
-from services.gateway.service import GatewayService
+from services.gateway.frontend import Frontend
 from services.planner.core.events import TERMINAL
 from services.planner.core.multicast.strategies import LOCAL
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus.memory import MemorySubscription
 from shared.clock import now
-from shared.errors import BusError, IllegalTransition, RequestKillsNodes
+from shared.errors import BusError, IllegalTransition, NotFound, RequestKillsNodes
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
 from shared.messages.changes import whole_status
@@ -42,9 +42,9 @@ from shared.messages.scaling import (
 from shared.pool_pages import read_pool
 from simulation import instance_sets, invariants, loop
 from simulation.clients import Bins, Replay
-from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
+from simulation.cluster import PLANNER, REGISTRY, Cluster
 from simulation.engine import token_of
-from simulation.faults import Field, Role
+from simulation.faults import ClockJump, Field, Role
 from simulation.scenario import Arrival, Scenario, scenario
 
 LOOK_S = 0.1
@@ -55,6 +55,8 @@ REST_S = 120.0
 """Seconds after that by which the cluster must have come to rest."""
 BACK_S = 3.0
 """Seconds until a node is back that a request has killed."""
+AGAIN_S = 0.25
+"""Seconds until a client whose gateway died asks again."""
 LIMIT_S = 1000.0
 
 
@@ -102,7 +104,8 @@ async def _play(played: Scenario, found: _Found) -> None:
 
     asyncio.get_running_loop().set_exception_handler(unhandled)
     cluster = Cluster(played.spec)
-    watch = Watch(cluster, found)
+    timed = not any(isinstance(fault, ClockJump) for fault in played.faults)
+    watch = Watch(cluster, found, timed=timed)
     async with cluster:
         await cluster.serving()
         watch.say("begins")
@@ -113,7 +116,8 @@ async def _play(played: Scenario, found: _Found) -> None:
 class Watch:
     """Watches what passes over the bus and what nodes hold, and writes the log."""
 
-    def __init__(self, cluster: Cluster, found: _Found) -> None:
+    def __init__(self, cluster: Cluster, found: _Found, *, timed: bool) -> None:
+        """`timed`: whether wall clocks are right."""
         self.said: dict[NodeId, NodeStatus] = {}
         self._cluster = cluster
         self._found = found
@@ -127,7 +131,7 @@ class Watch:
         ample = sum(model.nbytes for model in spec.models) <= spec.arena_bytes
         pooled = spec.system.transfer != LOCAL
         self.pool = invariants.Pool(self._blocks if pooled else {}, ample)
-        self._events = invariants.Events()
+        self._events = invariants.Events(timed=timed)
         self._sets: dict[ModelName, InstanceSet] = {}
         self._terms: dict[str, int] = {}
         """The latest term that was heard, by role."""
@@ -185,16 +189,15 @@ class Watch:
     def _look(self) -> None:
         for wrong in self.pool.look(self._cluster.nodes):
             self.violated(wrong)
-        self._look_at_gateway()
+        self._look_at_gateways()
 
-    def _look_at_gateway(self) -> None:
-        """Whether its core agrees with itself."""
-        gateway: GatewayService | None = self._cluster.processes[GATEWAY].service
-        try:
-            if gateway is not None:
+    def _look_at_gateways(self) -> None:
+        """Whether their cores agree with themselves."""
+        for name, gateway in self._cluster.gateways.items():
+            try:
                 gateway.frontend.dispatch.validate()
-        except IllegalTransition as error:
-            self.violated(f"gateway: {error}")
+            except IllegalTransition as error:
+                self.violated(f"{name}: {error}")
 
     def _hear(self, data: bytes, _: object) -> None:
         message = decode(data)
@@ -231,7 +234,7 @@ class Watch:
                     self.said[message.node] = status
         for each in wrong:
             self.violated(each)
-        self._look_at_gateway()
+        self._look_at_gateways()
 
     def _on_set(self, message: InstanceSet) -> list[str]:
         before = self._sets.get(message.name)
@@ -245,12 +248,27 @@ class Watch:
         return instance_sets.of_set(message, self._blocks[message.model_id])
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A request that has not ended, as its client knows it."""
+
+    arrival: Arrival
+    number: int
+    tries: int = 0
+    gateway: str = ""
+    """The process that was asked last."""
+    frontend: Frontend | None = None
+    """Its front end."""
+    replay: Replay | None = None
+    """None: no gateway has it now."""
+
+
 class Play:
     def __init__(self, played: Scenario, cluster: Cluster, watch: Watch) -> None:
         self._played = played
         self._cluster = cluster
         self._watch = watch
-        self._open: dict[RequestId, Replay] = {}
+        self._open: dict[str, _Asked] = {}
         self._answered = asyncio.Event()
         """Set while no request is open."""
         self._answered.set()
@@ -258,8 +276,10 @@ class Play:
         self._killed: dict[RequestId, int] = {}
         """How many nodes each request has killed."""
         self._group = asyncio.TaskGroup()
-        self._field = Field(cluster, watch.find, watch.say, watch.crashed)
+        self._field = Field(cluster, watch.find, watch.say, self._crashed)
         cluster.poisoned = self._kill
+        self._died: set[str] = set()
+        """The processes that died at least once."""
 
     async def run(self) -> None:
         async with self._group:
@@ -279,8 +299,9 @@ class Play:
                 await self._answered.wait()
             await self._rest()
         except TimeoutError:
-            for request in self._open.values():
-                self._watch.violated(f"{request.id} has not ended, {request.tokens} tokens so far")
+            for name, asked in self._open.items():
+                tokens = asked.replay.tokens if asked.replay else 0
+                self._watch.violated(f"{name} has not ended, {tokens} tokens so far")
         watching.cancel()
         self._count()
 
@@ -289,31 +310,44 @@ class Play:
     async def _requests(self) -> None:
         for number, arrival in enumerate(self._played.requests):
             await self._sleep_until(arrival.at)
-            self._begin(RequestId(f"req-{number}"), arrival)
+            name = f"req-{number}"
+            self._open[name] = _Asked(arrival, number)
+            self._answered.clear()
+            self._ask(name)
+            if arrival.leaves_after is not None:
+                asyncio.get_running_loop().call_later(arrival.leaves_after, self._leave, name)
 
-    def _begin(self, request: RequestId, arrival: Arrival) -> None:
+    def _ask(self, name: str) -> None:
+        """Asks a gateway that is up, each client another first."""
+        asked = self._open.get(name)
+        if asked is None:
+            return  # its client has hung up
+        up = self._cluster.gateways
+        if not up:
+            self._ask_later(name)
+            return
+        asked.gateway = list(up)[asked.number % len(up)]
+        asked.tries += 1
+        arrival = asked.arrival
         vocab = next(m.vocab for m in self._played.spec.models if m.name == arrival.model)
-        replay = Replay(
-            request,
+        asked.replay = Replay(
+            RequestId(name if asked.tries == 1 else f"{name}.{asked.tries}"),
             arrival.model,
             self._cluster.model_ids[arrival.model],
             arrival.prompt_tokens,
             arrival.output_tokens,
             partial(_token, vocab),
             Bins(self._start, 1.0),
-            partial(self._ended, arrival),
+            partial(self._ended, name),
         )
         if arrival.kills_at is not None:
-            self._cluster.poison[request] = arrival.prompt_tokens - 1 + arrival.kills_at
-        self._open[request] = replay
-        self._answered.clear()
-        replay.begin(self._cluster.gateway.frontend)
-        if arrival.leaves_after is not None:
-            asyncio.get_running_loop().call_later(arrival.leaves_after, self._leave, request)
+            poison = arrival.prompt_tokens - 1 + arrival.kills_at
+            self._cluster.poison[asked.replay.id] = poison
+        asked.frontend = up[asked.gateway].frontend
+        asked.replay.begin(asked.frontend)
 
-    def _leave(self, request: RequestId) -> None:
-        if replay := self._open.get(request):
-            replay.leave(self._cluster.gateway.frontend)
+    def _ask_later(self, name: str) -> None:
+        asyncio.get_running_loop().call_later(AGAIN_S, self._ask, name)
 
     def _kill(self, name: str, request: RequestId) -> None:
         if name in self._cluster.nodes:
@@ -327,10 +361,33 @@ class Play:
         await asyncio.sleep(BACK_S)
         await self._cluster.begin(name)
 
-    def _ended(self, arrival: Arrival, replay: Replay) -> None:
-        del self._open[replay.id]
-        if not self._open:
-            self._answered.set()
+    def _crashed(self, process: str) -> None:
+        """Before a process is killed: clients of a gateway come again, from the beginning."""
+        self._watch.crashed(process)
+        self._died.add(process)
+        for name, asked in self._open.items():
+            if asked.replay is not None and asked.gateway == process:
+                asked.replay.turn_away()
+                asked.replay = None
+                self._ask_later(name)
+
+    def _leave(self, name: str) -> None:
+        asked = self._open.get(name)
+        if asked is None:
+            return
+        if asked.replay is not None and asked.frontend is not None:
+            asked.replay.leave(asked.frontend)
+        else:
+            self._close(name)
+
+    def _ended(self, name: str, replay: Replay) -> None:
+        asked = self._open[name]
+        arrival = asked.arrival
+        if replay.error.startswith(NotFound.code) and asked.gateway in self._died:
+            asked.replay = None  # the gateway's next process does not know the model yet
+            self._ask_later(name)
+            return
+        self._close(name)
         self._watch.say(f"{replay.id} ended, {replay.tokens} tokens {replay.error}".rstrip())
         if arrival.leaves_after is not None and replay.error == "cancelled":
             return
@@ -345,6 +402,11 @@ class Play:
             self._watch.violated(
                 f"{replay.id} got {replay.tokens} of {arrival.output_tokens}: {replay.error}"
             )
+
+    def _close(self, name: str) -> None:
+        del self._open[name]
+        if not self._open:
+            self._answered.set()
 
     # --- the end ---
 

@@ -65,6 +65,7 @@ class Replay:
         self._on_end = on_end
         self._arrived = 0.0
         self._request: Request | None = None
+        self._deaf = False
 
     def begin(self, frontend: Frontend) -> None:
         self._arrived = now()
@@ -89,8 +90,14 @@ class Replay:
             frontend.end([request])
             self._end("cancelled")
 
+    def turn_away(self) -> None:
+        """Its gateway is dead: nothing comes from there any more."""
+        self._deaf = True
+
     def on_piece(self, piece: Piece) -> None:
         at = now()
+        if self._deaf:
+            return
         if isinstance(piece, End):
             self._end(f"{piece.error.code}: {piece.error}")
             return

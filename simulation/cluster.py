@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel, Hardware
 from simulation.locality import CheckedLocality, LocalityRegistry
+from simulation.loop import WallClock
 from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
@@ -99,6 +101,7 @@ class ClusterSpec:
     step_tokens: int = 2048
     standbys: int = 0
     """How many processes stand by for the planner's role, and for the registry's."""
+    gateways: int = 1
     min_instances: int = 1
     objectives: tuple[tuple[str, float, float], ...] = ()
     """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
@@ -262,6 +265,8 @@ class Cluster:
         """Requests that kill every node that runs them past this many positions."""
         self.poisoned: Callable[[str, RequestId], None] = lambda name, request: self.crash(name)
         """What happens to a node that does."""
+        self.clocks: dict[str, WallClock] = defaultdict(WallClock)
+        """The wall clock of each process's host."""
         self._stack = AsyncExitStack()
         self._group = asyncio.TaskGroup()
 
@@ -272,7 +277,7 @@ class Cluster:
         self._stack.push_async_exit(self._stop)
         nodes = map(node_name, range(self.spec.nodes))
         registries, planners = self.candidates(REGISTRY), self.candidates(PLANNER)
-        for name in (*registries, *planners, GATEWAY, *nodes):
+        for name in (*registries, *planners, *self.candidates(GATEWAY), *nodes):
             await self.begin(name)
         await self._publish_models()
         return self
@@ -294,15 +299,24 @@ class Cluster:
 
     @property
     def gateway(self) -> GatewayService:
+        """The first gateway."""
         gateway: GatewayService = self.processes[GATEWAY].running
         return gateway
 
+    @property
+    def gateways(self) -> dict[str, GatewayService]:
+        """The gateways that are up and take requests."""
+        there = {name: self.processes[name] for name in self.candidates(GATEWAY)}
+        return {n: p.service for n, p in there.items() if p.service is not None and not p.ending}
+
     def candidates(self, role: str) -> list[str]:
-        """The names of the processes that are active or stand by in a role."""
-        return [role, *(f"{role}-{n + 2}" for n in range(self.spec.standbys))]
+        """The names of the processes that are active or stand by in a role; of all gateways."""
+        more = self.spec.gateways - 1 if role == GATEWAY else self.spec.standbys
+        return [role, *(f"{role}-{n + 2}" for n in range(more))]
 
     def active(self, role: str) -> str:
-        """The name of the process that has a role, as far as it is up."""
+        """The name of the process that has a role, as far as it is up; of the first gateway that
+        is."""
         up = {name: self.processes[name].service for name in self.candidates(role)}
         return max(up, key=lambda name: service.term if (service := up[name]) else -1)
 
@@ -327,7 +341,8 @@ class Cluster:
 
     async def begin(self, name: str) -> None:
         """Begins a process of this name, the first or the next. Returns once it is up."""
-        process: Process[Any] = Process(self.broker, name, self._maker(name))
+        clock = self.clocks[name]
+        process: Process[Any] = Process(self.broker, name, self._maker(name), clock)
         self.processes[name] = process
         await process.begin(self._group)
 
@@ -355,7 +370,8 @@ class Cluster:
         registry = CheckedRegistry if self.spec.checked else RegistryService
         planner = CheckedPlanner if self.spec.checked else PlannerService
         gateway = CheckedGateway if self.spec.checked else GatewayService
-        name = next((role for role in (REGISTRY, PLANNER) if name in self.candidates(role)), name)
+        roles = REGISTRY, PLANNER, GATEWAY
+        name = next((role for role in roles if name in self.candidates(role)), name)
         if name == REGISTRY and system.cache is Cache.KEEP_ALIVE:
             local = CheckedLocality if self.spec.checked else LocalityRegistry
             return lambda bus: local(bus, RegistryConfig(), self._cached)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shared.clock import now
-from simulation.cluster import Cluster
+from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
 
 POLL_S = 0.01
 PATIENCE_S = 8.0
@@ -69,11 +69,15 @@ class Field:
             await asyncio.sleep(POLL_S)
         return whom.otherwise
 
+    def well(self) -> list[str]:
+        """The nodes that no fault has hit."""
+        return [name for name in self.cluster.nodes if name not in self._hit]
+
     @contextmanager
     def hit(self, what: str, *names: str) -> Iterator[bool]:
         """Whether the nodes may be hit. If so, no other fault gets them until the block ends. The
         log has the begin and the end."""
-        left = [n for n in self.cluster.nodes if n not in self._hit and n not in names]
+        left = [name for name in self.well() if name not in names]
         if len(left) < WORKING or self._hit & set(names):
             self.say(f"skipped: {', '.join(names)} {what}")
             yield False
@@ -251,8 +255,52 @@ class Jitter(Fault):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vanish(Fault):
+    """Half of the nodes die at the same time. New processes come back under their names."""
+
+    async def happen(self, field: Field) -> None:
+        half = field.well()[: len(field.cluster.nodes) // 2]
+        with field.hit("dead, all at once", *half) as may:
+            if may:
+                for name in half:
+                    field.crashed(name)
+                    field.cluster.crash(name)
+                await asyncio.sleep(self.lasts)
+                for name in half:
+                    await field.cluster.begin(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaderless(Fault):
+    """The durable store has no leader for a while, as after the death of a NATS server: nothing is
+    read or written. Messages pass."""
+
+    async def happen(self, field: Field) -> None:
+        field.say("the store has no leader")
+        field.cluster.broker.leaderless = True
+        await asyncio.sleep(self.lasts)
+        field.cluster.broker.leaderless = False
+        field.say("the store has a leader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockJump(Fault):
+    """The wall clock of a role's active process, or of a node, jumps and stays where it is."""
+
+    process: str
+    by_s: float
+
+    async def happen(self, field: Field) -> None:
+        roles = (PLANNER, REGISTRY, GATEWAY)
+        name = field.cluster.active(self.process) if self.process in roles else self.process
+        field.say(f"the clock of {name} jumps by {self.by_s:.0f} s")
+        field.cluster.clocks[name].skew_ns += round(self.by_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restart(Fault):
-    """The active planner or registry ends, killed or in good order, and comes back."""
+    """The active planner or registry, or a gateway, ends, killed or in good order, and comes
+    back."""
 
     role: str
     killed: bool
@@ -274,8 +322,8 @@ class Restart(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence(Fault):
-    """The active planner or registry is stopped (SIGSTOP) or cut off from the bus for a while, and
-    then goes on as if nothing had happened."""
+    """The active planner or registry, or a gateway, is stopped (SIGSTOP) or cut off from the bus
+    for a while, and then goes on as if nothing had happened."""
 
     role: str
     stopped: bool

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from contextvars import Context
+from contextvars import Context, ContextVar
 from typing import Any, TypeVar, TypeVarTuple
 
 from shared import clock, ids
@@ -192,13 +192,24 @@ def _name(handle: asyncio.Handle) -> str:
     return getattr(callback, "__qualname__", repr(callback))
 
 
+class WallClock:
+    """The wall clock of one process, which may be wrong."""
+
+    skew_ns = 0
+
+
+own_clock: ContextVar[WallClock] = ContextVar("own_clock")
+"""The wall clock of the process to which the code that runs belongs, if it is not right."""
+
+
 @contextmanager
 def reproducible(loop: VirtualLoop, seed: int) -> Iterator[None]:
     """Until the block ends, wall clock, ids and `random` follow from the loop's time and the
     seed."""
     draw = random.Random(seed)
     before = clock.wall_source, ids.id_source, random.getstate()
-    clock.wall_source = lambda: EPOCH_NS + round(loop.time() * 1e9)
+    right = WallClock()
+    clock.wall_source = lambda: EPOCH_NS + round(loop.time() * 1e9) + own_clock.get(right).skew_ns
     ids.id_source = lambda: f"{draw.getrandbits(40):010x}"
     random.seed(seed)
     try:

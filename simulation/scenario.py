@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from simulation import systems
-from simulation.cluster import PLANNER, REGISTRY, ClusterSpec, node_name
+from simulation.cluster import GATEWAY, PLANNER, REGISTRY, ClusterSpec, node_name
 from simulation.faults import (
     Absence,
     BusCut,
+    ClockJump,
     Corrupt,
     Crash,
     Fault,
     Jitter,
+    Leaderless,
     Leave,
     Loss,
     Outage,
@@ -28,6 +30,7 @@ from simulation.faults import (
     Restart,
     Role,
     SlowLink,
+    Vanish,
     Whom,
 )
 from simulation.hardware import hardware
@@ -68,7 +71,8 @@ class Scenario:
             f"{spec.slots} slots, {spec.hardware.memory_bytes / 1e6:.0f} MB a node, "
             f"links {spec.hardware.nic_bytes_per_s / 1e6:.1f} MB/s, "
             f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
-            f"at least {spec.min_instances} instances, {spec.standbys} standbys",
+            f"at least {spec.min_instances} instances, {spec.standbys} standbys, "
+            f"{spec.gateways} gateways",
             f"{len(self.requests)} requests, "
             f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up, "
             f"{sum(r.kills_at is not None for r in self.requests)} of which kill nodes",
@@ -109,6 +113,7 @@ def _spec(draw: random.Random) -> ClusterSpec:
         slots=draw.choice((2, 4, 8)),
         min_instances=1 if draw.random() < 0.8 else 0,
         standbys=draw.choice((0, 1, 2)),
+        gateways=draw.choice((1, 2, 3)),
     )
 
 
@@ -192,9 +197,28 @@ def _registry(draw: random.Random) -> Fault:
     return Restart(at=_at(draw), lasts=_lasts(draw, 8), role=REGISTRY, killed=killed)
 
 
+def _gateway(draw: random.Random) -> Fault:
+    killed = draw.random() < 0.7
+    return Restart(at=_at(draw), lasts=_lasts(draw, 8), role=GATEWAY, killed=killed)
+
+
 def _absence(draw: random.Random) -> Fault:
-    role, stopped = draw.choice((PLANNER, REGISTRY)), draw.random() < 0.5
+    role, stopped = draw.choice((PLANNER, REGISTRY, GATEWAY)), draw.random() < 0.5
     return Absence(at=_at(draw), lasts=_lasts(draw, 20), role=role, stopped=stopped)
+
+
+def _vanish(draw: random.Random) -> Fault:
+    return Vanish(at=_at(draw), lasts=_lasts(draw, 15))
+
+
+def _leaderless(draw: random.Random) -> Fault:
+    return Leaderless(at=_at(draw), lasts=_lasts(draw, 8))
+
+
+def _clock_jump(draw: random.Random) -> Fault:
+    process = draw.choice((PLANNER, REGISTRY, GATEWAY, node_name(0), node_name(1)))
+    by_s = draw.choice((-86400.0, -3.0, 0.5, 3600.0, 86400.0))
+    return ClockJump(at=_at(draw), lasts=0, process=process, by_s=by_s)
 
 
 def _outage(draw: random.Random) -> Fault:
@@ -209,10 +233,11 @@ def _jitter(draw: random.Random) -> Fault:
     return Jitter(at=_at(draw), lasts=_lasts(draw, 20), up_to_s=draw.choice((0.002, 0.02, 0.1)))
 
 
-_NODE_FAULTS = (Crash, Leave, Pause, BusCut, PeerCut, SlowLink, Corrupt)
+_NODE_FAULTS = (Crash, Leave, Pause, Vanish, BusCut, PeerCut, SlowLink, Corrupt)
 _OF_NODES: tuple[Callable[[random.Random, ClusterSpec], Fault], ...] = (
     *(_crash,) * 3, _leave, _pause, _bus_cut, _peer_cut, _slow_link, _corrupt,
 )  # fmt: skip
 _OF_ALL: tuple[Callable[[random.Random], Fault], ...] = (
-    _planner, _registry, _absence, _absence, _outage, _loss, _jitter,
+    _planner, _registry, _gateway, _absence, _absence, _vanish, _outage, _leaderless, _loss,
+    _jitter, _clock_jump,
 )  # fmt: skip

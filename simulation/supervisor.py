@@ -14,6 +14,7 @@ from shared.bus.memory import MemoryBus
 from shared.errors import BusError, Conflict, Superseded
 from shared.service import Service
 from simulation.bus import SimBroker
+from simulation.loop import WallClock, own_clock
 
 S = TypeVar("S", bound=Service)
 
@@ -27,13 +28,16 @@ after this time, as by systemd (`deploy/systemd`)."""
 class Process(Generic[S]):
     """One life of a process. Whoever comes back under its name is another process."""
 
-    def __init__(self, broker: SimBroker, name: str, make: Callable[[Bus], S]) -> None:
+    def __init__(
+        self, broker: SimBroker, name: str, make: Callable[[Bus], S], clock: WallClock
+    ) -> None:
         self.name = name
         self.bus: MemoryBus | None = None
         self.service: S | None = None
         """Set while the process is up."""
         self._broker = broker
         self._make = make
+        self._clock = clock
         self._up = asyncio.Event()
         """Set when it is up, or has ended."""
         self._opened = False
@@ -49,6 +53,11 @@ class Process(Generic[S]):
         if self.service is None:
             raise Conflict(f"{self.name} is not up")
         return self.service
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._ending.is_set()
 
     @property
     def _stands_by(self) -> bool:
@@ -79,6 +88,7 @@ class Process(Generic[S]):
             self._task.cancel()
 
     async def _run(self) -> None:
+        own_clock.set(self._clock)  # for this task, and all that begins in it
         while not self._ending.is_set():
             try:
                 await self._live()

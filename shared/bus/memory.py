@@ -110,8 +110,11 @@ class MemoryBroker:
         else:
             self.down(subscription.bus, subscription.subject, subscription.receive, data, reply)
 
-    async def exchange(self, bus: "MemoryBus", what: str, act: Callable[[], T]) -> T:
-        """Does `act` at the server and returns its result. Other tasks run first."""
+    async def exchange(
+        self, bus: "MemoryBus", what: str, act: Callable[[], T], *, stored: bool
+    ) -> T:
+        """Does `act` at the server and returns its result. Other tasks run first. `stored`: whether
+        it is about what the server stores."""
         await asyncio.sleep(0)
         return act()
 
@@ -234,9 +237,9 @@ class MemoryBus(Delivery):
         self.check_open()
         return MemoryObjectStore(self, self._broker.blobs)
 
-    async def exchange(self, what: str, act: Callable[[], T]) -> T:
+    async def exchange(self, what: str, act: Callable[[], T], *, stored: bool = True) -> T:
         self.check_open()
-        return await self._broker.exchange(self, what, act)
+        return await self._broker.exchange(self, what, act, stored=stored)
 
     async def watch(self, bucket: Bucket) -> AsyncIterator[KvEntry | None]:
         watch = Watch(lambda tell, change: self._broker.down(self, bucket.name, tell, change))
@@ -269,7 +272,7 @@ class MemoryBus(Delivery):
             self.check_open()
             enlist(subscription)
 
-        await self.exchange(f"subscribe {subscription.subject}", act)
+        await self.exchange(f"subscribe {subscription.subject}", act, stored=False)
         self.subscriptions.append(subscription)
         return subscription
 

@@ -12,7 +12,7 @@ RUNS = 12
 def test_a_dozen_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Without root or iproute2 faults of the network are left out, and the document says so. A
     client counts as hung only after a silence that no busy machine explains."""
-    given = "--runs", str(RUNS), "--lasting", "3", "--silence", "60"
+    given = "--runs", str(RUNS), "--tokens", "20", "--lasting", "3", "--silence", "60"
     code = run_here("bench", "chaos", *given, "--json")
     said = capsys.readouterr()
     assert code == 0, said.err

@@ -9,13 +9,16 @@ import pytest
 
 from simulation import systems
 from simulation.chaos import play
-from simulation.cluster import PLANNER, REGISTRY, ClusterSpec
+from simulation.cluster import GATEWAY, PLANNER, REGISTRY, ClusterSpec
 from simulation.faults import (
+    Absence,
     BusCut,
+    ClockJump,
     Corrupt,
     Crash,
     Fault,
     Jitter,
+    Leaderless,
     Leave,
     Loss,
     Outage,
@@ -24,6 +27,7 @@ from simulation.faults import (
     Restart,
     Role,
     SlowLink,
+    Vanish,
     Whom,
 )
 from simulation.hardware import hardware
@@ -39,7 +43,8 @@ SPEC = ClusterSpec(
     chunks=4,
     slots=4,
 )
-BURST = tuple(Arrival(1 + 0.02 * number, "model", 20, 30) for number in range(48))
+TOKENS = 30
+BURST = tuple(Arrival(1 + 0.02 * number, "model", 20, TOKENS) for number in range(48))
 """Takes all nodes: the event begins some 0.3 s after it, and takes a good 5 s."""
 LOADING_S = 3.0
 
@@ -87,6 +92,48 @@ def test_a_node_dies_while_others_load(role: Role) -> None:
 def test_all_that_loads_dies() -> None:
     log = log_of(*(Crash(at=LOADING_S, lasts=8, whom=whoever(Role.TARGET)) for _ in range(3)))
     assert count(log, "^node-[0-9] dead") == 3
+
+
+def test_half_of_the_nodes_die_at_once() -> None:
+    log = log_of(Vanish(at=LOADING_S, lasts=8), spec=replace(SPEC, nodes=6))
+    assert count(log, "^(node-[0-9], ){2}node-[0-9] dead, all at once") == 1
+    assert count(log, "gone as .* expired") == 3
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
+def test_clients_of_a_gateway_that_ends_come_again_to_another(killed: bool) -> None:
+    log = log_of(
+        Restart(at=2, lasts=3, role=GATEWAY, killed=killed), spec=replace(SPEC, gateways=2)
+    )
+    assert count(log, f"^req-[0-9]+[.]2 ended, {TOKENS} tokens$") >= (killed and 1)
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "cut off"])
+def test_a_gateway_that_was_away_for_longer_than_its_lease_goes_on(stopped: bool) -> None:
+    log = log_of(
+        Absence(at=2, lasts=15, role=GATEWAY, stopped=stopped), spec=replace(SPEC, gateways=2)
+    )
+    assert count(log, "^gateway goes on$") == 1
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
+
+
+def test_a_store_without_a_leader_ends_no_event() -> None:
+    log = log_of(Leaderless(at=LOADING_S, lasts=7))
+    assert count(log, "lease not renewed") >= 1
+    assert count(log, "gone as") == 0
+    assert count(log, "is complete, revision") == 2
+
+
+@pytest.mark.parametrize("by_s", [86400.0, -86400.0])
+def test_clocks_a_day_apart(by_s: float) -> None:
+    processes = PLANNER, REGISTRY, GATEWAY, "node-0"
+    log = log_of(
+        *(ClockJump(at=0.5 + i, lasts=0, process=p, by_s=by_s) for i, p in enumerate(processes)),
+        spec=replace(SPEC, standbys=1),
+    )
+    assert count(log, "is complete, revision") == 2
 
 
 def test_a_node_leaves_in_good_order() -> None:

@@ -152,6 +152,31 @@ async def test_one_that_timed_out_is_never_sent(world: World) -> None:
 
 
 @in_world
+async def test_a_call_ends_when_the_client_notices_that_its_connection_is_lost(
+    world: World,
+) -> None:
+    bucket = await world.near.kv("bucket")
+    world.broker.cut("near")
+    begun = now()
+    with pytest.raises(BusTimeout, match="the connection was lost"):
+        await bucket.put("key", b"value")
+    assert now() - begun == DETECT_S
+    with pytest.raises(BusTimeout, match="no answer within"):  # this call waits for a connection
+        await bucket.put("key", b"value")
+
+
+@in_world
+async def test_a_store_without_a_leader_does_nothing_and_messages_pass(world: World) -> None:
+    bucket = await world.near.kv("bucket")
+    world.broker.leaderless = True
+    with pytest.raises(BusTimeout, match="no answer within"):
+        await bucket.put("key", b"value")
+    assert await world.ask() == numbered(0)
+    world.broker.leaderless = False
+    assert await bucket.get("key") is None
+
+
+@in_world
 async def test_an_outage_leaves_buckets_and_what_clients_keep(world: World) -> None:
     bucket = await world.near.kv("bucket")
     objects = await world.near.objects()

@@ -1,20 +1,25 @@
 """Processes in virtual time: what they fail with gets out, unless they are dead."""
 
 import asyncio
+from functools import partial
 from typing import ClassVar
 
 import pytest
 
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
+from shared.clock import wall_ns
 from shared.errors import Conflict
+from shared.ids import RequestId
 from shared.messages import Message, Ok, Ping
+from shared.messages.serving import Cancel
 from shared.service import Service
 from simulation import loop
 from simulation.bus import SimBroker
+from simulation.loop import EPOCH_NS, WallClock
 from simulation.supervisor import Process
 
-HERE = "here"
+HERE, CLOCK = "here", "clock"
 
 
 class Echo(Service):
@@ -30,6 +35,7 @@ class Echo(Service):
     async def open(self) -> None:
         served = await self._bus.serve(HERE, Ping, self._answer)
         self.resources.push_async_callback(served.close)
+        self.own(await self._bus.serve(CLOCK, Cancel, self._tell_time))
         self._said.append("open")
 
     async def drain(self) -> None:
@@ -38,14 +44,19 @@ class Echo(Service):
     async def _answer(self, message: Message) -> Message:
         return Ok()
 
+    async def _tell_time(self, message: Message) -> Message:
+        self._said.append(f"asked at {(wall_ns() - EPOCH_NS) // 10**9} s")
+        return message
+
 
 class World:
     def __init__(self) -> None:
         self.broker = SimBroker()
         self.log: list[str] = []
 
-    def process(self) -> Process[Echo]:
-        return Process(self.broker, "echo", lambda bus: Echo(bus, self.log))
+    def process(self, clock: WallClock | None = None) -> Process[Echo]:
+        make = partial(Echo, log=self.log)
+        return Process(self.broker, "echo", make, clock or WallClock())
 
     async def answers(self) -> bool:
         async with MemoryBus(self.broker, "asker") as bus:
@@ -156,3 +167,22 @@ def test_one_may_be_stopped_while_it_waits_for_a_bus() -> None:
 
     loop.run(work(), limit_s=30)
     assert world.log == []
+
+
+def test_one_may_have_a_wrong_clock_whoever_asks_it() -> None:
+    world, clock = World(), WallClock()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            process = world.process(clock)
+            await process.begin(group)
+            async with MemoryBus(world.broker, "asker") as bus:
+                for skew_s in (0, 3600):
+                    clock.skew_ns = skew_s * 10**9
+                    asked = Cancel(request=RequestId("r"), attempt=1)
+                    await bus.request(CLOCK, asked, Cancel, timeout=1)
+                    assert wall_ns() - EPOCH_NS < 10**9
+            await process.stop()
+
+    loop.run(work())
+    assert world.log == ["open", "asked at 0 s", "asked at 3600 s", "drained"]
