@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVarTuple
@@ -16,12 +15,11 @@ from services.node.hosting.hosting import Hosting
 from services.node.hosting.inheritance import ARENA, CACHE
 from services.node.hosting.lending import Lending
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
+from services.node.hosting.memories import Memories
 from services.node.hosting.reports import Reports
 from services.node.keeper.link import Estate, KeeperLink
 from services.node.lease import Lease, next_generation
-from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
-from services.node.memory.shelf import Keeping, Kept, Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import Arrival, PullFailure
 from services.node.owners import Owners
@@ -32,7 +30,7 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import NodeConfig
-from shared.errors import BadInput, BusError, LambdaScaleError, StaleEpoch, TransportError
+from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import DropCopy, KeepCopy, Leave
@@ -117,17 +115,20 @@ class NodeService(Service):
         self._lending = Lending(self._library, self._profiler)
         if self._shares_compiled:
             await self.resources.enter_async_context(Artefacts(self._bus, self._spawn_one))
-        arena = await self._take(ARENA, config.arena_bytes, "node.arena_bytes", estate)
+        memories = Memories(estate, self._keeper, self.log)
+        arena = await memories.take(ARENA, config.arena_bytes, "node.arena_bytes")
+        self.resources.callback(arena.close)
         cache = None
         if config.host_bytes:
-            cache = await self._take(CACHE, config.host_bytes, "node.host_bytes", estate)
+            cache = await memories.take(CACHE, config.host_bytes, "node.host_bytes")
+            self.resources.callback(cache.close)
         device = self._parts.device(arena.memory)
         if device is not None:
             await asyncio.to_thread(device.__enter__)
             self.resources.push(device)
-        self._shelf = self._packed_of(estate)
-        memories = [each.memory for each in (arena, cache) if each is not None]
-        await self._start_threads(memories, device)
+        self._shelf = memories.shelf()
+        taken = [each.memory for each in (arena, cache) if each is not None]
+        await self._start_threads(taken, device)
         leases = await self._bus.kv(subjects.KV_LEASES)
         counters = await self._bus.kv(subjects.KV_COUNTERS)
         info = self._describe(await next_generation(counters, self.node))
@@ -176,35 +177,6 @@ class NodeService(Service):
         self.spawn(self._keeper.stay(), name="keeper")
         return estate
 
-    async def _take(self, name: str, nbytes: int, setting: str, estate: Estate) -> Arena:
-        """The memory of that name as it was kept, if its size is still right, or else new."""
-        started, kept = now(), estate.memories.pop(name, None)
-        arena = None
-        if kept is not None:
-            try:
-                arena = Arena(nbytes, setting, kept.descriptor)
-            except BadInput as error:
-                self.log.warning("a memory is not taken over", memory=name, why=str(error))
-                estate.spaces = [space for space in estate.spaces if space.memory != name]
-                self._keeper.drop(name)
-            finally:
-                os.close(kept.descriptor)
-        if arena is None:
-            arena = await asyncio.to_thread(Arena, nbytes, setting)
-            self._keeper.hold(name, arena.file, arena.nbytes)
-        self.resources.callback(arena.close)
-        took = round(now() - started, 3)
-        self.log.info(f"{name} taken", nbytes=arena.nbytes, seconds=took, kept=kept is not None)
-        return arena
-
-    def _packed_of(self, estate: Estate) -> Shelf:
-        """What else was kept, and room for more of the kind."""
-        if not self._keeper.there:
-            return Shelf()
-        left = {name: Kept(*each) for name, each in estate.memories.items()}
-        estate.memories.clear()
-        return Shelf(Keeping(self._keeper.hold, self._keeper.drop), left)
-
     def _spawn_one(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         """For one copy: the node goes on without it."""
         return self.spawn(work, name=name, contained=True)
@@ -247,7 +219,7 @@ class NodeService(Service):
         self._profiler.ran(model, share, tokens, seconds)
 
     def block_landed(self, landed: Arrival | PullFailure) -> None:
-        self._hosting.land(landed)
+        self._hosting.landings.land(landed)
 
     def bytes_sent(self, began: float, ended: float, nbytes: int) -> None:
         self._profiler.sent(began, ended, nbytes)
@@ -306,7 +278,7 @@ class NodeService(Service):
         await self._lease.take()  # last: whoever sees the node may call it
         self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
-        self.spawn(self._hosting.run(), name="landings")
+        self.spawn(self._hosting.landings.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
         self.spawn(self._owners.watch(), name="owners")
         self.spawn(self._publish_status(), name="status")

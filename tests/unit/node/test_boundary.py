@@ -19,6 +19,7 @@ from services.node.engine.engine import TorchEngine
 from services.node.execution import activations
 from services.node.execution.worker import Worker
 from services.node.hosting.hosting import Hosting
+from services.node.hosting.landings import Landings
 from services.node.hosting.library import Library
 from services.node.hosting.reports import Reports
 from services.node.moving.data_plane import DataPlane
@@ -270,8 +271,8 @@ class BreaksLater(Breaks):
 
 
 BROKEN: tuple[tuple[type, str, type[Breaks]], ...] = (
-    (Hosting, "land", Breaks),
-    (Hosting, "_on_arrived", BreaksLater),
+    (Landings, "land", Breaks),
+    (Landings, "_on_arrived", BreaksLater),
     (Reports, "arrived", BreaksLater),
     (Profiler, "pulled", Breaks),
     (Profiler, "sent", Breaks),

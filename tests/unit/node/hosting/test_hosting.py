@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from services.node.execution.worker import Worker
-from services.node.hosting import hosting
-from services.node.hosting.hosting import Hosted, Hosting
+from services.node.hosting import opening
+from services.node.hosting.hosted import Hosted
+from services.node.hosting.hosting import Hosting
+from services.node.hosting.landings import Landings
 from services.node.hosting.library import Library
 from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
@@ -196,7 +198,7 @@ class Tokenizers:
                 raise BusTimeout("no answer")
             return name.encode()
 
-        monkeypatch.setattr(hosting, "TOKENIZER_RETRY_S", 0.001)
+        monkeypatch.setattr(opening, "TOKENIZER_RETRY_S", 0.001)
         monkeypatch.setattr(Library, "file", file)
         monkeypatch.setattr(
             Worker, "use_tokenizer", lambda _, __, data: self.given.put_nowait(data)
@@ -367,7 +369,7 @@ async def test_a_block_that_landed_before_a_release_is_not_taken_for_one_after_i
     async with nodes(tmp_path, checkpoint, "a", "b") as up:
         await up.promoted("a")
         monkeypatch.setattr(Worker, "attach", slow)
-        landed = Landings(monkeypatch)
+        landed = Delivered(monkeypatch)
         await up.apply("b", FROM_A)
         await entered.wait()
         await landed.until(BLOCKS)
@@ -380,20 +382,20 @@ async def test_a_block_that_landed_before_a_release_is_not_taken_for_one_after_i
         assert up.arrived("b", event="ev-2") == []
 
 
-class Landings:
+class Delivered:
     """Counts what the data planes deliver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._count = 0
         self._changed = asyncio.Event()
-        land = Hosting.land
+        land = Landings.land
 
-        def counted(hosting: Hosting, item: Arrival | PullFailure) -> None:
-            land(hosting, item)
+        def counted(landings: Landings, item: Arrival | PullFailure) -> None:
+            land(landings, item)
             self._count += 1
             self._changed.set()
 
-        monkeypatch.setattr(Hosting, "land", counted)
+        monkeypatch.setattr(Landings, "land", counted)
 
     async def until(self, count: int) -> None:
         async with asyncio.timeout(WAIT_S):

@@ -20,7 +20,7 @@ from shared.messages.pool import Tier
 from tests.support.models import WIDE
 from tests.unit.node.cluster import ALL, BLOCKS, Nodes, nodes
 from tests.unit.node.gates import Gate
-from tests.unit.node.hosting.test_hosting import Landings
+from tests.unit.node.hosting.test_hosting import Delivered
 
 CHUNKS = 2
 """How many chunks of block 1 pass before the gate closes."""
@@ -144,7 +144,7 @@ async def test_a_block_that_is_asked_for_again_before_it_is_attached_is_attached
         await attach(self, model, block, buffer)
 
     monkeypatch.setattr(Worker, "attach", slow)
-    landed = Landings(monkeypatch)
+    landed = Delivered(monkeypatch)
     await up.apply("a", promote=ALL)
     await entered.wait()
     await landed.until(BLOCKS)

@@ -1,0 +1,103 @@
+"""What the engine has open of the models in the arena."""
+
+import asyncio
+from collections.abc import Callable
+
+from structlog.stdlib import BoundLogger
+
+from services.node.core.residency import Mode
+from services.node.hosting.hosted import Hosted
+from services.node.hosting.library import Library
+from services.node.hosting.promotion import Spawn
+from services.node.keeper.link import KeeperLink
+from services.node.parts import AnyWorker
+from shared.containment import is_containable
+from shared.ids import ModelId
+from shared.vision import is_classifier
+
+ENGINE = "engine"
+"""User of a span."""
+TOKENIZER = "tokenizer.json"
+TOKENIZER_RETRY_S = 0.5
+"""After a first failure to fetch it; doubles with each that follows."""
+TOKENIZER_RETRY_MAX_S = 30.0
+
+
+class Opening:
+    """Opens hosted models for the engine, attaches their blocks, and closes them."""
+
+    def __init__(
+        self,
+        worker: AnyWorker,
+        library: Library,
+        keeper: KeeperLink,
+        log: BoundLogger,
+        *,
+        changed: Callable[[], None],
+        spawn: Spawn,
+    ) -> None:
+        """`changed` is called when a model can run whole."""
+        self._worker = worker
+        self._library = library
+        self._keeper = keeper
+        self._log = log
+        self._changed = changed
+        self._spawn = spawn
+
+    async def activate(self, hosted: Hosted) -> None:
+        """Opens the model for the engine, with every block that is held."""
+        if hosted.residency.mode is Mode.STANDBY:
+            hosted.span.hold(ENGINE)
+            try:
+                await self._worker.open_model(hosted.model, hosted.manifest)
+            except BaseException:
+                hosted.span.release(ENGINE)
+                raise
+            hosted.residency = hosted.residency.activate()
+            self._keeper.note(hosted.kept)
+            hosted.tell(hosted.event, "active")
+        for block in sorted(hosted.residency.held - hosted.residency.runnable):
+            await self.attach(hosted, block)
+
+    async def attach(self, hosted: Hosted, block: int) -> None:
+        """Has the engine run a block that is held."""
+        await self._worker.attach(hosted.model, block, hosted.space.block(block))
+        if not hosted.residency.runnable and not is_classifier(hosted.manifest.config):
+            # Not before the first block has come: nothing may hold up the first reads of a plan,
+            # and nothing is generated without a block.
+            work = self._bring_tokenizer(hosted.model)
+            hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
+        hosted.residency = hosted.residency.run(block)
+        hosted.tell(hosted.event, f"runs block {block}")
+        if hosted.residency.complete:
+            self._changed()  # before that, each block is reported by itself
+
+    async def close(self, hosted: Hosted, cause: str) -> None:
+        """Once it returns, the engine has no view of the model's bytes."""
+        if hosted.bringing is not None:
+            hosted.bringing.cancel()
+        await self._worker.close_model(hosted.model)
+        if hosted.residency.mode is Mode.ACTIVE:
+            hosted.span.release(ENGINE)
+            hosted.residency = hosted.residency.stand_by()
+            self._keeper.note(hosted.kept)
+            hosted.tell(cause, "stands by")
+
+    async def _bring_tokenizer(self, model: ModelId) -> None:
+        """Brings the model's tokenizer, which requests with grammars need. Tries again until the
+        asset store answers. If the model has no tokenizer, that is logged once."""
+        pause_s = TOKENIZER_RETRY_S
+        while True:
+            try:
+                data = await self._library.file(model, TOKENIZER)
+                if data is not None:
+                    self._worker.use_tokenizer(model, data)
+                break
+            except BaseException as error:  # its boundary: only grammars wait for it
+                if not is_containable(error):
+                    raise
+                self._log.warning("no tokenizer yet", model=model, error=repr(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, TOKENIZER_RETRY_MAX_S)
+        if data is None:
+            self._log.warning("no structured output: the model has no tokenizer", model=model)
