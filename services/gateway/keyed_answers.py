@@ -41,7 +41,7 @@ from shared import subjects
 from shared.bus.base import Bus, KeyValue
 from shared.clock import now, wall_ns
 from shared.config import GatewayConfig
-from shared.errors import BusError, KeyExists, LambdaScaleError, NoResponders
+from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders
 from shared.ids import GatewayId
 from shared.messages import Ok, Ping
 from shared.story import Story, Transition
@@ -49,6 +49,11 @@ from shared.story import Story, Transition
 LOOK_S = 0.05
 """Seconds between looks at what is due."""
 ASK_TIMEOUT_S = 0.5
+STORE_TIMEOUT_S = 1.0
+"""Then the store is asked again: one that elects a leader has forgotten the question."""
+STATUS_S = 3.0
+"""The longest time that a client waits for its answer's status until the store has answered. Then a
+stream begins, so that it can say that it lives."""
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -184,16 +189,19 @@ class RunningAnswer:
     async def _carry_out(self, work: Work) -> list[Effect]:
         core = self.core
         try:
-            match work:
-                case Look():
-                    record, revision = await self._look()
-                    return core.looked(record, revision, now())
-                case Write():
-                    return core.written(await self._write(work), now())
-                case Ask(gateway):
-                    return core.asked(await self._is_there(gateway), now())
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                match work:
+                    case Look():
+                        record, revision = await self._look()
+                        return core.looked(record, revision, now())
+                    case Write():
+                        return core.written(await self._write(work), now())
+                    case Ask(gateway):
+                        return core.asked(await self._is_there(gateway), now())
         except KeyExists:
             return core.refused(now())
+        except TimeoutError:
+            return core.unanswered(BusTimeout(f"no answer within {STORE_TIMEOUT_S} s"), now())
         except BusError as error:
             return core.unanswered(error, now())
 
@@ -313,13 +321,13 @@ class Reader:
         return self._running.record.created
 
     async def __aenter__(self) -> Self:
-        """Waits until the store has said what is known of the answer. ApiError."""
+        """Waits until the store has said what is known of the answer, or for STATUS_S. ApiError."""
         self._running.read_by(1)
         try:
-            while not self._running.looked:
-                if error := self._running.error:
-                    raise error
-                await self._running.change()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_S):
+                    while not (self._running.looked or self._running.error):
+                        await self._running.change()
             if self._running.error and not self._running.deltas:
                 raise self._running.error
         except BaseException:

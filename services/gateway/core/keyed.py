@@ -43,8 +43,9 @@ LINGER_S = 10.0
 """Seconds for which an answer is generated on while nobody reads it."""
 RETRY_S = 0.2
 """Seconds until the store is tried again."""
-PATIENCE_S = 5.0
-"""The longest time that a client waits for a store that does not answer."""
+PATIENCE_S = 15.0
+"""The longest time that a client waits for a store that does not answer. A store of three servers
+was seen to take no writes for 7.3 s, while it elected a leader."""
 MAX_BYTES = 256 << 10
 """Room for tokens in a record."""
 

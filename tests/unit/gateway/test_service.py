@@ -11,7 +11,8 @@ from services.gateway.core.pace import UNKNOWN_S
 from services.gateway.keyed_answers import LOOK_S
 from services.gateway.service import GatewayService
 from shared import subjects
-from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.bus.base import KvEntry
+from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.clock import wall_ns
 from shared.config import GatewayConfig
 from shared.errors import CapacityExceeded, ConfigError, PeerLost
@@ -57,6 +58,31 @@ async def test_a_waiting_stream_says_that_it_lives(
         await reader.until_spoken_to()
         await nodes_of(cluster, 1, pause_at=None)
         await cluster.publish(replica(1))
+        assert await reading == TEXT
+        assert reader.raw.startswith(b": waiting\n\n")
+
+
+async def test_a_stream_waits_for_a_store_that_elects_a_leader_and_says_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store forgets what it was asked before."""
+    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 4 * LOOK_S)
+    monkeypatch.setattr("services.gateway.keyed_answers.STATUS_S", LOOK_S)
+    monkeypatch.setattr("services.gateway.keyed_answers.STORE_TIMEOUT_S", LOOK_S)
+    there, get = asyncio.Event(), MemoryKeyValue.get
+
+    async def get_late(bucket: MemoryKeyValue, key: str) -> KvEntry | None:
+        if not there.is_set():
+            await asyncio.Event().wait()
+        return await get(bucket, key)
+
+    monkeypatch.setattr(MemoryKeyValue, "get", get_late)
+    async with running(replica(1)) as cluster, asyncio.TaskGroup() as group:
+        await nodes_of(cluster, 1, pause_at=None)
+        reader = Reader(cluster, key="a-key")
+        reading = group.create_task(reader.read())
+        await reader.until_spoken_to()
+        there.set()
         assert await reading == TEXT
         assert reader.raw.startswith(b": waiting\n\n")
 
