@@ -46,7 +46,8 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
     log_json: bool = False
     """Whether logs on standard error are JSON lines (True), or lines for people (False)."""
     trace_dir: str = ""
-    """Directory for span files, `<service>.jsonl`. Empty: no files."""
+    """Directory for span files, `<service>.jsonl`, and `<service>-2.jsonl` of a second process of
+    that name. Empty: no files."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, for example http://127.0.0.1:4318. Empty: none."""
     health_socket: str = ""

@@ -1,11 +1,14 @@
 """Spans in a JSON-lines file, written by a thread: a slow disk never holds up an event loop."""
 
+import fcntl
 import json
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TextIO
 
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
@@ -14,6 +17,22 @@ WRITE_EVERY_S = 0.1
 """At most so much later than it ended, a span is written. What SIGKILL takes is no older."""
 STOP_S = 10.0
 """How long the end of the process waits for a disk that hangs."""
+
+
+def _own(path: Path) -> TextIO:
+    """The first of these files that no other process has open for spans. Its lock ends with this
+    process."""
+    for number in count(1):
+        file = (path if number == 1 else path.with_stem(f"{path.stem}-{number}")).open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError:
+            pass  # a file system without locks
+        return file
+    raise AssertionError("numbers do not end")
 
 
 class SpanFile(SpanProcessor):
@@ -26,7 +45,9 @@ class SpanFile(SpanProcessor):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        """Where another process writes to `path`, as a standby does, the file is `<name>-2.jsonl`,
+        and so on."""
+        self._file = _own(path)
         self._ended: SimpleQueue[ReadableSpan | None] = SimpleQueue()
         """None comes last, after all that ended before `shutdown`."""
         self._stopping = threading.Event()

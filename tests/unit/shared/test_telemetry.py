@@ -17,6 +17,7 @@ import structlog
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
+from shared.span_file import SpanFile
 
 MORE_THAN_A_PIPE_HOLDS = 1000
 """Spans of 200 bytes or more; a pipe holds 64 KiB."""
@@ -220,3 +221,12 @@ def test_a_span_that_is_not_exported_stands_for_its_parent() -> None:
         assert telemetry.here() == parent
     with telemetry.span("apply_plan"):
         assert telemetry.here() == ""
+
+
+def test_two_processes_of_one_name_have_a_file_each(tmp_path: Path) -> None:
+    files = [SpanFile(tmp_path / "planner.jsonl") for _ in range(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planner-2.jsonl", "planner.jsonl"]
+    for file in files:
+        file.shutdown()
+    SpanFile(tmp_path / "planner.jsonl").shutdown()  # the next process goes on with the file
+    assert len(list(tmp_path.iterdir())) == 2
