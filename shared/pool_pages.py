@@ -1,5 +1,5 @@
-"""The registry's answer about the whole pool, page by page: of a large pool it is many times what
-one message may take.
+"""The registry's answers about the whole pool, page by page: of a large pool they are many times
+what one message may take.
 
 Pages are cut by the nodes' names, so a node that is there all the time is on exactly one of them.
 A node that comes or goes meanwhile may be on one, or on none, as if it had been asked for a moment
@@ -13,7 +13,17 @@ import msgspec
 from shared import subjects
 from shared.bus.base import M
 from shared.messages import Message
-from shared.messages.pool import Models, ModelsQuery, NodeView, PoolPage, PoolQuery, PoolState
+from shared.messages.pool import (
+    Models,
+    ModelsQuery,
+    NodeInfo,
+    Nodes,
+    NodesQuery,
+    NodeView,
+    PoolPage,
+    PoolQuery,
+    PoolState,
+)
 
 
 class Ask(Protocol):
@@ -34,3 +44,14 @@ async def read_pool(ask: Ask, query: PoolQuery | None = None) -> PoolState:
         query = msgspec.structs.replace(query, after=page.nodes[-1].info.node)
     models = await ask(subjects.REGISTRY_MODELS, ModelsQuery(cause=query.cause), Models)
     return PoolState(nodes=tuple(nodes), models=models.records)
+
+
+async def read_nodes(ask: Ask) -> tuple[NodeInfo, ...]:
+    """Who is there, without what they hold. Raises what `ask` raises."""
+    nodes, query = list[NodeInfo](), NodesQuery()
+    while True:
+        page = await ask(subjects.REGISTRY_NODES, query, Nodes)
+        nodes += page.nodes
+        if not page.more:
+            return tuple(nodes)
+        query = NodesQuery(after=nodes[-1].node)

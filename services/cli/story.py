@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 
@@ -12,9 +13,10 @@ from shared.bus.base import Bus, On
 from shared.errors import BusError
 from shared.ids import GatewayId
 from shared.messages.load import GatewayLoad
-from shared.messages.pool import Models, ModelsQuery, Nodes, NodesQuery
+from shared.messages.pool import Models, ModelsQuery
 from shared.messages.scaling import PlannerQuery, PlannerState
 from shared.messages.story import Step, StoryQuery, Told
+from shared.pool_pages import read_nodes
 
 LAST = "last"
 GATEWAYS_S = 1.0
@@ -53,8 +55,8 @@ async def gather(bus: Bus, subject: str) -> Merged:
             models = await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)
             names = {record.model_id: record.name for record in models.records}
             subject = await _id_of(bus, subject, names)
-            nodes = await ask(bus, subjects.REGISTRY_NODES, NodesQuery(), Nodes)
-            tellers |= {info.node: subjects.node_story(info.node) for info in nodes.nodes}
+            nodes = await read_nodes(partial(ask, bus))
+            tellers |= {info.node: subjects.node_story(info.node) for info in nodes}
         except BusError as error:
             errors.append(str(error))
         tellers |= {gateway: subjects.gateway_story(gateway) for gateway in await gateways}

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVarTuple
 
@@ -44,8 +45,6 @@ from shared.messages.pool import (
     NodeGone,
     NodeInfo,
     NodeJoined,
-    Nodes,
-    NodesQuery,
     NodeStatus,
     ReportStatus,
 )
@@ -57,6 +56,7 @@ from shared.messages.scaling import (
 )
 from shared.messages.serving import Cancel, Submit, Tokens
 from shared.messages.story import StoryQuery, Told
+from shared.pool_pages import read_nodes
 from shared.service import Service
 from shared.story import Transition
 
@@ -301,20 +301,17 @@ class NodeService(Service):
     async def _learn_pool(self) -> None:
         """Learns of the models and peers that were there before this node. Waits for the
         registry."""
+        ask = partial(self._bus.request, timeout=REGISTRY_TIMEOUT_S)
         while True:
             try:
-                models = await self._bus.request(
-                    subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
-                )
-                peers = await self._bus.request(
-                    subjects.REGISTRY_NODES, NodesQuery(), Nodes, timeout=REGISTRY_TIMEOUT_S
-                )
+                models = await ask(subjects.REGISTRY_MODELS, ModelsQuery(), Models)
+                peers = await read_nodes(ask)
                 break
             except LambdaScaleError:
                 await asyncio.sleep(RETRY_S)
         for record in models.records:
             self._try("learning a model", self._library.learn, record)
-        self._peers.meet(*peers.nodes)
+        self._peers.meet(*peers)
 
     async def _on_added(self, message: ModelAdded) -> None:
         self._try("learning a model", self._library.learn, message.record)

@@ -219,7 +219,7 @@ class RegistryService(Service):
 
     async def _nodes(self, request: NodesQuery) -> Nodes:
         await self._reconciled.wait()
-        return Nodes(nodes=self.pool.leases.present)
+        return self.pool.nodes(request)
 
     async def _copies(self, request: CopiesQuery) -> PoolCopies:
         await self._reconciled.wait()

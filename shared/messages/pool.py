@@ -331,12 +331,19 @@ class Unreserve(Message, frozen=True, kw_only=True, tag="unreserve"):
 
 
 class NodesQuery(Message, frozen=True, kw_only=True, tag="nodes_query"):
-    """Asks who is there. Answered with Nodes, without what they hold; of a large pool only a small
-    part."""
+    """Asks who is there. Answered with Nodes (`shared/pool_pages.py` asks for all), without what
+    they hold."""
+
+    after: NodeId = NodeId("")
+    """Only nodes whose names come after this one."""
 
 
 class Nodes(Message, frozen=True, kw_only=True, tag="nodes"):
+    """The next nodes, by name."""
+
     nodes: tuple[NodeInfo, ...]
+    more: bool = False
+    """Whether there are nodes after the last of these."""
 
 
 class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):

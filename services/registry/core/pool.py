@@ -5,7 +5,7 @@ present; only nodes with a standing lease are sources or targets.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -24,7 +24,7 @@ from services.registry.core.kept import (
     ModelSkipped,
 )
 from services.registry.core.leases import Change, Leases
-from services.registry.core.pages import page_of
+from services.registry.core.pages import nodes_of, page_of
 from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
@@ -36,6 +36,8 @@ from shared.messages.pool import (
     NodeGone,
     NodeInfo,
     NodeJoined,
+    Nodes,
+    NodesQuery,
     NodeStatus,
     NodeView,
     PoolPage,
@@ -346,10 +348,16 @@ class Pool:
         return False
 
     def page(self, query: PoolQuery) -> PoolPage:
+        """The next nodes that are not gone, by name, with what they hold."""
+        return page_of(self._node_view(info, query.holdings) for info in self._after_node(query))
+
+    def nodes(self, query: NodesQuery) -> Nodes:
         """The next nodes that are not gone, by name."""
+        return nodes_of(self._after_node(query))
+
+    def _after_node(self, query: PoolQuery | NodesQuery) -> Sequence[NodeInfo]:
         present = self.leases.present
-        rest = present[bisect_right(present, query.after, key=lambda info: info.node) :]
-        return page_of(self._node_view(info, query.holdings) for info in rest)
+        return present[bisect_right(present, query.after, key=lambda info: info.node) :]
 
     def _node_view(self, info: NodeInfo, holdings: bool) -> NodeView:
         status = self.holdings.of(info)
