@@ -5,6 +5,7 @@ Nothing here imports torch: the tests of the pure cores do not need it, and it t
 
 import asyncio
 import ctypes
+import gc
 import importlib.util
 import os
 import time
@@ -66,8 +67,14 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # Collecting tests makes modules, which stay: no need to look through them.
     if not hasattr(config, "workerinput"):  # workers are among what may be left
         config.pluginmanager.register(Leftovers())
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 LONGEST = ("tests/rdma/", "tests/integration/", "tests/contract/")

@@ -1,8 +1,11 @@
 import sys
 
+from services.cli.lasting import lasting
+
 if __name__ == "__main__":
     try:
-        from services.cli.main import main
+        with lasting():
+            from services.cli.main import main
 
         sys.exit(main())
     except KeyboardInterrupt:  # while the modules are still being imported

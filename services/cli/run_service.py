@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from services.cli.lasting import lasting
 from shared import health, telemetry
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
@@ -127,7 +128,8 @@ async def _run(role: str, config: Config) -> None:
         )
     try:
         async with NatsBus(config.bus, name) as bus:
-            service = MAKERS[role](bus, config)
+            with lasting():
+                service = MAKERS[role](bus, config)
             async with health.telling(config.telemetry.health_socket, lambda: _wrong(service, bus)):
                 await serve_until_signal(service)
     finally:
