@@ -116,6 +116,7 @@ class Nodes:
                 "KV_BYTES": str(KV_BYTES),
                 "CPU_WEIGHTS": "stored",  # else two cores would pack the copies of all nodes
                 "THREADS": "1",
+                "KEEP_WEIGHTS_S": "0",  # else keepers would outlive the benchmark
             }
             environment = {f"LAMBDASCALE_NODE_{key}": value for key, value in fixed.items()}
             host = self._testbed.hosts[number]

@@ -74,7 +74,8 @@ class Stage:
     """The process, from outside. Use as a context manager. StageFailed if it ends too early."""
 
     def __init__(self, spec: Spec) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # All stages import torch once.
+        context.set_forkserver_preload([__name__])
         self._spec = spec
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(spec, theirs), daemon=True)

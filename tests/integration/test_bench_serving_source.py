@@ -1,6 +1,7 @@
 """`lambdascale bench serving-source`, small: real nodes in namespaces, one of which serves."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,7 @@ def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.01"},  # else nodes use whole cores
     )
 
 
