@@ -205,6 +205,8 @@ class Watch:
             if term.number < self._terms.get(term.role, 0):
                 self.say(f"too late: {type(message).__name__} of {term.role} {term.number}")
                 return
+            if term.role == PLANNER and term.number > self._terms.get(PLANNER, term.number):
+                self._events.planner_died()  # what it has not heard of ended with the last one
             self._terms[term.role] = term.number
         wrong: list[str] = []
         match message:

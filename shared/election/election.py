@@ -6,6 +6,7 @@ that was paused, lost its role meanwhile and wakes up can do no harm.
 """
 
 import asyncio
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -33,7 +34,8 @@ from shared.messages import Message, Ok, Ping
 LOOK_S = 0.1
 """Seconds between a standby's looks at the lease."""
 CALL_S = 0.5
-"""Seconds that a renewal, or a question whether the holder is there, may take."""
+"""Seconds that a renewal, a look at the lease, or a question whether the holder is there, may
+take."""
 
 
 class Election:
@@ -70,7 +72,11 @@ class Election:
         told = ""
         while True:
             try:
+                asked = now()
                 entry = await self._bucket.get(self._role)
+                if self._seen and (waited := now() - asked) > CALL_S:
+                    # The holder may have been cut off for as long.
+                    self._seen = replace(self._seen, at=self._seen.at + waited)
                 record = _decoded(entry)
                 if record is not None and record.holder == self._holder:
                     break  # a write that was not acknowledged has happened

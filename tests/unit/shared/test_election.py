@@ -27,8 +27,11 @@ T = TypeVar("T")
 
 class Store(MemoryKeyValue):
     refuses: Callable[[], bool]
+    back: asyncio.Event
+    """Set unless calls wait for the connection."""
 
     async def _at(self, key: str, act: Callable[[], T]) -> T:
+        await self.back.wait()
         if self.refuses():
             raise BusTimeout("no JetStream leader")
         return await super()._at(key, act)
@@ -42,6 +45,8 @@ class Candidate:
         self.bus = MemoryBus(broker, name)
         self.outage = False
         """Whether the store refuses this process."""
+        self.connected = asyncio.Event()
+        self.connected.set()
         vars(self.bus)["kv"] = self._kv
         self.election = Election(self.bus, ROLE, telemetry.logger(ROLE, name=name))
         self.won_at = -1.0
@@ -49,7 +54,7 @@ class Candidate:
 
     async def _kv(self, bucket: str) -> Store:
         store = Store(self.bus, self.broker.bucket(bucket))
-        store.refuses = lambda: self.outage
+        store.refuses, store.back = lambda: self.outage, self.connected
         return store
 
     async def stand(self) -> None:
@@ -188,6 +193,21 @@ async def test_an_outage_of_the_store_changes_nothing(world: World) -> None:
     await asyncio.sleep(2 * SILENT_S)
     await first.election.confirm()
     assert not task.done()
+
+
+async def test_a_standby_that_was_cut_off_with_the_holder_leaves_it_its_role(world: World) -> None:
+    """Its look at the lease waited for the connection, as the holder's renewal did."""
+    active = await world.active("a")
+    standby, task = await world.standby("b")
+    for candidate in (active, standby):
+        candidate.connected.clear()
+    await asyncio.sleep(2 * SILENT_S)
+    for candidate in (standby, active):  # the standby looks first
+        candidate.connected.set()
+        await asyncio.sleep(LOOK_S / 2)
+    await asyncio.sleep(4 * SILENT_S)
+    assert not task.done()
+    await active.election.confirm(anew=True)
 
 
 async def test_who_alone_is_cut_off_from_the_store_gives_up_in_the_end(world: World) -> None:
