@@ -19,6 +19,7 @@ from shared.messages import (
     story,
 )
 from shared.messages.base import ErrorReply, Message, Ok, Ping
+from shared.versions import beside, refusal
 
 __all__ = ["ErrorReply", "Message", "Ok", "Ping", "decode", "encode"]
 
@@ -67,9 +68,7 @@ def decode(data: bytes | memoryview) -> Message:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"malformed message: {error}") from error
     current = _VERSIONS[type(message)]
-    if message.v != current:
-        raise BadMessage(
-            f"message kind {type(message).__struct_config__.tag!r} has version {message.v}, "
-            f"this process speaks {current}: run the same release everywhere"
-        )
+    if message.v != current and message.v not in beside(current):
+        tag = type(message).__struct_config__.tag
+        raise BadMessage(refusal(f"message kind {tag!r}", message.v, current))
     return message

@@ -3,8 +3,8 @@
 A message is a frozen msgspec struct encoded as a msgpack map with `kind` (the struct's tag), `v`
 (its version), `trace` (W3C traceparent of the span that caused it, or ""), `cause` (the id of the
 event that made its sender say it, or "") and `term` (whose word it is, where only one process of a
-role may speak). Fields may be added with defaults within a version;
-anything else is a new version.
+role may speak). Fields may be added with defaults within a version. How anything else changes, so
+that two releases understand each other, is in CONTRIBUTING.md.
 
 No cause is named by `Tokens` (one message carries the tokens of many requests, and names each), nor
 by reports that are said because their time has come.

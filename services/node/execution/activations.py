@@ -19,8 +19,11 @@ from services.node.core.microbatches import (
 )
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
+from shared.versions import beside, refusal
 
 VERSION = 6
+OLDEST = 6
+"""The oldest version that is understood."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -64,11 +67,8 @@ def decode(
         parsed = _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolViolation(f"malformed stage message: {error}") from error
-    if parsed.v != VERSION:
-        raise ProtocolViolation(
-            f"stage message of version {parsed.v}, this node speaks {VERSION}: "
-            f"run the same release everywhere"
-        )
+    if parsed.v not in beside(VERSION, OLDEST):
+        raise ProtocolViolation(refusal("a stage message", parsed.v, VERSION))
     message = parsed.message
     wellformed.check(message)
     if isinstance(message, Forward):

@@ -22,9 +22,12 @@ import msgspec
 
 from services.node.transport.direct import Place
 from shared.errors import ProtocolViolation
+from shared.versions import beside, refusal
 
 MAGIC = b"LSDP"
 VERSION = 2
+OLDEST = 2
+"""The oldest version that is understood."""
 MAX_BODY = 1 << 20
 MAX_HELLO = 8 << 10
 MAX_MESSAGE = 1000
@@ -64,7 +67,7 @@ class Prefix:
     payload: int
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Hello(msgspec.Struct, frozen=True, array_like=True):
     purpose: Purpose
     instance: Annotated[int, msgspec.Meta(ge=0)]
     """A random number for each transport: another process at an old address is another peer."""
@@ -129,11 +132,8 @@ def parse_hello(body: bytes | bytearray) -> Hello:
     if len(body) < _HELLO.size or not body.startswith(MAGIC):
         raise ProtocolViolation("the peer does not speak the data-plane protocol")
     _, version = _HELLO.unpack_from(body)
-    if version != VERSION:
-        raise ProtocolViolation(
-            f"the peer speaks version {version} of the data plane, this node {VERSION}: "
-            "run the same release everywhere"
-        )
+    if version not in beside(VERSION, OLDEST):
+        raise ProtocolViolation(refusal("the peer's data plane", version, VERSION))
     try:
         return _hello_decoder.decode(memoryview(body)[_HELLO.size :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -80,7 +80,7 @@ def test_a_field_added_by_a_later_release_is_ignored(message: Message) -> None:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        ({"kind": "cancel", "v": 2, "request": "r", "attempt": 1}, "version 2.*speaks 1"),
+        ({"kind": "cancel", "v": 3, "request": "r", "attempt": 1}, "version 3.*speaks 1"),
         ({"kind": "from_the_future", "v": 1}, "from_the_future"),
         ({"v": 1}, "kind"),
         ({"kind": "cancel", "v": 1, "request": "r"}, "attempt"),

@@ -274,6 +274,17 @@ def test_whatever_is_well_framed_is_decoded_or_refused(message: StageMessage, wi
     assert decoded == message
 
 
+@pytest.mark.parametrize("version", range(activations.OLDEST - 1, activations.VERSION + 3))
+def test_a_node_of_the_next_version_is_understood_and_no_later_one(version: int) -> None:
+    header = {"v": version, "message": Free(("r1#1",)), "later": 1}
+    data = memoryview(msgspec.msgpack.encode(header))
+    if activations.OLDEST <= version <= activations.VERSION + 1:
+        assert activations.decode(data, memoryview(b""))[0] == Free(("r1#1",))
+    else:
+        with pytest.raises(ProtocolViolation, match=f"version {version}.*one release at a time"):
+            activations.decode(data, memoryview(b""))
+
+
 @pytest.mark.parametrize(
     "header",
     [
