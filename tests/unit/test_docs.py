@@ -1,5 +1,6 @@
-"""What README and the docs name exists: files, links and their headings, code, settings."""
+"""What the docs name exists: files, links and their headings, code, settings, commands, modules."""
 
+import argparse
 import ast
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.cli.main import make_parser
 from shared.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +126,45 @@ def test_named_settings_exist(path: Path) -> None:
             if section in sections and key not in ("env", "py"):  # files: planner.env, bus.py
                 keys = {field.name for field in msgspec.structs.fields(sections[section])}
                 assert key in keys, text
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """The words of each `lambdascale ...`, in code blocks and in backticks, without comments; in
+    backticks also of `COMMAND --option`."""
+    for line in re.sub(r"\\\n\s*", " ", path.read_text()).splitlines():
+        for code in re.findall(r"`([^`]+)`", line):
+            if found := re.match(r"(?:.*\./)?lambdascale ([^=#;][^#;]*)|([a-z]+ .*--.*)", code):
+                words = (found[1] or found[2]).split()
+                if found[1] or words[0] in below(make_parser()):
+                    yield words
+        if found := re.match(r"(?:sudo |\w+=\w+ )*(?:\./)?lambdascale ([^=#;][^#;]*)", line):
+            yield found[1].split()
+
+
+@every_document
+def test_named_commands_exist(path: Path) -> None:
+    for words in commands(path):
+        parser, rest = make_parser(), words
+        while (actions := below(parser)) and rest and rest[0].islower() and rest[0][0] != "-":
+            assert rest[0] in actions, words
+            parser, rest = actions[rest[0]], rest[1:]
+        if not parser.prog.endswith(" test"):  # which hands what it does not know to pytest
+            known = set(re.findall(r"--[a-z-]+", parser.format_help()))
+            assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known, words
+
+
+def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a command, by name."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found.update(action.choices)
+    return found
+
+
+@every_document
+def test_named_modules_exist(path: Path) -> None:
+    for module in re.findall(r"python3? -m ([a-z_.]+\w)", path.read_text()):
+        if module.split(".")[0] in PACKAGES:
+            name = module.replace(".", "/")
+            assert exists(f"{name}.py") or exists(f"{name}/__main__.py"), module
