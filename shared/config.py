@@ -189,7 +189,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     the process."""
     kv_bytes: Size = 0
     """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
-    taken, less a tenth of the whole. A model gets the same share of it as of the arena."""
+    taken, less a tenth of the whole. The models that are open share it."""
     kv_share: Share = 1.0
     """The share of that memory which this node takes if `kv_bytes` is 0. Less than 1 if several
     nodes share a machine or a device."""

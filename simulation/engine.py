@@ -9,7 +9,7 @@ begins like another, so nothing is cached.
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -209,6 +209,15 @@ class ModelledEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv_capacity
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Does nothing: whoever asks first has the positions."""
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         model = self._models.get(model_id)

@@ -134,6 +134,9 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Token positions of the KV cache in use."""
     kv_capacity: int = 0
     """0: no model is open; the number of positions will depend on the model."""
+    kv_shares: dict[ModelId, int] = msgspec.field(default_factory=dict)
+    """The positions that each open model can have however much the others need. 0: it keeps no
+    KV."""
     tokens_out: int = 0
     """Tokens drawn since the node started. (The counters below count from then, too.)"""
     prompt_tokens: int = 0

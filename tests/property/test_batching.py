@@ -5,6 +5,7 @@ Messages wait in a queue for each pair of nodes; hypothesis chooses what happens
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, settings
@@ -80,6 +81,15 @@ class CheckedEngine:
     @property
     def kv_used(self) -> int:
         return sum(whole_pages(run) for _, run, _ in self.kv.values())
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Models do not differ."""
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         """Now and then something is cached."""

@@ -6,7 +6,7 @@ everything, so that slots alone decide who runs. Tokens depend on (request, inde
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.core.commands import Command, Emit, End, Send, Withdraw
@@ -56,6 +56,15 @@ def instance(*nodes: int, state: InstanceState = InstanceState.SERVING, slots: i
 class AmpleKv:
     kv_capacity = 1 << 30
     kv_used = 0
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Models do not differ."""
 
     def keeps(self, model_id: ModelId, start: int = 0, stop: int = BLOCKS) -> bool:
         return True

@@ -7,7 +7,7 @@ stay below 2**16: float32 carries them exactly between stages.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -262,6 +262,15 @@ class HashEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv_capacity
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Models do not differ."""
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True

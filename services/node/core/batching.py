@@ -59,6 +59,7 @@ class Batcher:
     ) -> None:
         """`speculation`: the most tokens that are proposed for a sequence in a step."""
         self._handled = Handled()
+        self._kv = kv
         self._room = Room(node, slots, kv, self._claims)
         self._leader = Leader(
             node, speculation=speculation, kv=kv, room=self._room, handled=self._handled
@@ -196,12 +197,15 @@ class Batcher:
         return self._fail(part, keys, why)
 
     def no_room(self, part: Part, why: Failure) -> list[Command]:
-        """The engine has no pages for the part: the sequence that began last gives its pages
-        back."""
+        """The engine has no pages for the part: the sequence of its model that began last gives its
+        pages back. A sequence that its model's share takes waits for those of other models."""
         self._handled.cause = _batch_of(part)
-        led = [s for s in self._leader.running.values() if s.started and not s.submit.image]
-        followed = self._follower.with_kv()
-        if len(led) + len(followed) == 1:
+        everybody = [s for s in self._leader.running.values() if s.started and not s.submit.image]
+        led = [s for s in everybody if s.path.model_id == part.model_id]
+        followed = self._follower.with_kv(part.model_id)
+        others = len(everybody) - len(led) + self._follower.count_with_kv - len(followed)
+        too_long = part.rows[0].limit > self._kv.kv_share(part.model_id)
+        if len(led) + len(followed) == 1 and (too_long or not others):
             return self.failed(part, why)
         self.preemptions += 1
         last = max(reversed(led), key=lambda s: s.admitted, default=None)
@@ -280,7 +284,7 @@ class Batcher:
         runs."""
         parts = tuple(parts)
         spare = self._speculative - sum(part.positions for part in parts)
-        speculates = spare > 0 and self._room.free_kv() >= 0
+        speculates = spare > 0 and bool(parts) and self._room.free_kv(parts[0].model_id) >= 0
         for part in parts:
             if speculates and part.stage == 0:
                 plain = part.positions

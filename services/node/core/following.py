@@ -133,7 +133,7 @@ class Follower:
         if key in self.sequences or key in self._over:
             return [self._failed(path, [key], Failure(Conflict.code, f"{key} came here before"))]
         keeps_kv = self._kv.keeps(path.model_id, stage.start, stage.stop)
-        if keeps_kv and not self._kv.kv_capacity:
+        if keeps_kv and not self._kv.kv_share(path.model_id):
             why = Failure(NotFound.code, f"node {self._node} has not opened {path.model_id}")
             return [self._failed(path, [key], why)]
         followed = Followed(
@@ -221,9 +221,18 @@ class Follower:
         followed = self.sequences.get(key)
         return followed.path if followed else None
 
-    def with_kv(self) -> dict[SequenceKey, Followed]:
-        """The sequences that may have pages here."""
-        return {key: each for key, each in self.sequences.items() if each.keeps_kv}
+    @property
+    def count_with_kv(self) -> int:
+        """The number of sequences of any model that may have pages here."""
+        return sum(each.keeps_kv for each in self.sequences.values())
+
+    def with_kv(self, model_id: ModelId) -> dict[SequenceKey, Followed]:
+        """The model's sequences that may have pages here."""
+        return {
+            key: each
+            for key, each in self.sequences.items()
+            if each.keeps_kv and each.path.model_id == model_id
+        }
 
     def take(self, parts: Collection[Part]) -> None:
         """Takes parts that are being run out of the queue."""

@@ -1,5 +1,6 @@
 """The scheduler's view of the KV cache of its node's engine."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from services.node.core.rows import SequenceKey
@@ -19,15 +20,29 @@ def whole_pages(positions: int) -> int:
 
 
 class Kv(Protocol):
-    """Implemented by an engine. All numbers are positions of whole pages."""
+    """Implemented by an engine. All numbers are positions of whole pages. The models that are open
+    share the memory (kv_slabs.py says how)."""
 
     @property
     def kv_used(self) -> int:
-        """Positions of pages that live sequences have. A shared page counts once."""
+        """Positions of pages that live sequences have. A shared page counts once. If models differ,
+        these and `kv_capacity` are positions of the model that opened first."""
 
     @property
     def kv_capacity(self) -> int:
         """0 if no model that keeps KV is open."""
+
+    def kv_share(self, model_id: ModelId) -> int:
+        """Positions that the model can have however much other models need. 0: it is not open, or
+        keeps no KV."""
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        """Positions that sequences of the model can still take, if those of other models take these
+        numbers of positions more."""
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """`wanted`: for how many positions sequences of each model wait. Models that have more than
+        their share let go of as much, when their sequences end. It holds until the next call."""
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         """Whether the model's sequences have KV in blocks start <= block < stop. Images have none,

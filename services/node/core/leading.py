@@ -82,6 +82,8 @@ class Leader:
         other stages were asked for room, which run once all have it."""
         self.waiting: deque[Sequence] = deque()
         """Sequences that this node runs alone, and that it has no KV for yet."""
+        self._short = False
+        """Whether some waited for KV at the last step."""
         self.running: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
@@ -192,13 +194,22 @@ class Leader:
             self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
-        """Starts waiting sequences, in order, as KV allows. The beginning of each may be cached."""
-        while self.waiting and self.waiting[0].kv_soon <= self._room.free_kv():
-            sequence = self.waiting.popleft()
+        """Starts waiting sequences, those of each model in order, as KV allows. The beginning of
+        each may be cached."""
+        short: dict[ModelId, int] = {}
+        for sequence in tuple(self.waiting):
+            model_id = sequence.submit.model_id
+            if model_id in short or sequence.kv_soon > self._room.free_kv(model_id):
+                short[model_id] = short.get(model_id, 0) + sequence.kv_soon
+                continue
+            self.waiting.remove(sequence)
             sequence.position = self._kv.adopt(
-                sequence.submit.model_id, sequence.key, sequence.reusable, sequence.limit
+                model_id, sequence.key, sequence.reusable, sequence.limit
             )
             self._begin(sequence, tick)
+        if short or self._short:
+            self._kv.make_room(short)
+        self._short = bool(short)
 
     def _begin(self, sequence: Sequence, tick: int) -> None:
         """The cache was asked only for sequences that this node runs alone: on a path all stages

@@ -1,6 +1,9 @@
 """What an engine has to do, and what it has done since its start."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.ids import ModelId
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +13,8 @@ class WorkerLoad:
     waiting: int = 0
     kv_used: int = 0
     kv_capacity: int = 0
+    kv_shares: Mapping[ModelId, int] = field(default_factory=dict)
+    """The positions that each open model can have however much the others need."""
     tokens_out: int = 0
     """Tokens drawn here since the start."""
     prompt_tokens: int = 0

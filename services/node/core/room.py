@@ -9,6 +9,7 @@ KV is not taken for the most that a sequence may reach. A sequence has a claim t
 tokens and one page more, from when it is admitted until it ends.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from services.node.core.kv import PAGE, Kv, whole_pages
 from services.node.core.microbatches import Path
 from services.node.core.rows import SequenceKey, request_of
 from shared.errors import CapacityExceeded
-from shared.ids import NodeId
+from shared.ids import ModelId, NodeId
 from shared.slots import Account, weight
 
 
@@ -75,26 +76,30 @@ class Room:
         self._kv = kv
         self._claims = claims
 
-    def free_kv(self) -> int:
-        """Free positions, less those that the sequences here will soon take. Below 0: they will
-        take more than there is. Sequences that wait are left out."""
-        free = self._kv.kv_capacity - self._kv.kv_used
-        return free - sum(max(0, c.kv_soon - c.kv_taken) for c in self._claims() if not c.waits)
+    def free_kv(self, model_id: ModelId) -> int:
+        """Positions that the model can still take, less those that the sequences here will soon
+        take. Below 0: they will take more than there is. Sequences that wait are left out."""
+        promised: Counter[ModelId] = Counter()
+        for claim in self._claims():
+            if not claim.waits:
+                promised[claim.path.model_id] += max(0, claim.kv_soon - claim.kv_taken)
+        own = promised.pop(model_id, 0)
+        return self._kv.kv_free(model_id, promised) - own
 
     def check(self, claim: Claim, replaced: Collection[SequenceKey] = ()) -> None:
         """CapacityExceeded if there is no room for one more sequence. `replaced`: sequences that
         end if there is.
 
-        A sequence that this node runs alone may wait for its KV, if none waits already. On a path,
-        or on trial, it has to have its KV at once.
+        A sequence that this node runs alone may wait for its KV, if none of its model waits
+        already. On a path, or on trial, it has to have its KV at once.
         """
-        capacity = self._kv.kv_capacity
-        if claim.kv_soon and claim.limit > capacity:
-            raise CapacityExceeded(
-                f"request {request_of(claim.key)} needs a KV cache of {claim.limit} positions, "
-                f"node {self._node} has {capacity}: raise node.kv_bytes"
-            )
         model_id, stages = claim.path.model_id, len(claim.path.stages)
+        share = self._kv.kv_share(model_id)
+        if claim.kv_soon and claim.limit > share:
+            raise CapacityExceeded(
+                f"request {request_of(claim.key)} needs a KV cache of {claim.limit} positions, and "
+                f"model {model_id} has a share of {share} of node {self._node}: raise node.kv_bytes"
+            )
         account, waiting = Account(self._slots), 0
         for other in self._claims():
             if other.on_trial and request_of(other.key) != request_of(claim.key):
@@ -102,8 +107,10 @@ class Room:
                     f"node {self._node} begins nothing while it tries request "
                     f"{request_of(other.key)}, which may kill nodes: submit elsewhere"
                 )
+            if other.path.model_id != model_id:
+                continue
             waiting += other.kv_soon if other.waits else 0
-            if other.path.model_id == model_id and other.key not in replaced:
+            if other.key not in replaced:
                 account.add(len(other.path.stages), weight_of(other))
         if not account.has_room(stages, weight_of(claim)):
             raise CapacityExceeded(
@@ -111,7 +118,7 @@ class Room:
                 f"take {account.on_paths:.1f} slots: that is all it takes, submit elsewhere"
             )
         at_once = claim.kv_soon if stages > 1 or claim.on_trial else 0
-        if waiting + at_once > self.free_kv():
+        if waiting + at_once > self.free_kv(model_id):
             raise CapacityExceeded(
                 f"node {self._node} has no KV cache left for request {request_of(claim.key)}: "
                 f"submit elsewhere"

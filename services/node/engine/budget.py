@@ -1,10 +1,9 @@
-"""How much memory a node's KV caches may take, and how many positions that is for a model."""
+"""How much memory a node's KV caches may take, and how it is divided."""
 
 from dataclasses import dataclass
 
 import torch
 
-from services.node.core.kv import PAGE
 from services.node.memory.available import host_memory
 from shared.config import NodeConfig
 from shared.errors import CapacityExceeded
@@ -16,27 +15,27 @@ RESERVE = 0.1
 """Share of the memory of the machine or device that stays free for steps and for other programs."""
 
 
+SLABS = 64
+"""At most this many pieces of the memory change hands between models one by one."""
+LEAST_PAGES = 4
+"""A piece holds at least this many pages of the model that divides the memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvBudget:
     nbytes: int
-    arena_bytes: int
-    """Memory for weights."""
 
-    def positions(self, weights: int, position: int) -> int:
-        """The positions, in whole pages, of a model with `weights` bytes of weights and `position`
-        bytes of KV for each position.
-
-        A model gets the same share of the memory for KV as of the arena. So any other model for
-        which the arena has room finds room for its KV too. CapacityExceeded if that is less than
-        one page.
-        """
-        share = int(self.nbytes * min(1.0, weights / self.arena_bytes))
-        if share < PAGE * position:
+    def slabs(self, page: int) -> tuple[int, int]:
+        """(number of pieces, bytes of each). `page`: bytes of a page of the model that opens first;
+        a piece holds a whole number of these. CapacityExceeded if not one page fits."""
+        if self.nbytes < page:
             raise CapacityExceeded(
-                f"the model's part of the memory for KV caches is {share} bytes, and {PAGE} "
-                f"positions of it take {PAGE * position}: raise node.kv_bytes, now {self.nbytes}"
+                f"the memory for KV caches is {self.nbytes} bytes, and a page of this model takes "
+                f"{page}: raise node.kv_bytes"
             )
-        return share // (PAGE * position) * PAGE
+        pages = self.nbytes // page
+        each = min(pages, max(LEAST_PAGES, -(-pages // SLABS)))
+        return pages // each, each * page
 
 
 def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
@@ -54,7 +53,7 @@ def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
             f"{left} bytes are left of {where} and {reserve} are kept free, so that KV caches have "
             f"no room: lower node.arena_bytes, or set node.kv_bytes"
         )
-    return KvBudget(nbytes, config.arena_bytes)
+    return KvBudget(nbytes)
 
 
 def _left(config: NodeConfig, device: torch.device) -> tuple[int, int, str]:

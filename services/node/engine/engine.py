@@ -1,13 +1,12 @@
 """The torch engine: attaches blocks as they arrive, and runs batches over any range of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.node.checkpoints.architecture import read_config
-from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
 from services.node.engine import kernels
 from services.node.engine.base import Context, SequenceKey, Weights
@@ -23,7 +22,7 @@ from services.node.engine.sweep import TorchSweep
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.memory.shelf import Shelf
-from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
+from shared.errors import ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -55,9 +54,10 @@ class TorchEngine:
         capture: "Capture | None" = None,
         shelf: Shelf | None = None,
     ) -> None:
-        """`kv`: the memory for KV caches, or directly a number of positions. `threads`: 0 takes
-        torch's default. `step_floor_s`: the least seconds of a sweep through a whole model (see
-        NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how decode steps are
+        """`kv`: the memory for KV caches, or directly a number of positions, for one model.
+        `threads`: 0 takes torch's default. `step_floor_s`: the least seconds of a sweep through a
+        whole model (see NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how
+        decode steps are
         recorded; None lets the device decide. Given on a CPU, it makes the kernels for GPUs run
         there, in Triton's interpreter. `shelf`: for packed weights. Make the engine on the thread
         that calls it."""
@@ -74,8 +74,7 @@ class TorchEngine:
                 compiled = kernels.load()  # compile them now, before a model waits for them
         self._shelf = shelf or Shelf()
         self._packed = PackedBlocks(self._shelf, self._form, compiled)
-        self._budget = kv
-        self._kv = KvCache(0, self._device)
+        self._kv = KvCache(kv, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
             torch.set_num_threads(threads)
@@ -91,43 +90,25 @@ class TorchEngine:
             network = Encoder(config, dtype, self._device)
             self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
         else:
-            self._make_room(manifest, config, dtype)
-            longest, fused = self._kv.capacity, self._capture is not None
-            compiled = self._kernels(dtype)
-            network = decoder = Decoder(
-                config, dtype, self._device, longest, fused=fused, compiled=compiled
-            )
+            compiled, fused = self._kernels(dtype), self._capture is not None
             self._kv.open_model(
                 model_id,
                 config.n_layers,
                 config.n_kv_heads,
                 config.head_dim,
-                decoder.attention.dtype,
+                kv_dtype(dtype, fused or compiled is not None),
+                weight=sum(block.nbytes for block in manifest.blocks),
                 erased=not fused and compiled is None,
+            )
+            longest = self._kv.longest(model_id)
+            network = decoder = Decoder(
+                config, dtype, self._device, longest, fused=fused, compiled=compiled
             )
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)
         self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
-
-    def _make_room(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Sizes the KV cache when the first model opens; models opened later share its positions.
-        CapacityExceeded if too little memory is left for this model."""
-        budget, elements = self._budget, 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        own = self._capture is not None or self._kernels(dtype) is not None
-        position = elements * kv_dtype(dtype, own).itemsize
-        if not any(isinstance(model.network, Decoder) for model in self._models.values()):
-            weights = sum(block.nbytes for block in manifest.blocks)
-            capacity = budget if isinstance(budget, int) else budget.positions(weights, position)
-            self._kv.resize(capacity)
-        elif isinstance(budget, KvBudget):
-            left, wanted = budget.nbytes - self._kv.nbytes, self._kv.capacity * position
-            if wanted > left:
-                raise CapacityExceeded(
-                    f"{wanted} bytes are wanted for {self._kv.capacity} positions of KV cache, and "
-                    f"other models leave {left} of {budget.nbytes}: raise node.kv_bytes"
-                )
 
     def _kernels(self, dtype: torch.dtype) -> kernels.Kernels | None:
         """The CPU kernels, if a model in `dtype` runs on them."""
@@ -210,6 +191,15 @@ class TorchEngine:
     @property
     def kv_capacity(self) -> int:
         return self._kv.capacity
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self._kv.share(model_id)
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self._kv.free_for(model_id, promised)
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        self._kv.make_room(wanted)
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         model = self._models.get(model_id)

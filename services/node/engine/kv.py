@@ -1,25 +1,22 @@
 """The KV cache: pages of PAGE positions, taken as a sequence grows.
 
-A sequence has the same page numbers in all layers it uses, and attention reads whole pages. The
-pages come from one budget for all models (paged attention: Kwon et al., SOSP 2023, section 4).
-Nothing is reserved: a sequence that finds no free page has to wait until others are freed.
+A sequence has the same page numbers in all layers it uses, and attention reads whole pages (paged
+attention: Kwon et al., SOSP 2023, section 4). Nothing is reserved: a sequence that finds no free
+page has to wait until others are freed.
 
-Sharing: a full page whose tokens are known is kept under a digest of all tokens up to its end,
-chained page by page (as in vLLM's prefix caching), and read by every sequence that begins with the
-same tokens. A shared page is never written: a sequence writes only behind its last page, and takes
-a page of its own where it departs from the cached tokens. When its last reader has ended, a page
-stays until its memory is needed; the least recently used page goes first. A sequence gives its last
-pages back first, so that the end of a prefix goes before its beginning.
+All models share one piece of memory, in slabs that change hands with the models' load (`Slabs`).
+Each model has a view of all of it. So nothing is copied when a slab changes hands, and no address
+changes, which graphs have recorded. A slab looks like this to its model:
 
-Placement: neighbouring pages are read as one strided view (attention.py). So the next page of a
-sequence is the one after its last, if that is free. Otherwise it is in the middle of the longest
-free run, far from the sequences on both sides, which grow too; in a short run, at its beginning.
+    slab       | layer 0: pages 0..n | layer 1: pages 0..n | ... |
+
+A page number counts pieces of memory as large as one layer's part of a page, over the whole memory.
+It is where the page's part of layer 0 lies. The part of layer l lies l x n pieces on, in all slabs:
+that is a tensor whose layers overlap. A model uses only the first n numbers of each of its slabs.
 """
 
-import math
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -27,13 +24,12 @@ from typing import NamedTuple
 import torch
 
 from services.node.core.kv import PAGE, pages_of
+from services.node.core.kv_slabs import NOTHING, Slabs
 from services.node.engine.base import SequenceKey
+from services.node.engine.budget import KvBudget
+from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
-
-EVICTED_TOGETHER = 16
-"""Pages evicted at a time. Those of one ended sequence are neighbours, so whoever takes them gets
-one piece."""
 
 
 class Run(NamedTuple):
@@ -42,10 +38,6 @@ class Run(NamedTuple):
     slot: int
     first: int
     stop: int
-
-
-Prefix = tuple[ModelId, bytes]
-"""A model, and the digest of all tokens up to the end of a page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,87 +80,79 @@ class KvSequence:
         return found
 
 
-class FreePages:
-    """Free pages, kept as runs of neighbours."""
+@dataclass(slots=True, eq=False)
+class _Model:
+    """A model's part of the cache."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._stop_of = {0: count}
-        self._start_of = {count: 0}
-
-    def add(self, page: int) -> None:
-        self.count += 1
-        start, stop = self._start_of.pop(page, page), self._stop_of.pop(page + 1, page + 1)
-        self._stop_of[start], self._start_of[stop] = stop, start
-
-    def take(self, count: int, after: int | None) -> list[int]:
-        """Takes `count` pages, if possible the ones that follow page `after`. The caller has
-        checked that there are enough."""
-        taken: list[int] = []
-        while len(taken) < count:
-            n = count - len(taken)
-            start = -1 if after is None else after + 1
-            if start in self._stop_of:
-                stop = self._stop_of[start]
-                first = start
-            else:
-                start, stop = max(self._stop_of.items(), key=lambda run: run[1] - run[0])
-                middle = (stop - start) // 2 if stop - start > EVICTED_TOGETHER else 0
-                first = start + max(0, min(middle, stop - start - n))
-            last = min(first + n, stop)
-            self._cut(start, stop, first, last)
-            taken.extend(range(first, last))
-            after = taken[-1]
-        return taken
-
-    def _cut(self, start: int, stop: int, first: int, last: int) -> None:
-        """Takes first <= page < last out of the free run start <= page < stop."""
-        self.count -= last - first
-        del self._stop_of[start], self._start_of[stop]
-        for left, right in ((start, first), (last, stop)):
-            if left < right:
-                self._stop_of[left], self._start_of[right] = right, left
+    tensor: torch.Tensor
+    pages: Pages
+    page_bytes: int
+    """Of a page in all layers. 0: the model keeps no KV."""
+    erased: bool
+    views: dict[range, torch.Tensor] = field(default_factory=dict)
 
 
 class KvCache:
-    """`capacity` positions (rounded up to whole pages) are shared by all sequences of all
-    models."""
+    """`budget`: the memory that all models share, or a number of positions for one model."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, budget: KvBudget | int, device: torch.device) -> None:
         self.changes = 0
         """Grows when sequences end: whatever was planned with an older value is outdated."""
+        self._budget = budget
         self._device = device
-        self._tensors: dict[ModelId, torch.Tensor] = {}
-        self._views: dict[ModelId, dict[range, torch.Tensor]] = {}
-        self._erased: set[ModelId] = set()
+        self._memory: torch.Tensor | None = None
+        self._slabs = Slabs(0)
+        self._slab_bytes = 0
+        self._unit = 1
+        """Bytes of a page of the model that opened first."""
+        self._models: dict[ModelId, _Model] = {}
         self._sequences: dict[SequenceKey, KvSequence] = {}
-        self.resize(capacity)
-        self._prefix_of: dict[int, Prefix] = {}
-        self._page_of: dict[Prefix, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages of prefixes that no sequence uses; the least recently used is first."""
-
-    def resize(self, capacity: int) -> None:
-        """Changes the capacity. Allowed only while no model has KV."""
-        self.capacity = pages_of(capacity) * PAGE
-        self._free = FreePages(pages_of(capacity))
-        self._readers = [0] * pages_of(capacity)
-        """For each page, the number of sequences that use it."""
 
     @property
-    def available(self) -> int:
-        """Number of pages that sequences can still take."""
-        return self._free.count + len(self._idle)
+    def capacity(self) -> int:
+        """Positions of the model that opened first which the whole memory holds. 0: none is
+        open."""
+        return self._slabs.count * self._slab_bytes // self._unit * PAGE
 
     @property
     def used(self) -> int:
-        """Number of positions in pages that sequences use."""
-        return self.capacity - self.available * PAGE
+        """How much of `capacity` is in pages that sequences use."""
+        used = sum(len(model.pages.readers) * model.page_bytes for model in self._models.values())
+        return used // self._unit * PAGE
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache, over all models."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+    def share(self, model_id: ModelId) -> int:
+        """Positions that the model can have while all models need more than they have."""
+        model = self._models.get(model_id)
+        return self._slabs.share(model_id) * model.pages.per_slab * PAGE if model else 0
+
+    def longest(self, model_id: ModelId) -> int:
+        """Positions that the model has room for if it has all the memory."""
+        return self._slabs.count * self._models[model_id].pages.per_slab * PAGE
+
+    def free_for(self, model_id: ModelId, promised: Mapping[ModelId, int] = NOTHING) -> int:
+        """Positions that the model's sequences can still take. `promised`: positions that sequences
+        of other models will soon take."""
+        model = self._models.get(model_id)
+        if model is None or not model.page_bytes:
+            return 0
+        slabs = {other: self._slabs_for(other, count) for other, count in promised.items()}
+        more = max(0, self._slabs.takeable(model_id, slabs))
+        return (model.pages.available + more * model.pages.per_slab) * PAGE
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Lets models that have more than their share vacate memory for the sequences of others
+        that wait: positions by model, of all models for which sequences wait."""
+        slabs = {model: self._slabs_for(model, count) for model, count in wanted.items()}
+        for slab in self._slabs.want(slabs):
+            self._vacate(slab)
+
+    def _slabs_for(self, model_id: ModelId, positions: int) -> int:
+        """The slabs that the model has to take for so many more positions."""
+        model = self._models.get(model_id)
+        if model is None or not model.page_bytes:
+            return 0
+        more = pages_of(positions) - model.pages.available
+        return max(0, -(-more // model.pages.per_slab))
 
     def open_model(
         self,
@@ -178,46 +162,77 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         *,
+        weight: int = 1,
         erased: bool = False,
     ) -> None:
-        """Makes room for the model's keys and values. On a CPU only pages that are used become
-        resident.
+        """Gives the model a share of the memory, by `weight`. On a CPU only pages that are used
+        become resident. CapacityExceeded if too little memory is left for it, or for its share.
 
         `erased`: what an earlier sequence left in the page in which a sequence ends is erased,
         because attention reads that page whole, and a mask gives a foreign value no weight only if
         the value is finite.
         """
-        shape = (n_layers, self.capacity, 2, n_kv_heads, head_dim)
+        piece = PAGE * 2 * n_kv_heads * head_dim * dtype.itemsize
+        if not piece:
+            nothing = torch.empty((n_layers, 0, 2, 0, 0), dtype=dtype, device=self._device)
+            self._models[model_id] = _Model(nothing, Pages(0, lambda _: 0), 0, erased)
+            return
+        if self._memory is None:
+            self._lay_out(n_layers * piece)
+        assert self._memory is not None
+        exact = self._slab_bytes % piece == 0
+        per_slab = (self._slab_bytes // piece - (not exact)) // n_layers
+        if per_slab <= 0 and self._budget:
+            raise CapacityExceeded(
+                f"a page of KV cache of model {model_id} takes {n_layers * piece} bytes, and the "
+                f"memory is divided in pieces of {self._slab_bytes}: raise node.kv_bytes"
+            )
+        self._slabs.open(model_id, weight)
+        values = self._memory.view(dtype)
+        slot = 2 * n_kv_heads * head_dim
+        layer = per_slab * PAGE * slot
+        slots = (self._memory.numel() // piece - (n_layers - 1) * per_slab) * PAGE
+        tensor = values.as_strided(
+            (n_layers, slots, 2, n_kv_heads, head_dim),
+            (layer, slot, n_kv_heads * head_dim, head_dim, 1),
+        )
+        pages = Pages(per_slab, lambda slab: -(-slab * self._slab_bytes // piece))
+        self._models[model_id] = _Model(tensor, pages, n_layers * piece, erased)
+
+    def _lay_out(self, page: int) -> None:
+        """Takes the memory. `page`: bytes of a page of the first model."""
+        count, nbytes = 1, 0
+        if isinstance(self._budget, int):
+            nbytes = pages_of(self._budget) * page
+        else:
+            count, nbytes = self._budget.slabs(page)
         try:
-            self._tensors[model_id] = torch.empty(shape, dtype=dtype, device=self._device)
-            self._views[model_id] = {}
-            if erased:
-                self._erased.add(model_id)
+            self._memory = torch.empty(count * nbytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise CapacityExceeded(
-                f"the KV cache of model {model_id} ({math.prod(shape) * dtype.itemsize} bytes for "
-                f"{self.capacity} positions) cannot be allocated: lower node.kv_bytes"
+                f"the memory for KV caches, {count * nbytes} bytes, cannot be allocated: lower "
+                f"node.kv_bytes"
             ) from error
+        self._slabs, self._slab_bytes, self._unit = Slabs(count), nbytes, page
 
     def close_model(self, model_id: ModelId) -> None:
         self.free(tuple(s.key for s in self._sequences.values() if s.model_id == model_id))
-        for page in [page for page in self._idle if self._prefix_of[page][0] == model_id]:
-            self._evict(page)
-        self._tensors.pop(model_id, None)
-        self._views.pop(model_id, None)
-        self._erased.discard(model_id)
+        self._models.pop(model_id, None)
+        self._slabs.close(model_id)
+        if not any(model.page_bytes for model in self._models.values()):
+            self._memory, self._slabs = None, Slabs(0)
 
     def tensor(self, model_id: ModelId) -> torch.Tensor:
         """The cache, [layers, slots, 2, kv heads, head_dim], where index 0 of the third dimension
         holds keys and 1 values. Page i is slots i * PAGE up to (i + 1) * PAGE."""
-        return self._tensors[model_id]
+        return self._models[model_id].tensor
 
     def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
         """The cache of these layers, [len(layers), slots, 2, kv heads, head_dim]; see `tensor`."""
-        views = self._views[model_id]
-        if layers not in views:
-            views[layers] = self._tensors[model_id][layers.start : layers.stop]
-        return views[layers]
+        model = self._models[model_id]
+        if layers not in model.views:
+            model.views[layers] = model.tensor[layers.start : layers.stop]
+        return model.views[layers]
 
     def find(self, key: SequenceKey) -> KvSequence | None:
         return self._sequences.get(key)
@@ -231,7 +246,7 @@ class KvCache:
         limit: int,
     ) -> KvSequence:
         """A new sequence, which has no pages yet."""
-        if model_id not in self._tensors:
+        if model_id not in self._models:
             raise NotFound(f"model {model_id} has no KV cache: open it first")
         sequence = self._sequences[key] = KvSequence(key, model_id, blocks, layers, limit)
         return sequence
@@ -240,24 +255,25 @@ class KvCache:
         """Gives a sequence that has just started the cached pages of `tokens`, without the page of
         the last token (which must be run, to draw what follows). Returns the number of
         positions."""
+        pages = self._models[sequence.model_id].pages
         for start in range(0, len(tokens) - PAGE, PAGE):
             digest = _chained(sequence.digest, tokens[start : start + PAGE])
-            page = self._page_of.get((sequence.model_id, digest))
+            page = pages.find(digest)
             if page is None:
                 break
-            self._readers[page] += 1
-            self._idle.pop(page, None)
+            if pages.read(page):
+                self._slabs.begin(pages.slab_of(page))
             sequence.pages.append(page)
             sequence.known, sequence.digest = sequence.known + 1, digest
             sequence.length += PAGE
         return sequence.length
 
-    def require(self, pages: int) -> None:
-        """CapacityExceeded if fewer pages are free."""
-        if pages > self.available:
+    def require(self, model_id: ModelId, pages: int) -> None:
+        """CapacityExceeded if the model can take fewer pages."""
+        if pages and pages * PAGE > (free := self.free_for(model_id)):
             raise CapacityExceeded(
-                f"{pages * PAGE} more positions of KV cache are needed, {self.available * PAGE} "
-                f"of {self.capacity} are free: wait for running sequences to end, or raise "
+                f"{pages * PAGE} more positions of KV cache are needed, {free} of "
+                f"{self.longest(model_id)} are free: wait for running sequences to end, or raise "
                 f"node.kv_bytes"
             )
 
@@ -267,8 +283,8 @@ class KvCache:
         end = sequence.length + count
         new = pages_of(end) - len(sequence.pages)
         if sequence.layers and new > 0:
-            sequence.pages += self._take(new, sequence.pages[-1] if sequence.pages else None)
-            if sequence.model_id in self._erased:
+            sequence.pages += self._take(sequence, new)
+            if self._models[sequence.model_id].erased:
                 last = sequence.pages[-1] * PAGE
                 layers = self.of_layers(sequence.model_id, sequence.layers)
                 layers[:, last : last + PAGE].zero_()
@@ -288,10 +304,9 @@ class KvCache:
         while len(sequence.tail) >= PAGE:
             sequence.digest = _chained(sequence.digest, sequence.tail[:PAGE])
             del sequence.tail[:PAGE]
-            page, prefix = sequence.pages[sequence.known], (sequence.model_id, sequence.digest)
+            page = sequence.pages[sequence.known]
             sequence.known += 1
-            if prefix not in self._page_of:
-                self._page_of[prefix], self._prefix_of[page] = page, prefix
+            self._models[sequence.model_id].pages.keep(page, sequence.digest)
 
     def free(self, keys: tuple[SequenceKey, ...]) -> None:
         for key in keys:
@@ -300,31 +315,48 @@ class KvCache:
                 sequence.live = False
                 self.changes += 1
                 for page in reversed(sequence.pages):
-                    self._give_back(page)
+                    self._give_back(self._models[sequence.model_id].pages, page)
 
-    def _take(self, count: int, after: int | None) -> list[int]:
-        self.require(count)
-        if count > self._free.count:
-            wanted = max(count - self._free.count, EVICTED_TOGETHER)
-            for _ in range(min(wanted, len(self._idle))):
-                self._evict(next(iter(self._idle)))
-        pages = self._free.take(count, after)
-        for page in pages:
-            self._readers[page] = 1
-        return pages
+    def _take(self, sequence: KvSequence, count: int) -> list[int]:
+        """Free pages first, then those of further slabs, then those of cached prefixes: the
+        model's own, unless it has less than its share of the slabs."""
+        model_id = sequence.model_id
+        self.require(model_id, count)
+        pages = self._models[model_id].pages
+        while pages.free < count and (slab := self._slabs.take(model_id)) is not None:
+            pages.add_slab(slab)
+        below = pages.available + count < self.share(model_id) // PAGE
+        while (pages.free if below else pages.available) < count:
+            found = self._slabs.unused(model_id)
+            if found is None:
+                break
+            loser, slabs = found
+            self._vacate(self._models[loser].pages.stalest(slabs))
+            slab = self._slabs.take(model_id)
+            assert slab is not None
+            pages.add_slab(slab)
+        new = pages.take(count, sequence.pages[-1] if sequence.pages else None)
+        for page in new:
+            self._slabs.begin(pages.slab_of(page))
+        return new
 
-    def _give_back(self, page: int) -> None:
-        self._readers[page] -= 1
-        if self._readers[page]:
-            return
-        if page in self._prefix_of:
-            self._idle[page] = None
-        else:
-            self._free.add(page)
+    def _give_back(self, pages: Pages, page: int) -> None:
+        slab = pages.slab_of(page)
+        if pages.give_back(page):
+            self._slabs.end(slab)
+            if self._slabs.is_leaving(slab) and not self._slabs.is_used(slab):
+                pages.drop_slab(slab)
+                self._slabs.give(slab)
 
-    def _evict(self, page: int) -> None:
-        del self._idle[page], self._page_of[self._prefix_of.pop(page)]
-        self._free.add(page)
+    def _vacate(self, slab: int) -> None:
+        """Nothing more is put into the slab. It changes hands once no sequence uses it."""
+        owner = self._slabs.owner(slab)
+        assert owner is not None
+        pages = self._models[owner].pages
+        pages.close_slab(slab)
+        if not self._slabs.is_used(slab):
+            pages.drop_slab(slab)
+            self._slabs.give(slab)
 
 
 def _chained(digest: bytes, tokens: Iterable[int]) -> bytes:

@@ -245,7 +245,8 @@ class TorchSweep:
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             ends = {row.sequence: row.position + row.count for row in part.rows}
-            self._kv.require(sum(self._pages_wanted(key, end) for key, end in ends.items()))
+            wanted = sum(self._pages_wanted(key, end) for key, end in ends.items())
+            self._kv.require(self._model_id, wanted)
         sequences: list[KvSequence] = []
         for row in part.rows:
             sequence = self._kv.find(row.sequence) or self._kv.start(

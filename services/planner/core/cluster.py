@@ -152,8 +152,7 @@ class Cluster:
         else:
             said = self._sort(whole, now)
         after = said.on_device
-        if status.kv_capacity:
-            self.measured.on_kv(after, status.kv_capacity)
+        self.measured.on_kv(status.kv_shares)
         same = after is was and known is not None and status.profile == known.profile
         gained = {
             model: new

@@ -1,6 +1,6 @@
 """What nodes measured of the models that they run: room for KV, and the time of a token."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from statistics import median_low
 
@@ -37,9 +37,9 @@ class Measured:
             if times.pop(node, None) is not None:
                 self._middle.pop(model, None)
 
-    def on_kv(self, models: Iterable[ModelId], positions: int) -> None:
-        """Takes in the KV positions of a node that has these models open."""
-        self._kv.update(dict.fromkeys(models, positions))
+    def on_kv(self, shares: Mapping[ModelId, int]) -> None:
+        """Takes in the KV positions that a node has for each of its open models."""
+        self._kv.update(shares)
 
     def forget(self, models: Collection[ModelId]) -> None:
         """Forgets all but these models."""

@@ -89,10 +89,10 @@ def test_a_node_with_the_model_open_says_how_much_kv_a_replica_has() -> None:
     assert found.measured.kv_tokens(MODEL) == 0
     found.on_status(status("a", holding(Tier.HOST, 0)), 0.0)
     opened = status("a", holding(Tier.GPU, 0), seq=2)
-    found.on_status(msgspec.structs.replace(opened, kv_capacity=640), 0.1)
+    found.on_status(msgspec.structs.replace(opened, kv_shares={MODEL: 640}), 0.1)
     assert (found.measured.kv_tokens(MODEL), found.measured.kv_tokens(OTHER)) == (640, 0)
     closed = status("a", holding(Tier.HOST, 0), seq=3)
-    found.on_status(msgspec.structs.replace(closed, kv_capacity=96), 0.2)  # of another model
+    found.on_status(msgspec.structs.replace(closed, kv_shares={OTHER: 96}), 0.2)  # of another model
     assert found.measured.kv_tokens(MODEL) == 640
 
 

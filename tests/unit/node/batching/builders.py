@@ -1,5 +1,6 @@
 """A scheduler by itself, and what the tests give it and take from it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,15 @@ class FakeKv:
     """The tokens of each question to the prefix cache, by the sequence's key."""
     without: set[ModelId] = field(default_factory=set)
     """Models that keep none."""
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Models do not differ."""
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return model_id not in self.without

@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_itself_it_is_what_is_left_less_a_tenth_of_all() -> None:
-    assert kv_budget(config(), CPU) == KvBudget(400, 70)
+    assert kv_budget(config(), CPU) == KvBudget(400)
     assert kv_budget(config(kv_share=0.25), CPU).nbytes == 100
 
 
@@ -51,33 +51,30 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_budget(config(), CPU)
 
 
-def test_a_model_has_as_much_of_it_as_of_the_arena() -> None:
-    kv = KvBudget(80 * PAGE, arena_bytes=1000)
-    assert kv.positions(weights=500, position=4) == 10 * PAGE
-    assert kv.positions(weights=510, position=4) == 10 * PAGE
-    assert kv.positions(weights=5000, position=4) == 20 * PAGE
+def test_it_is_divided_in_whole_pages_of_the_first_model() -> None:
+    assert KvBudget(99).slabs(10) == (2, 40)
+    assert KvBudget(10).slabs(10) == (1, 10)
+    assert KvBudget(64_000).slabs(10) == (64, 1000)
     with pytest.raises(CapacityExceeded, match=r"raise node\.kv_bytes"):
-        kv.positions(weights=500, position=41)
+        KvBudget(9).slabs(10)
 
 
 OTHER = ModelId("other")
 
 
-def test_the_first_model_decides_and_all_stay_within_the_budget() -> None:
+def test_models_share_it_by_the_size_of_their_weights() -> None:
     small, large = make_model(num_hidden_layers=2), make_model(num_hidden_layers=5)
     config = ModelConfig.from_hf(small.manifest.config)
     layer = PAGE * 2 * config.n_kv_heads * config.head_dim * 4
-    weights, more = (sum(b.nbytes for b in m.manifest.blocks) for m in (small, large))
-    kv = KvBudget(14 * layer, arena_bytes=2 * weights)
-    engine = TorchEngine("cpu", kv, threads=1)
-    assert engine.kv_capacity == 0
+    engine = TorchEngine("cpu", KvBudget(4000 * layer), threads=1)
+    assert engine.kv_capacity == engine.kv_share(MODEL) == 0
     engine.open_model(MODEL, small.manifest)
-    assert engine.kv_capacity == 3 * PAGE  # 7 of the 14, at 2 a page
-    with pytest.raises(CapacityExceeded, match=r"other models leave .* raise node\.kv_bytes"):
-        engine.open_model(OTHER, large.manifest)
-    assert engine.held(OTHER) == frozenset()
-    engine.open_model(OTHER, small.manifest)
-    engine.close_model(MODEL)
-    engine.close_model(OTHER)
+    assert engine.kv_capacity == engine.kv_share(MODEL) == 62 * 32 * PAGE
     engine.open_model(OTHER, large.manifest)
-    assert engine.kv_capacity == kv.positions(more, 5 * layer // PAGE) > 0
+    taken = 2 * engine.kv_share(MODEL) + 5 * engine.kv_share(OTHER)
+    assert 3600 * PAGE < taken <= 4000 * PAGE
+    assert engine.kv_free(MODEL, {}) > engine.kv_share(MODEL) > 0
+    engine.close_model(MODEL)
+    assert engine.kv_share(OTHER) == 62 * 12 * PAGE
+    engine.close_model(OTHER)
+    assert engine.kv_capacity == 0

@@ -16,7 +16,7 @@ from services.node.core.kv import PAGE
 from services.node.engine import drawing, kernels
 from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
-from services.node.engine.kv import FreePages
+from services.node.engine.pages import FreePages
 from services.node.engine.sampling import Drawn
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import GREEDY, MODEL, Model, Path, make_model, part, row, run
@@ -288,7 +288,7 @@ def test_same_bits_wherever_pages_lie(
             found += free[start : start + n]
             del free[start : start + n]
         for page in free:
-            self.add(page)
+            self.add(page, page + 1)
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,19 +15,35 @@ from hypothesis.stateful import (
 )
 
 from services.node.core.kv import PAGE, whole_pages
-from services.node.engine.kv import EVICTED_TOGETHER, KvCache, KvSequence, Run
+from services.node.engine.budget import KvBudget
+from services.node.engine.kv import KvCache, KvSequence, Run
+from services.node.engine.pages import EVICTED_TOGETHER
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
-MODEL, OTHER, STAGE, LAYERS = ModelId("m"), ModelId("other"), (0, 3), range(2)
+MODEL, OTHER, THIRD = ModelId("m"), ModelId("other"), ModelId("third")
+STAGE, LAYERS = (0, 3), range(2)
+PAGE_BYTES = PAGE * len(LAYERS) * 2 * 2 * 4
 WHOLE_MEMORY = 1 << 30
 
 
 def cache(pages: int = 4) -> KvCache:
     kv = KvCache(pages * PAGE, torch.device("cpu"))
-    for model_id in (MODEL, OTHER):
+    open_model(kv, MODEL)
+    return kv
+
+
+def shared(pages: int, others: int = 1) -> KvCache:
+    """A cache of pages of MODEL, which is open, and so are `others`."""
+    kv = KvCache(KvBudget(pages * PAGE_BYTES), torch.device("cpu"))
+    for model_id in (MODEL, OTHER, THIRD)[: others + 1]:
         open_model(kv, model_id)
     return kv
+
+
+def available(kv: KvCache, model_id: ModelId = MODEL) -> int:
+    """Number of pages that the model can still take."""
+    return kv.free_for(model_id) // PAGE
 
 
 def open_model(kv: KvCache, model_id: ModelId) -> None:
@@ -87,7 +103,9 @@ def test_pages_are_taken_as_a_sequence_grows() -> None:
 
 
 def test_the_budget_is_rounded_up_to_whole_pages() -> None:
-    assert KvCache(17, torch.device("cpu")).capacity == 2 * PAGE
+    kv = KvCache(17, torch.device("cpu"))
+    open_model(kv, MODEL)
+    assert kv.capacity == kv.share(MODEL) == kv.longest(MODEL) == 2 * PAGE
 
 
 def test_without_a_page_nothing_changes() -> None:
@@ -136,7 +154,7 @@ def test_a_sequence_takes_the_pages_of_an_ended_one_in_few_pieces() -> None:
     for i in range(4):
         ran(kv, f"s{i}", pages(i, 16))
         kv.free((f"s{i}",))
-    assert kv.available == 64
+    assert available(kv) == 64
     late = start(kv, "late")
     for _ in range(EVICTED_TOGETHER):
         kv.extend(late, PAGE)
@@ -208,7 +226,7 @@ def test_what_is_decoded_is_shared_too() -> None:
 
 
 def test_a_prefix_belongs_to_its_model() -> None:
-    kv = cache(pages=8)
+    kv = shared(8)
     ran(kv, "a", pages(1, 1))
     other = start(kv, "b", model_id=OTHER)
     assert kv.adopt(other, (*pages(1, 1), 0)) == 0
@@ -245,7 +263,7 @@ def test_of_two_that_computed_the_same_one_is_shared() -> None:
     assert kv.adopt(third, (1,) * 17) == PAGE
     assert third.pages == both[0].pages
     kv.free(("a", "b", "c"))
-    assert kv.available == 8
+    assert available(kv) == 8
 
 
 def test_closing_a_model_frees_its_sequences_and_its_prefixes() -> None:
@@ -264,14 +282,103 @@ def test_closing_a_model_frees_its_sequences_and_its_prefixes() -> None:
 def test_memory_that_cannot_be_had() -> None:
     kv = KvCache(1 << 20, torch.device("cpu"))
     with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
-        kv.open_model(MODEL, 1_000_000, n_kv_heads=10_000, head_dim=128, dtype=torch.float32)
+        kv.open_model(MODEL, 1000, n_kv_heads=1000, head_dim=128, dtype=torch.float32)
+
+
+# --- several models ---------------------------------------------------------
+
+
+def grow(kv: KvCache, key: str, pages: int, model_id: ModelId = MODEL) -> KvSequence:
+    sequence = kv.find(key) or start(kv, key, model_id=model_id)
+    kv.extend(sequence, pages * PAGE)
+    return sequence
+
+
+def test_a_model_borrows_what_the_other_does_not_use() -> None:
+    """Of 8 slabs of 4 pages each model has a share of 4, and one is kept for it."""
+    kv = shared(32)
+    assert kv.share(MODEL) == kv.share(OTHER) == 16 * PAGE
+    assert available(kv) == available(kv, OTHER) == 28
+    grow(kv, "a", 28)
+    assert available(kv) == 0
+    assert available(kv, OTHER) == 4
+    grow(kv, "b", 4, OTHER)
+    kv.free(("a",))
+    assert available(kv, OTHER) == 24
+
+
+def test_a_model_below_its_share_gets_what_others_have_beyond_theirs_as_it_is_freed() -> None:
+    kv = shared(32)
+    for i in range(7):
+        grow(kv, f"a{i}", 4)
+    kv.make_room({OTHER: 12 * PAGE})
+    assert (available(kv), available(kv, OTHER)) == (0, 4)
+    for i in range(7):
+        kv.free((f"a{i}",))
+    assert available(kv) == 20  # what OTHER waits for is kept for it
+    grow(kv, "b", 12, OTHER)
+    kv.make_room({})
+    assert (available(kv), available(kv, OTHER)) == (20, 16)
+
+
+def test_nothing_new_goes_where_a_model_vacates() -> None:
+    kv = shared(32)
+    many = [grow(kv, f"a{i}", 1) for i in range(28)]
+    kv.make_room({OTHER: 16 * PAGE})
+    kv.free(tuple(sequence.key for sequence in many[::2]))
+    free = available(kv)
+    assert 0 < free < 14
+    grow(kv, "a", free)
+    kv.free(tuple(sequence.key for sequence in many))
+    assert available(kv, OTHER) >= 16
+
+
+def test_what_is_promised_to_others_is_not_free() -> None:
+    kv = shared(32)
+    assert kv.free_for(MODEL, {OTHER: 9 * PAGE}) == 20 * PAGE
+    assert kv.free_for(MODEL, {OTHER: 1}) == 28 * PAGE
+
+
+def test_prefixes_that_nobody_uses_give_way_to_a_model_below_its_share() -> None:
+    kv = shared(32)
+    ran(kv, "a", pages(1, 28))
+    kv.free(("a",))
+    assert cached(kv, pages(1, 28)) == 28 * PAGE
+    grow(kv, "b", 16, OTHER)
+    assert 0 < cached(kv, pages(1, 28)) <= 16 * PAGE
+
+
+def test_an_open_model_takes_its_share_from_those_that_were_alone() -> None:
+    kv = shared(32, others=0)
+    grow(kv, "a", 32)
+    assert kv.share(MODEL) == 32 * PAGE
+    open_model(kv, OTHER)
+    assert (kv.share(MODEL), kv.share(OTHER)) == (16 * PAGE, 16 * PAGE)
+    assert available(kv, OTHER) == 0
+    kv.make_room({OTHER: PAGE})
+    kv.free(("a",))
+    assert available(kv, OTHER) > 0
+    kv.close_model(OTHER)
+    assert kv.share(MODEL) == 32 * PAGE
+
+
+def test_more_models_than_pieces_of_memory_are_refused() -> None:
+    kv = shared(8)
+    with pytest.raises(CapacityExceeded, match="divided among 2 models already"):
+        open_model(kv, THIRD)
+
+
+def test_a_page_that_no_piece_holds_is_refused() -> None:
+    kv = shared(8, others=0)
+    with pytest.raises(CapacityExceeded, match=r"raise node\.kv_bytes"):
+        kv.open_model(OTHER, 64, n_kv_heads=4, head_dim=8, dtype=torch.float32)
 
 
 # --- whatever happens -------------------------------------------------------
 
 PAGES = 24
 PROMPTS = st.tuples(
-    st.sampled_from([MODEL, MODEL, OTHER]),
+    st.sampled_from([MODEL, MODEL, OTHER, OTHER]),
     st.lists(st.sampled_from([1, 2, 3]), max_size=4).map(
         lambda firsts: [token for first in firsts for token in pages(first, 1)]
     ),
@@ -288,7 +395,8 @@ def value_of(tokens: list[int]) -> float:
 class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
-        self.kv = cache(PAGES)
+        self.kv = shared(PAGES, others=0)
+        self.open_other()
         self.tokens: dict[str, list[int]] = {}
         self.made = 0
 
@@ -331,7 +439,17 @@ class Machine(RuleBasedStateMachine):
     def close_and_open_a_model(self) -> None:
         self.kv.close_model(OTHER)
         self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
-        open_model(self.kv, OTHER)
+        self.open_other()
+
+    @rule(wanted=st.dictionaries(st.sampled_from([MODEL, OTHER]), st.integers(0, 200)))
+    def wait(self, wanted: dict[ModelId, int]) -> None:
+        self.kv.make_room(wanted)
+
+    def open_other(self) -> None:
+        """Its pages are larger, and do not fit into slabs without a rest."""
+        self.kv.open_model(
+            OTHER, len(LAYERS), n_kv_heads=1, head_dim=3, dtype=torch.float32, erased=True
+        )
 
     def run(
         self, sequence: KvSequence, new: list[int], proposed: int = 0, refused: int = 0
@@ -339,7 +457,7 @@ class Machine(RuleBasedStateMachine):
         """A step: all or nothing, never a page that another reads, nor one that may be shared. The
         last `refused` of the positions are taken back."""
         tokens = self.tokens[sequence.key]
-        free, had = self.kv.available, len(sequence.pages)
+        free, had = available(self.kv, sequence.model_id), len(sequence.pages)
         needed = whole_pages(len(tokens) + len(new) + refused) // PAGE - had
         all_tokens = tokens + new
         values = [value_of(all_tokens[: i + 1]) for i in range(len(tokens), len(all_tokens))]
@@ -347,20 +465,21 @@ class Machine(RuleBasedStateMachine):
         if needed > free:
             with pytest.raises(CapacityExceeded):
                 self.kv.extend(sequence, len(values))
-            assert (self.kv.available, len(sequence.pages)) == (free, had)
+            assert (available(self.kv, sequence.model_id), len(sequence.pages)) == (free, had)
             return
         write(self.kv, sequence, values, proposed)
         written = {slot // PAGE for slot in sequence.slots(len(tokens), len(values))}
-        readers = self.readers()
+        readers = self.readers(sequence.model_id)
         assert all(readers[page] == 1 for page in written)
-        assert not written & set(self.kv._prefix_of)
+        assert not written & set(self.kv._models[sequence.model_id].pages._prefix_of)
         self.kv.truncate(sequence, len(all_tokens))
         self.kv.keep(sequence, new)
         self.tokens[sequence.key] = all_tokens
 
-    def readers(self) -> Counter[int]:
+    def readers(self, model_id: ModelId) -> Counter[int]:
         live = [self.kv.find(key) for key in self.tokens]
-        return Counter(page for sequence in live if sequence for page in sequence.pages)
+        mine = [s for s in live if s and s.model_id == model_id]
+        return Counter(page for sequence in mine for page in sequence.pages)
 
     def check(self, sequence: KvSequence) -> None:
         """What is read is what was written."""
@@ -374,12 +493,16 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_counted_once(self) -> None:
-        readers = self.readers()
-        assert [readers[page] for page in range(PAGES)] == self.kv._readers
-        assert self.kv.used == len(readers) * PAGE
-        assert self.kv.available == PAGES - len(readers)
-        assert not set(self.kv._idle) & set(readers)
-        assert {page: prefix for prefix, page in self.kv._page_of.items()} == self.kv._prefix_of
+        self.kv._slabs.validate()
+        for model_id, model in self.kv._models.items():
+            readers, pages = self.readers(model_id), model.pages
+            assert readers == pages.readers
+            assert not set(pages._idle) & set(readers)
+            assert {p: prefix for prefix, p in pages._page_of.items()} == pages._prefix_of
+            slabs = set(self.kv._slabs.of(model_id))
+            assert (
+                {pages.slab_of(page) for page in readers} <= slabs == set(pages._slab_of.values())
+            )
 
     @invariant()
     def what_is_read_is_what_was_written(self) -> None:
@@ -391,9 +514,10 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "kv"):
             self.kv.free(tuple(self.tokens))
+            self.kv.close_model(OTHER)
             whole = start(self.kv, "whole")
             self.kv.extend(whole, PAGES * PAGE)
-            assert sorted(whole.pages) == list(range(PAGES)), "pages were lost"
+            assert len(set(whole.pages)) == PAGES, "pages were lost"
 
 
 TestPages = Machine.TestCase

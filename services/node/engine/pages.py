@@ -1,0 +1,184 @@
+"""The pages of one model's KV, in the slabs that it has of a node's memory for KV.
+
+Sharing: a full page whose tokens are known is kept under a digest of all tokens up to its end,
+chained page by page (as in vLLM's prefix caching), and read by every sequence that begins with the
+same tokens. A shared page is never written: a sequence writes only behind its last page, and takes
+a page of its own where it departs from the cached tokens. When its last reader has ended, a page
+stays until its memory is needed; the least recently used page goes first. A sequence gives its last
+pages back first, so that the end of a prefix goes before its beginning.
+
+Placement: neighbouring pages are read as one strided view (attention.py). So the next page of a
+sequence is the one after its last, if that is free. Otherwise it is in the middle of the longest
+free run, far from the sequences on both sides, which grow too; in a short run, at its beginning.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+EVICTED_TOGETHER = 16
+"""Pages evicted at a time. Those of one ended sequence are neighbours, so whoever takes them gets
+one piece."""
+
+
+class FreePages:
+    """Free pages, kept as runs of neighbours."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._stop_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+
+    def add(self, first: int, stop: int) -> None:
+        """Adds first <= page < stop."""
+        self.count += stop - first
+        start, end = self._start_of.pop(first, first), self._stop_of.pop(stop, stop)
+        self._stop_of[start], self._start_of[end] = end, start
+
+    def withdraw(self, first: int, stop: int) -> None:
+        """Takes out all that are free of first <= page < stop."""
+        for start, end in [*self._stop_of.items()]:
+            if start < stop and first < end:
+                self._cut(start, end, max(start, first), min(end, stop))
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """Takes `count` pages, if possible the ones that follow page `after`. The caller has
+        checked that there are enough."""
+        taken: list[int] = []
+        while len(taken) < count:
+            n = count - len(taken)
+            start = -1 if after is None else after + 1
+            if start in self._stop_of:
+                stop = self._stop_of[start]
+                first = start
+            else:
+                start, stop = max(self._stop_of.items(), key=lambda run: run[1] - run[0])
+                middle = (stop - start) // 2 if stop - start > EVICTED_TOGETHER else 0
+                first = start + max(0, min(middle, stop - start - n))
+            last = min(first + n, stop)
+            self._cut(start, stop, first, last)
+            taken.extend(range(first, last))
+            after = taken[-1]
+        return taken
+
+    def _cut(self, start: int, stop: int, first: int, last: int) -> None:
+        """Takes first <= page < last out of the free run start <= page < stop."""
+        self.count -= last - first
+        del self._stop_of[start], self._start_of[stop]
+        for left, right in ((start, first), (last, stop)):
+            if left < right:
+                self._stop_of[left], self._start_of[right] = right, left
+
+
+class Pages:
+    """Which pages of a model are free, used or cached. A slab that belongs to the model has
+    `per_slab` pages, which are neighbours."""
+
+    def __init__(self, per_slab: int, first_of: Callable[[int], int]) -> None:
+        """`first_of`: the first page of a slab."""
+        self.per_slab = per_slab
+        self._first_of = first_of
+        self._slab_of: dict[int, int] = {}
+        """The slab of each page that the model may use."""
+        self._free = FreePages()
+        self._closed: set[int] = set()
+        """Slabs in which no page is taken any more."""
+        self.readers: Counter[int] = Counter()
+        """For each used page, the number of sequences that use it."""
+        self._prefix_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        """By the digest of all tokens up to the end of the page."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Pages of prefixes that no sequence uses; the least recently used is first."""
+
+    @property
+    def available(self) -> int:
+        """Number of pages that sequences can still take."""
+        return self._free.count + len(self._idle)
+
+    @property
+    def free(self) -> int:
+        """Number of those in which nothing is cached."""
+        return self._free.count
+
+    def add_slab(self, slab: int) -> None:
+        first = self._first_of(slab)
+        self._slab_of.update(dict.fromkeys(range(first, first + self.per_slab), slab))
+        self._free.add(first, first + self.per_slab)
+
+    def close_slab(self, slab: int) -> None:
+        """Forgets what is cached in the slab. No page of it is taken any more; those that
+        sequences use stay theirs."""
+        first = self._first_of(slab)
+        stop = first + self.per_slab
+        for page in [page for page in self._idle if first <= page < stop]:
+            self._evict(page)
+        for page in range(first, stop):
+            self._forget(page)
+        self._free.withdraw(first, stop)
+        self._closed.add(slab)
+
+    def drop_slab(self, slab: int) -> None:
+        """The slab, which is closed and not used, belongs to the model no more."""
+        first = self._first_of(slab)
+        for page in range(first, first + self.per_slab):
+            del self._slab_of[page]
+        self._closed.remove(slab)
+
+    def stalest(self, slabs: Iterable[int]) -> int:
+        """One of these slabs, which no sequence uses: an empty one, or else the one with the page
+        that was used least recently."""
+        cached = dict.fromkeys(map(self.slab_of, self._idle))
+        some = set(slabs)
+        empty = some - cached.keys()
+        return min(empty) if empty else next(slab for slab in cached if slab in some)
+
+    def slab_of(self, page: int) -> int:
+        return self._slab_of[page]
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """Pages for one sequence, `after` its last. The caller has checked that there are
+        enough."""
+        if count > self._free.count:
+            wanted = max(count - self._free.count, EVICTED_TOGETHER)
+            for _ in range(min(wanted, len(self._idle))):
+                self._evict(next(iter(self._idle)))
+        pages = self._free.take(count, after)
+        for page in pages:
+            self.readers[page] = 1
+        return pages
+
+    def find(self, digest: bytes) -> int | None:
+        """The cached page of these tokens."""
+        return self._page_of.get(digest)
+
+    def read(self, page: int) -> bool:
+        """One more sequence uses a cached page. Returns whether it is the first."""
+        self._idle.pop(page, None)
+        self.readers[page] += 1
+        return self.readers[page] == 1
+
+    def give_back(self, page: int) -> bool:
+        """One sequence less uses the page. Returns whether it was the last."""
+        self.readers[page] -= 1
+        if self.readers[page]:
+            return False
+        del self.readers[page]
+        if page in self._prefix_of:
+            self._idle[page] = None
+        elif self._slab_of[page] not in self._closed:
+            self._free.add(page, page + 1)
+        return True
+
+    def keep(self, page: int, digest: bytes) -> None:
+        """The page can be shared from now on, if no other page of the same tokens is."""
+        if digest not in self._page_of and self._slab_of[page] not in self._closed:
+            self._page_of[digest], self._prefix_of[page] = page, digest
+
+    def _evict(self, page: int) -> None:
+        del self._idle[page]
+        self._forget(page)
+        self._free.add(page, page + 1)
+
+    def _forget(self, page: int) -> None:
+        if (digest := self._prefix_of.pop(page, None)) is not None:
+            del self._page_of[digest]

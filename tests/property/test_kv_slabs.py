@@ -1,0 +1,113 @@
+"""Memory for KV among models: whatever they do, each gets its share, and no more lies idle than is
+kept for models to begin with."""
+
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.node.core.kv_slabs import Slabs
+from shared.ids import ModelId
+
+COUNT = 24
+NAMES = [ModelId(name) for name in "abcd"]
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slabs = Slabs(COUNT)
+        self.open: set[ModelId] = set()
+        self.wanted: dict[ModelId, int] = {}
+
+    @rule(model=st.sampled_from(NAMES), weight=st.integers(1, 9))
+    def open_model(self, model: ModelId, weight: int) -> None:
+        assume(model not in self.open)
+        self.slabs.open(model, weight)
+        self.open.add(model)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close_model(self, data: st.DataObject) -> None:
+        model = data.draw(st.sampled_from(sorted(self.open)))
+        self.open.remove(model)
+        self.wanted.pop(model, None)
+        for slab in self.slabs.of(model):
+            if self.slabs.is_used(slab):
+                self.slabs.end(slab)
+        self.slabs.close(model)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), use=st.booleans())
+    def take(self, data: st.DataObject, use: bool) -> None:
+        model = data.draw(st.sampled_from(sorted(self.open)))
+        self.grow(model, use)
+
+    def grow(self, model: ModelId, use: bool = True) -> bool:
+        """One more slab, if the model may have one: then there is one."""
+        if self.slabs.takeable(model) <= 0:
+            assert self.slabs.take(model) is None
+            return False
+        slab = self.slabs.take(model)
+        if slab is None:
+            found = self.slabs.unused(model)
+            assert found is not None, "a slab may be taken, and there is none"
+            owner, slabs = found
+            assert owner != model
+            self.slabs.give(slabs[0])
+            slab = self.slabs.take(model)
+        assert slab is not None
+        if use:
+            self.slabs.begin(slab)
+        return True
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        model = data.draw(st.sampled_from(sorted(self.open)))
+        used = [slab for slab in self.slabs.of(model) if self.slabs.is_used(slab)]
+        assume(used)
+        self.finish(data.draw(st.sampled_from(used)))
+
+    def finish(self, slab: int) -> None:
+        self.slabs.end(slab)
+        if self.slabs.is_leaving(slab):
+            self.slabs.give(slab)
+
+    @rule(wanted=st.dictionaries(st.sampled_from(NAMES), st.integers(0, COUNT)))
+    def want(self, wanted: dict[ModelId, int]) -> None:
+        self.wanted = {model: slabs for model, slabs in wanted.items() if model in self.open}
+        self.vacate()
+
+    def vacate(self) -> None:
+        for slab in self.slabs.want(self.wanted):
+            if not self.slabs.is_used(slab):
+                self.slabs.give(slab)
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        self.slabs.validate()
+        assert all(self.slabs.share(model) >= 1 for model in self.open)
+
+    def teardown(self) -> None:
+        """Whoever waits has its share once the slabs that leave were used to their ends."""
+        if not self.open:
+            return
+        waits = min(self.open)
+        self.wanted = {waits: self.slabs.share(waits)}
+        self.vacate()
+        for slab in range(COUNT):
+            if self.slabs.is_leaving(slab):
+                self.finish(slab)
+        while len(self.slabs.of(waits)) < self.slabs.share(waits):
+            assert self.grow(waits), "a model that waits has less than its share"
+        self.slabs.want({})
+        for model in sorted(self.open):
+            while self.grow(model):
+                pass
+        kept = [max(1, self.slabs.share(model) // 8) for model in self.open]
+        idle = COUNT - sum(len(self.slabs.of(model)) for model in self.open)
+        assert idle <= sum(kept), "memory that a model waits for lies idle"
+
+
+TestSlabs = Machine.TestCase
+TestSlabs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
