@@ -229,6 +229,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     evacuate_s: Seconds = 10.0
     """How long a node that is told to stop waits, at most, until another machine has the models of
     which it holds the only durable copy."""
+    engine_timeout_s: Seconds = 30.0
+    """An engine that has been at one step for so long, and for ten times its longest step, hangs:
+    the node says that it is unfit, hands its requests over, and ends with an error, to be started
+    again. 0: never."""
     step_floor_s: Seconds = 0.0
     """The least time of a step through the whole model; a part of the model takes its share. It
     lets many nodes run on one machine as if each had its own accelerator. 0: as fast as it goes."""

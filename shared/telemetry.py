@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -68,6 +68,17 @@ class _Ids(RandomIdGenerator):
 _ids = _Ids()
 
 
+class _Lines(structlog.PrintLogger):
+    """Lines that cannot be written, because their disk is full for example, are left out: whoever
+    logs goes on."""
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    debug = info = warning = error = critical = exception = log = msg
+
+
 def configure(service: str, config: TelemetryConfig) -> None:
     """Sets up logs and traces of this process when it starts. ConfigError for a bad setting."""
     global _provider, _tracer, _exporting
@@ -88,7 +99,7 @@ def configure(service: str, config: TelemetryConfig) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _Lines(sys.stderr),
         cache_logger_on_first_use=False,
     )
     resource = Resource.create({"service.name": service})

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from services.node.core.load import WorkerLoad
+from services.node.core.watchdog import Pulse
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from shared import telemetry
 from shared.clock import now
-from shared.errors import Conflict, TransportError
+from shared.errors import Conflict, LambdaScaleError, TransportError
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
@@ -135,6 +136,13 @@ class ModelledWorker:
 
     def load(self) -> WorkerLoad:
         return self._steps.load
+
+    def pulse(self) -> Pulse:
+        """A modelled engine never hangs."""
+        return Pulse()
+
+    def give_up(self, error: LambdaScaleError) -> None:
+        self._fail(error)
 
     def _forget(self, model_id: ModelId) -> None:
         if self._open.pop(model_id, None) is not None:

@@ -1,6 +1,7 @@
 """`lambdascale gateway|planner|registry|node`: one service, until SIGINT or SIGTERM."""
 
 import argparse
+import faulthandler
 import resource
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from shared.service import Service, log_what_nobody_awaits, serve_until_signal
 HAND_OVER_S = 0.0005
 """How long a thread that computes may keep the others of its process waiting: they plan, move bytes
 and answer. Python's own choice is ten times that."""
+HUNG_S = 5
+"""How long a node whose engine hangs has to end in good order."""
 FEW_FILES = 4096
 """Open files; each connection of a client, a peer or NATS is one."""
 HELP = {
@@ -66,7 +69,14 @@ def _node(bus: Bus, config: Config) -> Service:
         RealParts(config.node),
         keep_s=config.node.keep_weights_s,
         shares_compiled=shares,
+        hung=_end_in_any_case,
     )
+
+
+def _end_in_any_case() -> None:
+    """Ends the process after a while, even if what hangs keeps it from ending in good order. Before
+    that it writes where each thread is."""
+    faulthandler.dump_traceback_later(HUNG_S, exit=True)
 
 
 def buses_elsewhere(config: Config) -> list[str]:

@@ -154,9 +154,11 @@ def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) ->
         tiers[holding.tier.value] = list(holding.blocks)
     waiting = "reserved" if view.reserved_by else "idle"
     state = "serving" if view.info.node in serving else waiting
+    state = "unfit" if view.unfit else state
     return {
         "id": view.info.node,
         "state": state,
+        "unfit": view.unfit,
         "host": view.info.host,
         "device": view.info.device,
         "staging": view.info.staging,

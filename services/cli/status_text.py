@@ -92,7 +92,7 @@ def _nodes(document: Document) -> list[Document]:
     return [
         {
             "id": node["id"],
-            "state": node["state"],
+            "state": ": ".join(filter(None, (node["state"], node["unfit"]))),
             "device": _device(node),
             "free MB": f"{node['arena_free'] / 1e6:.0f}",
             "KV used": _share(node["kv_used"], node["kv_capacity"]),

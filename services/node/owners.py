@@ -2,16 +2,16 @@
 read their tokens, and they would keep slots from requests that are read."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BusError, NoResponders
-from shared.ids import GatewayId, RequestId
+from shared.errors import BusError, LambdaScaleError, NoResponders
+from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages import Ok, Ping
-from shared.messages.serving import Cancel, Submit, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, Submit, Tokens
 
 LOOK_S = 5.0
 """Seconds between looks at the gateways. One that was not connected at two looks is gone: a
@@ -21,8 +21,13 @@ ASK_TIMEOUT_S = 0.5
 
 class Owners:
     def __init__(
-        self, bus: Bus, cancel: Callable[[Cancel], None], log: structlog.stdlib.BoundLogger
+        self,
+        node: NodeId,
+        bus: Bus,
+        cancel: Callable[[Cancel], None],
+        log: structlog.stdlib.BoundLogger,
     ) -> None:
+        self._node = node
         self._bus = bus
         self._cancel = cancel
         self._log = log
@@ -48,6 +53,16 @@ class Owners:
                 self.over(gateway, token.request, token.attempt)
         for failed in tokens.failed:
             self.over(gateway, failed.request, failed.attempt)
+
+    def failures(self, error: LambdaScaleError) -> Iterator[tuple[GatewayId, Tokens]]:
+        """What each gateway is to be told if all its attempts fail with this error."""
+        for gateway, attempts in self._attempts.items():
+            failed = tuple(
+                AttemptFailed(request, attempt, error.code, str(error))
+                for request, attempt in sorted(attempts)
+            )
+            if failed:
+                yield gateway, Tokens(node=self._node, tokens=(), failed=failed)
 
     async def watch(self) -> None:
         """Cancels what belongs to gateways that are gone, without end."""

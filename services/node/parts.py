@@ -14,13 +14,14 @@ from services.node.checkpoints.reading import Outcome, Wanted
 from services.node.checkpoints.store import Imported
 from services.node.core.load import WorkerLoad
 from services.node.core.residency import PlanId
+from services.node.core.watchdog import Pulse
 from services.node.memory.arena import ModelSpace
 from services.node.memory.device import DeviceArena
 from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
 from services.node.transport.base import Buffer
-from shared.errors import TransportError
+from shared.errors import LambdaScaleError, TransportError
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
@@ -47,6 +48,8 @@ class AnyWorker(Protocol):
     def on_message(self, sender: str, header: memoryview, payload: memoryview) -> None: ...
     def on_peer_lost(self, address: str, error: TransportError) -> None: ...
     def load(self) -> WorkerLoad: ...
+    def pulse(self) -> Pulse: ...
+    def give_up(self, error: LambdaScaleError) -> None: ...
 
 
 class WorkerListener(Protocol):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVarTuple
 from services.node.artefacts import Artefacts
 from services.node.core.profile import Profiler
 from services.node.core.told import Telling
+from services.node.core.watchdog import LOOK_S, Watchdog
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
@@ -31,7 +32,7 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.clock import now, wall_ns
 from shared.config import NodeConfig
-from shared.errors import BusError, LambdaScaleError, StaleEpoch, TransportError
+from shared.errors import BusError, EngineFailed, LambdaScaleError, StaleEpoch, TransportError
 from shared.ids import GatewayId, Generation, ModelId, NodeId, check_name
 from shared.messages import Message, Ok, Ping
 from shared.messages.copies import DropCopy, KeepCopy, Leave
@@ -80,10 +81,12 @@ class NodeService(Service):
         *,
         keep_s: float = 0.0,
         shares_compiled: bool = False,
+        hung: Callable[[], None] = lambda: None,
     ) -> None:
         """`keep_s`: how long a keeper keeps the weights after this process (`node.keep_weights_s`);
         0: there is none. `shares_compiled`: whether compiled libraries come from other nodes, and
-        go to them. Both concern the whole process."""
+        go to them. Both concern the whole process. `hung` is called when the engine hangs, before
+        the node ends."""
         check_name("node.id", config.id)
         super().__init__(config.id)
         self.drain_s += config.evacuate_s
@@ -91,6 +94,9 @@ class NodeService(Service):
         self._config = config
         self._parts = parts
         self._shares_compiled = shares_compiled
+        self._hung = hung
+        self._unfit = ""
+        """Why it takes nothing new; empty: it is fit."""
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_cause = ""
@@ -184,7 +190,7 @@ class NodeService(Service):
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
         threads = self._threads = Threads(self, self.contain)
         self._worker = threads.worker = self._parts.worker(device, self._shelf, threads)
-        self._owners = Owners(self._bus, self._worker.cancel, self.log)
+        self._owners = Owners(self.node, self._bus, self._worker.cancel, self.log)
         self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(
             lambda: self._lease.info,
@@ -236,6 +242,24 @@ class NodeService(Service):
     async def piece(self, model: ModelId, block: int, offset: int, nbytes: int) -> memoryview:
         return await self._lending.piece(model, block, offset, nbytes)
 
+    # --- whether it is fit ---
+
+    async def _watch_engine(self) -> None:
+        """If the engine hangs or is broken, says so, gives its requests back, and ends the node: no
+        thread can be ended from outside, but the next process goes on with the weights."""
+        watchdog, why = Watchdog(self._config.engine_timeout_s), ""
+        while not why:
+            await asyncio.sleep(LOOK_S)
+            why = watchdog.look(self._worker.pulse(), now())
+        self._unfit = why
+        self.log.error("unfit", why=why)
+        self._hung()
+        error = EngineFailed(f"node {self.node} is unfit: {why}")
+        await self._publish(subjects.POOL_STATUS, self._status())
+        for gateway, tokens in self._owners.failures(error):
+            await self._publish(subjects.gateway_tokens(gateway), tokens)
+        self._worker.give_up(error)
+
     # --- its place in the cluster ---
 
     def _describe(self, generation: Generation) -> NodeInfo:
@@ -281,6 +305,7 @@ class NodeService(Service):
         self.spawn(self._hosting.landings.run(), name="landings")
         self.spawn(self._publish_tokens(), name="tokens")
         self.spawn(self._owners.watch(), name="owners")
+        self.spawn(self._watch_engine(), name="watchdog")
         self.spawn(self._publish_status(), name="status")
         self.spawn(self._learn_pool(), name="learn pool")
 
@@ -463,6 +488,7 @@ class NodeService(Service):
             disk_free=disk_free,
             host_free=self._hosting.cache.free,
             copying=self.copying(),
+            unfit=self._unfit,
             **dataclasses.asdict(self._worker.load()),
         )
 

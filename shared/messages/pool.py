@@ -162,6 +162,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     host_free: int = 0
     """Free bytes of the host cache."""
     copying: tuple[CopyProgress, ...] = ()
+    unfit: str = ""
+    """Why nothing new may come to it, in words; empty: it is well."""
 
 
 class ReportStatus(Message, frozen=True, kw_only=True, tag="report_status"):
@@ -373,6 +375,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     preemptions: int = 0
     profile: Profile = Profile()
     peers: dict[str, tuple[NodeId, ...]] = msgspec.field(default_factory=dict)
+    unfit: str = ""
+    """See NodeStatus."""
 
 
 class PoolPage(Message, frozen=True, kw_only=True, tag="pool_page"):

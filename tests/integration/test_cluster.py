@@ -7,8 +7,11 @@ from pathlib import Path
 from services.local.cluster import node_id
 from services.planner.core.events import TERMINAL
 from shared import subjects
-from shared.ids import InstanceId, NodeId
+from shared.bus.base import On
+from shared.ids import GatewayId
+from shared.messages.load import GatewayLoad
 from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
+from shared.messages.story import StoryQuery, Told
 from tests.support.cluster import LIMIT_S, MODEL, Oracle, Running, prompts, running
 from tests.support.models import TINY
 from tests.support.modes import a_request_in_every_mode
@@ -139,21 +142,46 @@ def pulled(up: Running) -> list[BlockArrived]:
     return [a for a in up.watch.arrivals if a.source != a.node]
 
 
-async def test_node_killed_in_the_middle_of_its_streams(
+async def test_nodes_killed_by_a_request_in_the_middle_of_others(
     tmp_path: Path, checkpoint: Path, oracle: Oracle
 ) -> None:
+    """Whichever node streams its tokens is killed: two of three, then it is refused, also when it
+    comes again. The other requests go on."""
     settings = {"LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05"}
     async with running(tmp_path, checkpoint, nodes=3, settings=settings) as up:
         await scale(up, 3)
-        asked = prompts(9, TINY.vocab_size)
+        asked = prompts(10, TINY.vocab_size)
+        poison = asked.pop()
+        headers = {"X-Request-ID": "poison", "Idempotency-Key": "poison"}
         load = asyncio.gather(*(up.ask(prompt, 60) for prompt in asked))
-        await up.until(lambda: serving(up, NodeId("node-1")) > 0, "requests on node-1")
-        up.kill("node-1")
+        kills = asyncio.create_task(kill_what_runs(up, "poison"))
+        refused = await up.ask(poison, 60, headers=headers)
+        assert "request_kills_nodes" in refused.error
         answers = await load
         assert {answer.error for answer in answers} == {""}
         check(oracle, asked, [answer.tokens for answer in answers], 60)
+        again = await up.ask(poison, 60, headers=headers)
+        assert "request_kills_nodes" in again.error
+        kills.cancel()
+        assert len(up.watch.replicas) == 1
 
 
-def serving(up: Running, node: NodeId) -> int:
-    load = up.watch.load
-    return load.instance_requests.get(InstanceId(f"replica-{node}"), 0) if load else 0
+async def kill_what_runs(up: Running, call: str) -> None:
+    """Kills each node that gives a token of the call's request, once."""
+    killed: set[str] = set()
+    gateway: asyncio.Future[GatewayId] = asyncio.get_running_loop().create_future()
+
+    async def hear(load: GatewayLoad) -> None:
+        if not gateway.done():
+            gateway.set_result(load.gateway)
+
+    await up.bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, hear))
+    subject = subjects.gateway_story(await gateway)
+    while True:
+        told = await up.bus.request(subject, StoryQuery(subject=call), Told, timeout=LIMIT_S)
+        for step in told.steps:
+            instance = next((each for each in step.subjects if each.startswith("replica-")), "")
+            if step.text.startswith("streaming") and instance not in killed:
+                killed.add(instance)
+                up.kill(instance.removeprefix("replica-"))
+        await up.watch.change()

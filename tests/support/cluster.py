@@ -91,6 +91,7 @@ class Running:
         model: str = MODEL,
         *,
         into: Answer | None = None,
+        headers: Mapping[str, str] | None = None,
         **fields: float,
     ) -> Answer:
         """One streaming completion of token ids; greedy, unless other fields say how. `into`: the
@@ -108,7 +109,7 @@ class Running:
         }
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S * 2)) as session,
-            session.post(f"{self.url}/v1/completions", json=body) as response,
+            session.post(f"{self.url}/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 answer.error = await response.text()

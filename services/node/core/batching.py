@@ -49,6 +49,8 @@ from shared.errors import ProtocolViolation
 from shared.ids import ModelId, NodeId
 from shared.messages.serving import Cancel, Logprobs, Submit
 
+GROW_AFTER = 100
+"""Steps that were made smaller, because the engine had no memory, grow again with so many parts."""
 STOP, BUG, GRAMMAR = "stop", "bug", "grammar"
 """Causes of commands that no message and no batch caused."""
 
@@ -65,7 +67,9 @@ class Batcher:
             node, speculation=speculation, kv=kv, room=self._room, handled=self._handled
         )
         self._follower = Follower(node, kv, self._room, self._handled)
-        self._step_tokens = step_tokens
+        self._step_tokens = self._most_tokens = step_tokens
+        """How many positions a step takes now, and at most."""
+        self._parts_ran = 0
         self._speculative = min(STEP_POSITIONS, step_tokens) if speculation else 0
         """The number of positions up to which proposals fill a step."""
         self._ticks = 0
@@ -178,6 +182,9 @@ class Batcher:
         """Takes the part's result: the tokens drawn after each row, and `hidden` if it did not end
         in the head."""
         self._handled.cause = _batch_of(part)
+        self._parts_ran += 1
+        if self._parts_ran % GROW_AFTER == 0:
+            self._step_tokens = min(self._step_tokens + 1, self._most_tokens)
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
         self.tokens_out += sum(map(len, sampled))
@@ -214,6 +221,12 @@ class Batcher:
             assert last
             return self._leader.preempt(last, why)
         return self._follower.failed(followed[newest].path, [newest], why)
+
+    def shrink(self) -> bool:
+        """A sweep had no memory: from now on they take half as many positions, and one more with
+        every `GROW_AFTER` parts that run. Returns False if they are as small as they get."""
+        before, self._step_tokens = self._step_tokens, max(1, self._step_tokens // 2)
+        return self._step_tokens < before
 
     def live(self, part: Part) -> Part:
         """The part without the rows of sequences that are over or were preempted."""

@@ -47,6 +47,7 @@ from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
     CapacityExceeded,
+    EngineFailed,
     LambdaScaleError,
     NotFound,
     PeerLost,
@@ -88,6 +89,7 @@ class Steps:
         self._batcher = self.batcher_type(
             node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
         )
+        self._ran = ran
         self._send = send
         self._emit = emit
         self._clock = clock
@@ -96,6 +98,8 @@ class Steps:
         self._out = Outbox(node)
         self._violations = 0
         self._faults = 0
+        self.failed_in_a_row = 0
+        """How often the engine failed since it last ran a sweep."""
         self._log = telemetry.logger("engine", node=node)
         self._grammars = Grammars(engine, aside, self, self._log)
         self._sweeps = Sweeps(
@@ -104,7 +108,7 @@ class Steps:
             self._models,
             blamed=self._blamed,
             do=self._do,
-            ran=ran,
+            ran=self._on_ran,
             bell=bell or Bell(),
         )
 
@@ -206,6 +210,10 @@ class Steps:
         except Exception as error:  # a step's boundary
             self._end_all(error)
 
+    def _on_ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
+        self.failed_in_a_row = 0
+        self._ran(model, share, tokens, seconds)
+
     def flush(self) -> None:
         """Everything for one gateway goes out in one message."""
         for gateway, tokens in self._out.empty():
@@ -242,8 +250,10 @@ class Steps:
             self._log.exception("engine out of memory")
             raise CapacityExceeded(f"node {self._node}'s engine has no memory: {error}") from error
         except Exception as error:
+            self._faults += 1
+            self.failed_in_a_row += 1
             self._log.exception("engine failed")
-            raise LambdaScaleError(f"node {self._node}'s engine failed: {error}") from error
+            raise EngineFailed(f"node {self._node}'s engine failed: {error}") from error
 
     @contextmanager
     def _contained(self, what: str) -> Iterator[None]:
@@ -270,7 +280,7 @@ class Steps:
         self._do(self._batcher.close(self._bug(error), BUG))
 
     def _bug(self, error: Exception) -> Failure:
-        return failure_of(LambdaScaleError(f"node {self._node} failed: {error!r}"))
+        return failure_of(EngineFailed(f"node {self._node} failed: {error!r}"))
 
     # --- commands -----------------------------------------------------------
 

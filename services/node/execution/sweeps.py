@@ -9,7 +9,7 @@ import torch
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Failure, Hidden, Part
 from services.node.engine.base import Bell, Engine, PartResult, RowsRefused, StagePart, Sweep
-from shared.errors import CapacityExceeded, LambdaScaleError
+from shared.errors import CapacityExceeded, EngineFailed, LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -127,9 +127,20 @@ class Sweeps:
             starts = [part.start for number, part in run.parts.items() if number not in dropped]
             run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
         except LambdaScaleError as error:
+            why = failure_of(self._judged(run, error))
             for part in run.parts.values():
-                self._do(self._batcher.failed(part, failure_of(error)))
+                self._do(self._batcher.failed(part, why))
             run.parts = {}
+
+    def _judged(self, run: _Run, error: LambdaScaleError) -> LambdaScaleError:
+        """What a sweep failed with. If it had no memory, later sweeps are smaller, and nobody is to
+        blame, unless they are as small as they get."""
+        if not isinstance(error, CapacityExceeded):
+            return error
+        positions = sum(part.positions for part in run.parts.values())
+        if self._batcher.shrink() and positions > 1:
+            return error
+        return EngineFailed(f"{error}, for {positions} positions, and takes no fewer at a time")
 
     def _tell(self, run: _Run, now: float) -> None:
         manifest = self._models.get(run.model_id)

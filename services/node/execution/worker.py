@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from services.node.core.load import WorkerLoad
+from services.node.core.watchdog import Pulse
 from services.node.engine.base import Bell, Engine, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
-from shared.errors import ConfigError, Conflict, TransportError
+from shared.errors import ConfigError, Conflict, LambdaScaleError, TransportError
 from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -68,13 +69,18 @@ class Worker:
         """Rung while there are calls."""
         self._over = False
         self._stopping = False
-        """Used on the engine thread only."""
+        """Set on the engine thread, unless that hangs."""
         self._load = WorkerLoad()
         self._traces: dict[ModelId, str] = {}
         """The span in which each open model was opened."""
         self._asked: set[asyncio.Future[None]] = set()
         self._ended = asyncio.Event()
         self._error: Exception | None = None
+        self._busy_since: float | None = None
+        """When the piece of work began that the engine's thread is at; None: it waits."""
+        self._longest_s = 0.0
+        self._failed_in_a_row = 0
+        self._hangs = False
         self._thread: threading.Thread | None = None
         self._beside: threading.Thread | None = None
         self._work: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
@@ -110,9 +116,17 @@ class Worker:
             return
         self._post(self._close)
         await self._ended.wait()
-        self._thread.join()
+        if not self._hangs:
+            self._thread.join()
         self._work.put(None)
         await asyncio.to_thread(self._beside.join)
+
+    def give_up(self, error: LambdaScaleError) -> None:
+        """The engine hangs, or is broken. Nobody waits for its thread any more, which ends with the
+        process. `wait` raises the error."""
+        self._hangs = self._stopping = True
+        self._end(error)
+        self._on_ended()
 
     async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         """Opens a model. After this returns, what else can be prepared before blocks come is
@@ -183,6 +197,12 @@ class Worker:
     def load(self) -> WorkerLoad:
         return self._load
 
+    def pulse(self) -> Pulse:
+        """What the engine's thread is at."""
+        since = self._busy_since
+        busy_s = None if since is None else time.monotonic() - since
+        return Pulse(busy_s, self._longest_s, self._failed_in_a_row)
+
     # --- between the threads ------------------------------------------------
 
     def _post(self, call: Call) -> bool:
@@ -239,10 +259,22 @@ class Worker:
         except Exception as error:  # the thread's boundary: `wait` raises it on the control loop
             self._log.exception("engine thread failed")
             failure = error
+        if not self._hangs:
+            self._end(failure)
+            loop.call_soon_threadsafe(self._on_ended)
+
+    def _end(self, failure: Exception | None) -> None:
+        """No call is made from now on."""
         with self._changed:
             self._over, self._error = True, failure
             self._calls.clear()
-        loop.call_soon_threadsafe(self._on_ended)
+
+    def _beat(self, *, busy: bool) -> None:
+        """A piece of work has ended, and the next begins, or none does."""
+        now = time.monotonic()
+        if self._busy_since is not None:
+            self._longest_s = max(self._longest_s, now - self._busy_since)
+        self._busy_since = now if busy else None
 
     def _serve(self, engine: Engine) -> None:
         steps = Steps(
@@ -261,10 +293,12 @@ class Worker:
         self._load = steps.load
         while not self._stopping:
             self._take_in(steps, timeout=None if idle else 0)
+            self._beat(busy=True)
             until = None if self._stopping else steps.begin(time.monotonic())
             idle = until is None
             if until is not None:
                 self._hold(steps, until)
+                self._beat(busy=True)
                 steps.finish(time.monotonic())
             self._tell(steps)
 
@@ -272,18 +306,20 @@ class Worker:
         """Runs the calls that have come. If there are none, waits for one."""
         with self._changed:
             if not self._calls and timeout != 0:
+                self._beat(busy=False)
                 self._changed.wait(timeout)
             calls, self._calls = self._calls, []
             self._bell.quiet()
         for call in calls:
             if not self._stopping:
+                self._beat(busy=True)
                 call(steps)
         if calls:
             self._tell(steps)
 
     def _tell(self, steps: Steps) -> None:
         """Whoever hears of a token finds it in the load."""
-        self._load = steps.load
+        self._load, self._failed_in_a_row = steps.load, steps.failed_in_a_row
         steps.flush()
 
     def _hold(self, steps: Steps, until: float) -> None:

@@ -52,6 +52,8 @@ class PoolView:
         self._machines = machines
         self._alarms = alarms
         self._asked: _PoolQuestion | None = None
+        self._unfit: dict[NodeId, Generation] = {}
+        """Nodes that have said so."""
         alarms.set(REFRESH, float("-inf"))
 
     # --- the registry's view ---
@@ -158,8 +160,19 @@ class PoolView:
                 continue
             gained = change.gained.get(id_, frozenset())
             self._machines.tell(self._machines.by_id[id_], partial(_holdings, status.node, gained))
+        self._look_whether_fit(status)
         if change.more_room:
             self._desk.room_freed = True
+
+    def _look_whether_fit(self, status: NodeStatus) -> None:
+        """A node that says that it is unfit is not used, like a node that does not answer."""
+        known = self._cluster.nodes.get(status.node)
+        if not status.unfit or known is None or known.generation != status.generation:
+            return
+        if self._unfit.get(status.node) != status.generation:
+            self._unfit[status.node] = status.generation
+            self._desk.tell(f"unfit: {status.unfit}", status.node)
+            self._machines.tell_all(lambda model: model.on_suspect(status.node))
 
     def join(self, info: NodeInfo) -> None:
         if not 0 < info.slots <= MOST_SLOTS:
@@ -177,6 +190,7 @@ class PoolView:
                     self._machines.tell(model, partial(_holdings, info.node, frozenset()))
 
     def on_gone(self, message: NodeGone) -> None:
+        self._unfit.pop(message.node, None)
         if self._cluster.on_gone(message.node, message.generation, self._desk.at):
             self._desk.tell(f"gone: {message.reason}", message.node)
             self._machines.tell_all(lambda model: model.on_gone(message))

@@ -379,4 +379,5 @@ class Pool:
             preemptions=status.preemptions if status else 0,
             profile=status.profile if status else Profile(),
             peers=status.peers if status else {},
+            unfit=status.unfit if status else "",
         )

@@ -57,7 +57,7 @@ class Survey:
     # --- targets ---
 
     def candidates(self, nbytes: int, exclude: Collection[NodeId]) -> Iterator[Candidate]:
-        """Nodes that have reported, have room, and belong to no other event.
+        """Nodes that have reported, are fit, have room, and belong to no other event.
 
         A node that has space for the model in its arena needs no more: space is taken whole before
         the first block, and a copy that sleeps in the arena keeps it.
@@ -67,6 +67,8 @@ class Survey:
             if info.node in exclude or (held and held.event != self._event):
                 continue
             status = self._holdings.of(info)
+            if status is not None and status.unfit:
+                continue
             # The event that has the node may have filled it already.
             has_space = held is not None or bool(self._blocks(info).keys() & set(ARENA))
             if status is not None and (has_space or status.arena_free >= nbytes):

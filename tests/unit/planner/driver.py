@@ -175,6 +175,7 @@ class Driver:
         generation: int = 1,
         free: int = 500,
         load_bytes_per_s: float = 0.0,
+        unfit: str = "",
     ) -> None:
         status = NodeStatus(
             node=NodeId(node),
@@ -183,6 +184,7 @@ class Driver:
             arena_free=free,
             holdings=holdings,
             profile=Profile(load_bytes_per_s=load_bytes_per_s),
+            unfit=unfit,
         )
         self.feed(status)
 

@@ -387,6 +387,13 @@ def test_a_suspect_that_does_not_answer_is_not_used_for_a_while_whatever_it_repo
     assert driver.replicas() == {"a"}
 
 
+def test_a_node_that_says_that_it_is_unfit_is_used_no_longer() -> None:
+    driver = serving(None, "b")
+    driver.status("a", Holding(MODEL, Tier.GPU, tuple(EVERY)), unfit="its engine hangs")
+    driver.wait(0.1)
+    assert driver.replicas() == set()
+
+
 def test_the_whole_copy_of_a_suspect_is_no_stray() -> None:
     driver = serving(Driver(replace(settings(), stray_s=2.0)), "b")
     driver.feed(PeerSuspect(reporter=B, node=A, reason="reset"))

@@ -49,6 +49,15 @@ def test_reserves_the_best_nodes(pool: Pool) -> None:
     assert [e.reservation.node for e in effects if isinstance(e, ReservationMade)] == ["b", "a"]
 
 
+def test_an_unfit_node_gets_nothing_new(pool: Pool) -> None:
+    hangs = msgspec.structs.replace(status("b", seq=2), unfit="its engine hangs")
+    pool.status(hangs, 1.0)
+    targets, _ = pool.reserve(reserve(3))
+    assert names(targets) == ["a", "c"]
+    (view,) = [v for v in pool.page(PoolQuery(holdings=True)).nodes if v.info.node == "b"]
+    assert view.unfit == "its engine hangs"
+
+
 def test_asking_again_gives_the_same_nodes_and_reserves_no_more(pool: Pool) -> None:
     first, _ = pool.reserve(reserve(2))
     again, effects = pool.reserve(reserve(2))

@@ -180,6 +180,19 @@ def test_logs_are_json_lines_on_standard_error(capsys: pytest.CaptureFixture[str
     )  # fmt: skip
 
 
+def test_who_logs_to_a_full_disk_goes_on() -> None:
+    code = """
+from shared import telemetry
+from shared.config import TelemetryConfig
+telemetry.configure("node-1", TelemetryConfig())
+telemetry.logger("node").warning("told")
+print("goes on")
+"""
+    with Path("/dev/full").open("w") as full:
+        said = subprocess.check_output([sys.executable, "-c", code], stderr=full)
+    assert said == b"goes on\n"
+
+
 def test_logs_for_people_name_the_exception(capsys: pytest.CaptureFixture[str]) -> None:
     telemetry.configure("node-1", TelemetryConfig())
     try:

@@ -312,7 +312,7 @@ def test_an_engine_that_fails_ends_what_it_was_to_run(monkeypatch: pytest.Monkey
             while not net.failed:
                 net.changed.clear()
                 await net.changed.wait()
-        assert net.failed == {"r": "error"}
+        assert net.failed == {"r": "engine_failed"}
         assert net.workers["a"].load().faults == 1
         await net.go(submit("s"))
 

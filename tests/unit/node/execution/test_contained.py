@@ -22,10 +22,10 @@ from services.node.core.microbatches import (
 )
 from services.node.core.rows import Context, Draw, Row
 from services.node.execution import activations
-from shared.errors import CapacityExceeded, LambdaScaleError, PeerLost
+from shared.errors import CapacityExceeded, EngineFailed, LambdaScaleError, PeerLost
 from shared.ids import RequestId
 from shared.messages.serving import Cancel, LogitRules, Sampling
-from tests.support.hash_engine import HIDDEN, continuation
+from tests.support.hash_engine import HIDDEN, HashSweep, continuation
 from tests.support.malformed import well_framed
 from tests.support.submits import BLOCKS, MODEL, TWO, WHOLE, submit
 from tests.unit.node.execution.test_steps import FROM_C, Rig, hidden_states
@@ -146,7 +146,7 @@ def test_a_message_that_meets_a_bug_ends_the_sequences_that_it_names(
         patch.setattr(rig.steps._batcher, "received", bug)
         deliver(rig, Sampled(1, (("led#1", (7,)),)))
         rig.receive(FROM_C, (Row("x#1", 1, 1, 9),), hidden_states(1))
-    assert failures(rig) == [("led", LambdaScaleError.code)]
+    assert failures(rig) == [("led", EngineFailed.code)]
     (to_leader,) = [m for m in sent(rig, "mem://c") if isinstance(m, Failed)]
     assert to_leader.sequences == ("x#1",)
     assert rig.steps.load.faults == 2
@@ -173,7 +173,7 @@ def test_a_command_that_fails_ends_its_sequences_and_leaves_none_undone(
     with monkeypatch.context() as patch:
         patch.setattr(activations, "encode", bug)
         rig.run()
-    assert failures(rig) == [("led", LambdaScaleError.code)]
+    assert failures(rig) == [("led", EngineFailed.code)]
     assert rig.engine.sequences == {}
     still_serves(rig)
 
@@ -201,10 +201,59 @@ def test_a_step_that_fails_ends_what_runs_and_waits(
         patch.setattr(rig.steps._batcher, method, bug)
         while rig.steps.load.running + rig.steps.load.waiting:
             rig.step()
-    assert failures(rig) == [("led", LambdaScaleError.code)]
+    assert failures(rig) == [("led", EngineFailed.code)]
     assert [type(m) for m in sent(rig, "mem://c")] == [Failed]
     assert (rig.steps.load.running, rig.engine.sequences) == (0, {})
     still_serves(rig)
+
+
+def test_an_engine_that_raises_blames_all_that_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    for name in ("a", "b"):
+        rig.steps.submit(submit(name, WHOLE, max_tokens=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(HashSweep, "advance", bug)
+        rig.step()
+    assert sorted(failures(rig)) == [("a", EngineFailed.code), ("b", EngineFailed.code)]
+    assert rig.steps.load.faults == 1
+    still_serves(rig)
+
+
+@pytest.mark.parametrize("error", [MemoryError("host"), torch.OutOfMemoryError("device")])
+def test_an_engine_without_memory_takes_smaller_steps_and_then_refuses_the_request(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, room, advance = Rig(), 5, HashSweep.advance
+
+    def short_of_memory(sweep: HashSweep, *given: Any) -> Any:
+        rows = [row for rider in sweep._riders.values() for row in rider.part.rows]
+        if sum(row.count for row in rows) > room:
+            raise error
+        return advance(sweep, *given)
+
+    monkeypatch.setattr(HashSweep, "advance", short_of_memory)
+    codes: list[list[str]] = []
+
+    def ask(name: str, size: int) -> None:
+        prompt = (1,) * size
+        rig.steps.submit(submit(name, WHOLE, prompt=prompt, max_tokens=2, attempt=len(codes) + 1))
+
+    while len(codes) < 4:
+        ask("long", 40)
+        ask("other", 2)
+        rig.run()
+        codes.append([code for _, code in failures(rig)])
+        rig.emitted.clear()
+    assert {code for found in codes for code in found} == {CapacityExceeded.code}
+    assert codes[0]
+    assert codes[2:] == [[], []], "16 positions, 8, and then 4 in a step"
+    room = 0
+    while codes[-1] != [EngineFailed.code]:
+        ask("lone", 5)
+        rig.run()
+        codes.append([code for _, code in failures(rig)])
+        rig.emitted.clear()
+        assert len(codes) < 9
 
 
 def test_a_step_that_fails_with_nothing_to_end_ends_the_node(
@@ -234,7 +283,7 @@ def test_rules_that_cannot_be_used_end_their_request(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "use_rules", bug)
         rig.steps.submit(submit("g", WHOLE, rules=LogitRules(grammar="g")))
-    assert failures(rig) == [("g", LambdaScaleError.code)]
+    assert failures(rig) == [("g", EngineFailed.code)]
     still_serves(rig)
 
 

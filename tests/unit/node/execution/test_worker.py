@@ -195,7 +195,7 @@ async def test_an_engine_that_breaks_fails_the_batch_and_goes_on(broken: str) ->
     async with cluster("a", "b") as nodes:
         nodes.engines[broken].before_run = explode
         attempt = await nodes.submit(submit("r", TWO))
-        assert (await attempt.end()).code == "error"
+        assert (await attempt.end()).code == "engine_failed"
         assert attempt.failed is not None
         assert "device side assert" in attempt.failed.message
         nodes.engines[broken].before_run = lambda block, part: None

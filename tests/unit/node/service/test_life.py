@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from services.node.engine.engine import TorchEngine
 from services.node.execution.steps import Steps
 from services.node.execution.worker import Worker
 from services.node.moving.data_plane import DataPlane
@@ -21,7 +22,14 @@ from shared import subjects
 from shared.bus.base import On
 from shared.bus.memory import MemoryBus
 from shared.clock import wall_ns
-from shared.errors import BadMessage, CapacityExceeded, ConfigError, Conflict, LambdaScaleError
+from shared.errors import (
+    BadMessage,
+    CapacityExceeded,
+    ConfigError,
+    Conflict,
+    EngineFailed,
+    LambdaScaleError,
+)
 from shared.ids import ModelName, NodeId
 from shared.messages import Message, Ok, Ping
 from shared.messages.pool import ModelsQuery, NodeGone, ReportStatus, Tier
@@ -127,6 +135,49 @@ async def test_an_engine_that_dies_ends_the_node_with_its_error(
             async with asyncio.timeout(WAIT_S):
                 await live()
         assert (await up.pool()).nodes == ()
+
+
+async def test_an_engine_that_hangs_makes_the_node_unfit_which_gives_its_requests_back_and_ends(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    told = []
+
+    def hang(*_: Any) -> Any:
+        entered.set()
+        release.wait()
+        raise RuntimeError("the engine woke up")
+
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        gone = Heard()
+        await up.bus.subscribe(subjects.POOL_NODES, On(NodeGone, gone.hear))
+
+        async def live() -> None:
+            config = up.config("b", engine_timeout_s=1.0)
+            parts = RealParts(config)
+            async with (
+                MemoryBus(up.broker, "b") as bus,
+                NodeService(bus, config, parts, hung=lambda: told.append("hung")) as service,
+            ):
+                up.services["b"] = service
+                await up.apply("b", dict.fromkeys(ALL, "a"))
+                await up.until_arrived("b", ALL)
+                monkeypatch.setattr(TorchEngine, "begin", hang)
+                await up.submit("b")
+                await asyncio.Event().wait()
+
+        with pytest.raises(EngineFailed, match="unfit: its engine has been at"):
+            await asyncio.wait_for(live(), WAIT_S)
+        del up.services["b"]
+        release.set()
+        assert entered.is_set()
+        assert told == ["hung"]
+        await up.tokens.until(lambda: up.over("r"))
+        failure = up.failure("r")
+        assert failure is not None
+        assert failure.code == EngineFailed.code
+        await up.statuses.until(lambda: bool((status := up.status("b")) and status.unfit))
+        await gone.until(lambda: bool(gone.messages))
 
 
 async def test_a_data_plane_that_dies_ends_the_node(tmp_path: Path, checkpoint: Path) -> None:
