@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from services.local.asking import ask
 from services.local.copies import copies, shortfalls
 from services.local.processes import ClusterState
 from shared import subjects
+from shared.bus.base import Bus
+from shared.election.lease import LeaseRecord
 from shared.errors import BusError
 from shared.ids import ModelId, NodeId
 from shared.messages.instances import InstanceSet
@@ -30,6 +33,7 @@ from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 from shared.pool_pages import read_pool
 
 EVENTS = 10
+_PARTS = {True: "active", False: "stands by"}
 DESCRIPTION = """\
 Shows the cluster: processes, models, nodes and the blocks they hold, instances, and the last
 scaling events. Exits with 1 if no cluster runs, or if a part of it does not answer; it then shows
@@ -52,8 +56,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 async def _run(args: argparse.Namespace) -> int:
     state = state_of(args)
-    pool, planner, lacking, errors = await _query(args)
-    document = describe(state, pool, planner, lacking, errors)
+    pool, planner, lacking, active, errors = await _query(args)
+    document = describe(state, pool, planner, lacking, errors, active)
     if args.json:
         print_json(document)
     else:
@@ -65,11 +69,12 @@ async def _run(args: argparse.Namespace) -> int:
 
 async def _query(
     args: argparse.Namespace,
-) -> tuple[PoolState, PlannerState, dict[str, str], list[str]]:
-    """What registry and planner say, what durable copies models lack, and the errors of those that
-    say nothing."""
+) -> tuple[PoolState, PlannerState, dict[str, str], dict[str, LeaseRecord], list[str]]:
+    """What registry and planner say, what durable copies models lack, which processes are active,
+    and the errors of those that say nothing."""
     pool, planner = PoolState(nodes=(), models=()), PlannerState(sets=(), events=())
     lacking: dict[str, str] = {}
+    active: dict[str, LeaseRecord] = {}
     errors: list[str] = []
     try:
         async with connect(args) as bus:
@@ -79,22 +84,40 @@ async def _query(
             except BusError as error:
                 errors.append(str(error))
             try:
+                active = await _active(bus)
+            except BusError as error:
+                errors.append(str(error))
+            try:
                 query = PlannerQuery(events=EVENTS)
                 planner = await ask(bus, subjects.PLANNER_STATE, query, PlannerState)
             except BusError as error:
                 errors.append(str(error))
     except BusError as error:
         errors.append(str(error))
-    return pool, planner, lacking, errors
+    return pool, planner, lacking, active, errors
 
 
-def processes_of(state: ClusterState) -> list[dict[str, Any]]:
+async def _active(bus: Bus) -> dict[str, LeaseRecord]:
+    """The lease of each role of which one process is active."""
+    found = {}
+    for entry in await (await bus.kv(subjects.KV_ACTIVE)).entries():
+        with suppress(msgspec.MsgspecError):
+            found[entry.key] = msgspec.msgpack.decode(entry.value, type=LeaseRecord)
+    return {role: lease for role, lease in found.items() if lease.holder}
+
+
+def processes_of(
+    state: ClusterState, active: Mapping[str, LeaseRecord] | None = None
+) -> list[dict[str, Any]]:
+    """`active`: the leases of roles of which one process is active."""
+    pids = {role: lease.pid for role, lease in (active or {}).items()}
     return [
         {
             "name": p.name,
             "role": p.role,
             "pid": p.pid,
             "state": p.state,
+            "part": "" if p.role not in pids else _PARTS[p.pid == pids[p.role]],
             "since": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(p.since)),
             "restarts": p.restarts,
             "last_exit": p.last_exit,
@@ -109,16 +132,22 @@ def describe(
     planner: PlannerState,
     lacking: Mapping[str, str],
     errors: Sequence[str] = (),
+    active: Mapping[str, LeaseRecord] | None = None,
 ) -> dict[str, Any]:
     """The document that `status --json` prints. `lacking`: by model, what is missing of its durable
-    copies."""
+    copies. `active`: the leases of roles of which one process is active."""
+    active = active or {}
     names = {record.model_id: record.name for record in pool.models}
     serving = _serving(planner.sets)
     fixed = {instances.name: instances.fixed for instances in planner.sets}
     return {
         "gateway_url": state.gateway_url,
         "gateway_urls": state.gateway_urls,
-        "processes": processes_of(state),
+        "processes": processes_of(state, active),
+        "active": {
+            role: {"host": lease.host, "pid": lease.pid, "term": lease.term}
+            for role, lease in sorted(active.items())
+        },
         "models": [
             {**msgspec.to_builtins(record), "fixed": fixed.get(record.name)}
             for record in pool.models

@@ -13,7 +13,8 @@ Document = Mapping[str, Any]
 PIPED_WIDTH = 160
 COLUMNS = """\
 columns:
-  processes  since: when the process was started; restarts: how many processes ended in its place
+  processes  part: which planner and which registry is active, and which stand by; since: when the
+             process was started; restarts: how many processes ended in its place
              before, and how the last of them ended
   models     replicas: complete copies that serve; paths: sets of nodes that serve with a part of
              the model each, while it is loaded; wanted: what the autoscaler may choose from, or
@@ -41,6 +42,8 @@ def print_status(document: Document) -> None:
     if urls := document["gateway_urls"]:
         out.print(f"[bold]{'gateway' if len(urls) == 1 else 'gateways'}[/]")
         out.print("\n".join(urls))
+    for role, one in document["active"].items():
+        out.print(f"active {role}: process {one['pid']} on {one['host']}, term {one['term']}")
     for title, rows in (
         ("processes", document["processes"] and _processes(document)),
         ("models", _models(document)),
@@ -57,7 +60,7 @@ def print_status(document: Document) -> None:
 def _processes(document: Document) -> list[Document]:
     return [
         {
-            **{key: process[key] for key in ("name", "pid", "state", "since", "restarts")},
+            **{key: process[key] for key in ("name", "pid", "state", "part", "since", "restarts")},
             "last exit": process["last_exit"],
         }
         for process in document["processes"]

@@ -6,6 +6,8 @@ that was paused, lost its role meanwhile and wakes up can do no harm.
 """
 
 import asyncio
+import os
+import socket
 from dataclasses import replace
 from typing import NoReturn
 
@@ -195,7 +197,8 @@ class Election:
         raise Superseded(self._lost)
 
     def _value(self) -> bytes:
-        return msgspec.msgpack.encode(LeaseRecord(self._holder, self.term))
+        record = LeaseRecord(self._holder, self.term, socket.gethostname(), os.getpid())
+        return msgspec.msgpack.encode(record)
 
 
 async def _never(message: Message) -> Message:

@@ -27,6 +27,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     holder: str
     """The process that has the role. Empty: it was given back."""
     term: int
+    host: str = ""
+    """Where it runs, and as which process: for people."""
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

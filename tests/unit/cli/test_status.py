@@ -5,7 +5,8 @@ import pytest
 
 from services.cli import status
 from services.cli.status_text import print_status
-from services.local.processes import ClusterState
+from services.local.processes import ClusterState, ProcessRecord
+from shared.election.lease import LeaseRecord
 from shared.ids import Generation, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeView, PoolState, Tier
 from shared.messages.scaling import PlannerState
@@ -23,7 +24,7 @@ def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[
 
     nodes = [node("node-0", "cpu", ""), node("node-1", "cuda:0", "pinned host arena")]
     empty = dict.fromkeys(("processes", "models", "instances", "events", "shortfall", "errors"), ())
-    print_status({"gateway_urls": (), "nodes": nodes, **empty})
+    print_status({"gateway_urls": (), "active": {}, "nodes": nodes, **empty})
     lines = capsys.readouterr().out.splitlines()
     (on_cpu,) = [line for line in lines if "node-0" in line]
     (on_gpu,) = [line for line in lines if "node-1" in line]
@@ -93,3 +94,25 @@ def test_models_have_a_table(
 def test_a_models_objectives_and_schedule_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     line = shown(capsys, "cpu", None, ttft_s=0.5, warm=1, schedule="daily 08:00-09:00 min=2")[MODEL]
     assert line.endswith("TTFT 500 ms, 1 warm, daily 08:00-09:00 min=2")
+
+
+def test_the_active_process_of_a_role_and_those_that_stand_by(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    processes = tuple(
+        ProcessRecord(name=name, role=role, pid=pid, started="")
+        for name, role, pid in (
+            ("planner", "planner", 1),
+            ("planner-2", "planner", 2),
+            ("node-0", "node", 3),
+        )
+    )
+    leases = {"planner": LeaseRecord("planner-a", 7, "host-a", 2)}
+    document = status.describe(
+        ClusterState(processes=processes), PoolState(nodes=(), models=()),
+        PlannerState(sets=(), events=()), {}, (), leases,
+    )  # fmt: skip
+    assert [row["part"] for row in document["processes"]] == ["stands by", "active", ""]
+    assert document["active"] == {"planner": {"host": "host-a", "pid": 2, "term": 7}}
+    print_status(document)
+    assert "active planner: process 2 on host-a, term 7" in capsys.readouterr().out
