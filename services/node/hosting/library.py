@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -153,19 +153,29 @@ class Library:
         await to_its_end(partial(self._store.discard, draft.model_id))
 
     async def adopt(self, draft: AnyDraft) -> None:
-        """Takes a whole draft onto the shelf. NotFound: the model was removed meanwhile."""
+        """Takes a whole draft onto the shelf. NotFound: the model was removed meanwhile, and what
+        it had on the disk is deleted."""
         model = draft.model_id
         if model not in self._files:
             await self._ask_for(model)
         names = self._files.get(model, {})
         files = {name: await self.file(model, name) for name in names}
         async with self._writing:
-            if model not in self._known:
-                raise NotFound(f"model {model} is not published")
+            self._check_known(model)
             found = {name: data for name, data in files.items() if data is not None}
-            await to_its_end(partial(self._store.adopt, model, draft.manifest, found))
+            try:
+                await to_its_end(partial(self._store.adopt, model, draft.manifest, found))
+            finally:
+                if model not in self._known:
+                    with suppress(NotFound):
+                        await to_its_end(partial(self._store.remove, model))
+            self._check_known(model)
             self._shelve(model, draft.manifest)
         self._changed()
+
+    def _check_known(self, model: ModelId) -> None:
+        if model not in self._known:
+            raise NotFound(f"model {model} is not published")
 
     def _on_damaged(self, model: ModelId, block: int) -> None:
         if model in self._disk:

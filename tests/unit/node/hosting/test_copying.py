@@ -1,8 +1,10 @@
 """Durable copies over real nodes: where their bytes come from, and what ends or delays them."""
 
+import asyncio
 import errno
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -12,10 +14,11 @@ from services.node.checkpoints.draft import Draft
 from services.node.checkpoints.store import Store
 from shared import subjects
 from shared.errors import BadInput, CapacityExceeded, StaleEpoch
-from shared.ids import Generation, NodeId
+from shared.ids import Generation, ModelId, NodeId
+from shared.layout import Manifest
 from shared.messages.copies import KeepCopy
 from shared.messages.pool import CopyProgress, ModelRemove, NodeStatus, Source, Tier
-from tests.unit.node.cluster import ALL, BLOCKS, NAME, Nodes, nodes
+from tests.unit.node.cluster import ALL, BLOCKS, NAME, WAIT_S, Nodes, nodes
 
 FAST = 1 << 40
 
@@ -169,6 +172,29 @@ async def test_the_removal_of_a_model_ends_its_copy(tmp_path: Path, checkpoint: 
         await up.nothing_leaked("b")
         await up.stop("b")
         assert not list(up.stored("b").parent.glob(".copy-*"))
+
+
+async def test_a_model_that_is_removed_while_its_copy_becomes_whole_leaves_the_disk(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    adopt = Store.adopt
+
+    def held(self: Store, name: ModelId, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        entered.set()
+        go_on.wait(WAIT_S)
+        adopt(self, name, manifest, files)
+
+    monkeypatch.setattr(Store, "adopt", held)
+    async with nodes(tmp_path, checkpoint, "a", "b") as up:
+        await keep(up, "b", "a")
+        assert await asyncio.to_thread(entered.wait, WAIT_S)
+        await up.request(subjects.REGISTRY_MODEL_REMOVE, ModelRemove(name=NAME))
+        await up.statuses.until(lambda: progress(up, "b") is None)
+        go_on.set()
+        await up.stop("b")
+        left = [each.name for each in up.stored("b").parent.iterdir()]
+        assert left == [".lock"]
 
 
 async def test_orders_that_make_no_sense_are_refused(tmp_path: Path, checkpoint: Path) -> None:
