@@ -12,6 +12,7 @@ from services.planner.core.multicast.schedule import Schedule
 from services.planner.core.multicast.strategies import lower_bound
 from services.planner.core.paths import WeightedPath, plan_paths
 from shared.config import PlannerConfig
+from shared.runs import runs
 
 _PATHS_UP_TO = 2048
 """Up to this many nodes x blocks, the paths of every step are computed and shown."""
@@ -178,14 +179,3 @@ def _paths_by_step(schedule: Schedule) -> Iterator[str]:
 
 def _path(path: WeightedPath) -> str:
     return "|".join(f"{node}[{runs(range(start, stop))}]" for node, start, stop in path.stages)
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """Runs of numbers, such as `0-3,7`."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)

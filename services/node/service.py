@@ -162,6 +162,7 @@ class NodeService(Service):
             self._library,
             (self._library, self._hosting.cache),
             self._data,
+            self._hosting.story,
             self.log,
             changed=self._status_due.set,
             spawn=self._spawn_one,

@@ -25,6 +25,7 @@ from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.copies import KeepCopy
 from shared.messages.pool import CopyProgress, Source, Tier
+from shared.story import Story
 from shared.threads import to_its_end
 
 PIECE_S = 10.0
@@ -77,6 +78,7 @@ class Copying:
         library: Library,
         shelves: Sequence[Shelf],
         data: AnyDataPlane,
+        story: Story,
         log: BoundLogger,
         *,
         changed: Callable[[], None],
@@ -87,6 +89,7 @@ class Copying:
         self._library = library
         self._shelves = {shelf.tier: shelf for shelf in shelves}
         self._data = data
+        self._story = story
         self._log = log
         self._changed = changed
         self._spawn = spawn
@@ -131,6 +134,9 @@ class Copying:
                 draft = await shelf.draft(order.model_id, manifest)
                 copy = self._copies[order.model_id, order.tier] = _Copy(shelf, draft)
             copy.order = order
+            givers = [source.info.node for source in order.sources]
+            at = f"at up to {order.bytes_per_s / 1e6:.1f} MB/s"
+            self._tell(copy, f"comes from {', '.join(givers)} {at}", *givers)
             if not copy.running:
                 self._begin(copy)
         self._changed()
@@ -172,6 +178,7 @@ class Copying:
                 self._changed()
             await copy.shelf.adopt(copy.draft)
             self._copies.pop((model, tier), None)
+            self._tell(copy, "whole")
             self._log.info(
                 "copy made", model=model, tier=tier.value, nbytes=copy.draft.manifest.nbytes
             )
@@ -179,12 +186,19 @@ class Copying:
             # A peer or the disk failed (LambdaScaleError, OSError), or there is a bug: the registry
             # is told why, and the other copies go on.
             copy.error = str(as_typed(error))
+            self._tell(copy, f"fails: {copy.error}")
             self._log.warning("copy failed", model=model, tier=tier.value, error=copy.error)
             self._leave(copy)
         finally:
             copy.running = False
             copy.ended.set()
             self._changed()
+
+    def _tell(self, copy: _Copy, text: str, *nodes: NodeId) -> None:
+        """Adds to the node's story. `nodes`: others that it concerns."""
+        assert copy.order is not None
+        what = f"copy on {copy.shelf.tier.value}: {text}"
+        self._story.tell(now(), copy.order.origin, what, copy.draft.model_id, *nodes)
 
     async def _bring(self, copy: _Copy, block: int) -> None:
         for chunks in pieces(copy.draft.manifest, block):

@@ -10,7 +10,7 @@ from services.node.hosting.promotion import Promotion
 from services.node.keeper.messages import Space
 from services.node.memory.arena import ModelSpace, Span
 from shared.clock import now
-from shared.ids import ModelId
+from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 
 
@@ -51,9 +51,9 @@ class Hosted:
             ARENA, self.model, span.offset, span.nbytes, tuple(sorted(residency.held)), active
         )
 
-    def tell(self, cause: str, text: str) -> None:
-        """Adds to the node's story."""
-        self.residency.story.tell(now(), cause, text, self.model)
+    def tell(self, cause: str, text: str, *nodes: NodeId) -> None:
+        """Adds to the node's story. `nodes`: others that it concerns."""
+        self.residency.story.tell(now(), cause, text, self.model, *nodes)
 
     async def stop_promotion(self) -> None:
         if self.promotion is not None:

@@ -23,7 +23,8 @@ from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
-from shared.messages.scaling import ApplyPlan, ReleaseModel
+from shared.messages.scaling import ApplyPlan, Pull, ReleaseModel
+from shared.runs import runs
 from shared.story import Story
 
 
@@ -176,6 +177,7 @@ class Hosting:
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(plan.model_id, followed, pulls, addresses, space)
+            _tell_pulls(hosted, plan, pulls)
             await self._opening.activate(hosted)
         if held:
             self._changed()  # else there is nothing to tell before the first block
@@ -329,6 +331,14 @@ class Hosting:
             await hosted.stop_promotion()
             if hosted.demotion is not None:
                 await hosted.demotion.stop()
+
+
+def _tell_pulls(hosted: Hosted, plan: ApplyPlan, pulls: Iterable[Pull]) -> None:
+    blocks: dict[NodeId, list[int]] = {}
+    for pull in pulls:
+        blocks.setdefault(pull.source, []).append(pull.block)
+    for source, wanted in sorted(blocks.items()):
+        hosted.tell(plan.event, f"pulls blocks {runs(sorted(wanted))} from {source}", source)
 
 
 def _check_blocks(plan: ApplyPlan, manifest: Manifest) -> None:

@@ -62,6 +62,7 @@ class Landings:
         if isinstance(item, Arrival):
             await self._on_arrived(hosted, item)
         elif self._hosted.get(item.model_id) is hosted:
+            hosted.tell(item.plan.event, _failed(item), item.source)
             await self._reports.failed(item, hosted.trace)
 
     async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
@@ -77,6 +78,7 @@ class Landings:
             plan = hosted.residency.plan
             assert plan is not None  # it follows one while it is active
             hosted.residency = hosted.residency.hold(item.block)
+            hosted.tell(plan.event, _arrived(item), item.source)
             self._keeper.note(hosted.kept)
             try:
                 await self._opening.attach(hosted, item.block)
@@ -105,3 +107,13 @@ class Landings:
             finished_ns=at,
         )
         await self._reports.arrived(arrival, hosted.trace)
+
+
+def _arrived(item: Arrival) -> str:
+    ms = (item.finished_ns - item.started_ns) / 1e6
+    size = f"{item.nbytes / 1e6:.1f} MB in {ms:.0f} ms"
+    return f"block {item.block} came from {item.source} ({item.transport}): {size}"
+
+
+def _failed(item: PullFailure) -> str:
+    return f"block {item.block} does not come from {item.source}: {item.error}"

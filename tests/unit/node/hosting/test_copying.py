@@ -78,6 +78,12 @@ async def test_a_copy_is_the_same_as_what_was_imported_and_runs(
         await copied(up, "b")
         assert content(up.stored("b")) == content(up.stored("a"))
         assert not list(up.stored("b").parent.glob(".copy-*"))
+        told = [(t.cause, t.text) for t in await up.services["b"].story(up.record.model_id)]
+        assert [text.split(" at ")[0] for _, text in told] == [
+            "copy on disk: comes from a",
+            "copy on disk: whole",
+        ]
+        assert {cause for cause, _ in told} == {"keep_copy"}
         await up.stop("a")
         shutil.rmtree(up.stored("a"))
         await up.promoted("b")

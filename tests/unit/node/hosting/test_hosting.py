@@ -131,15 +131,32 @@ async def test_the_story_of_a_model_names_the_events(tmp_path: Path, checkpoint:
         await up.until_arrived("a", (0,))
         await up.release("a")
         node, model = up.services["a"], up.record.model_id
-        story = [(step.cause, step.text) for step in await node.story(model)]
+        story = [(step.cause, step.text.split(": ")[0]) for step in await node.story(model)]
         assert story == [
             ("ev-7", "follows revision 0"),
             ("ev-7", "active"),
+            ("ev-7", "block 0 came from a (disk)"),
             ("ev-7", "runs block 0"),
             ("release_model", "stands by"),
             ("release_model", "gives its space back"),
         ]
-        assert [step.text for step in await node.story("ev-7")] == [t for _, t in story[:3]]
+        of_event = [step.text.split(": ")[0] for step in await node.story("ev-7")]
+        assert of_event == [text for _, text in story[:4]]
+
+
+async def test_the_story_of_an_event_a_model_and_a_source_has_the_pulls(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.promoted("a")
+        await up.apply("c", {0: "a", 1: "a", 2: "a"}, event="ev-7")
+        await up.until_arrived("c", (0, 1, 2))
+        for subject in ("ev-7", up.record.model_id, "a"):
+            told = [step.text.split(": ")[0] for step in await up.services["c"].story(subject)]
+            assert "pulls blocks 0-2 from a" in told
+            for block in range(3):
+                assert any(text.startswith(f"block {block} came from a (") for text in told)
+            assert {step.cause for step in await up.services["c"].story(subject)} == {"ev-7"}
 
 
 async def test_what_a_model_does_not_have_is_bad_input(tmp_path: Path, checkpoint: Path) -> None:

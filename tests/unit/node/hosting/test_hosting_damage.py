@@ -113,6 +113,8 @@ async def test_a_source_with_wrong_bytes_is_named(tmp_path: Path, checkpoint: Pa
         await up.apply("b", FROM_A)
         await up.apply("c", dict.fromkeys(ALL, "b"))
         (failure,) = await up.until_failed("b")
+        told = [step.text for step in await up.services["b"].story("a")]
+        assert any(text.startswith("block 3 does not come from a: ") for text in told)
         assert (failure.block, failure.source, failure.code) == (3, "a", DigestMismatch.code)
         hosted.space.block(3)[0] ^= 0xFF
         await up.apply("b", FROM_A, revision=1)
