@@ -314,7 +314,7 @@ def _add_chaos(benches: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--runs", type=count, default=200, help="how many runs (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
     parser.add_argument("--tokens", type=count, default=40, help="tokens of each answer (40)")
     parser.add_argument(
         "--lasting", type=amount, default=10.0, metavar="S",

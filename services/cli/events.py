@@ -42,13 +42,13 @@ Span = dict[str, Any]
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     events = commands.add_parser(
         "events",
-        help="list the scaling events, newest first; every decision about a model; a story",
+        help="list scaling events, the decisions about a model, or what services did about an ID",
         description="Lists the scaling events, newest first. With --model it lists every decision "
         "about a model instead: more replicas, fewer, copies that give way to other models, waits "
-        "for memory, failures, each with how many replicas there were and were wanted, and why. "
-        "The planner keeps the last hundred since it was started. With --story it asks the "
-        "planner, the registry, the nodes and the gateways what they did lately about ID, and "
-        "prints their steps by time: time of day, who took the step, its cause, what it concerns, "
+        "for memory, failures. Each decision says how many replicas there were, how many were "
+        "wanted, and why. The planner remembers the last hundred since it started. With --story "
+        "it asks the planner, the registry, the nodes and the gateways what they did lately about ID, and "
+        "prints their steps in order of time: who took the step, its cause, what it concerns, and "
         "what changed. "
         "Exits with 1 if a service does not answer; it then shows what the others say.",
     )

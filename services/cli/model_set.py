@@ -28,11 +28,11 @@ SETTINGS = {
 }
 """The fields of ModelSet, and the options that set them."""
 SET_DESCRIPTION = """\
-Changes what a published model is to have, at once and until it is changed again. What is not named
-stays as it is.
+Changes settings of a published model, at once and until they are changed again. Settings that are
+not named stay as they are.
 
-A schedule is a list of windows, with ';' between them, in UTC: days, times, and what holds then in
-place of --min-instances (min=N) and --warm (warm=N). Instances are there when their window begins.
+A schedule is a list of windows, with ';' between them, in UTC: days, times, and the numbers that
+then replace --min-instances (min=N) and --warm (warm=N). Instances are there when their window begins.
   lambdascale model set NAME --schedule "mon-fri 08:00-18:00 min=2; sat,sun 10:00-12:00 min=1"
   lambdascale model set NAME --schedule "daily 22:00-06:00 warm=2"      until 6 the next morning
 Where windows overlap, the larger number counts. --schedule none removes it.
@@ -51,26 +51,27 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
         "--min-instances",
         type=int,
         metavar="N",
-        help="instances that it keeps even when idle; 0 lets it sleep",
+        help="instances that the model keeps even when idle; 0 lets it sleep",
     )
     change.add_argument(
         "--max-instances",
         type=int,
         metavar="N",
-        help="instances that it has at most; 0: as many as there are nodes",
+        help="the most instances that the model may have; 0: as many as there are nodes",
     )
     change.add_argument(
         "--priority",
         type=int,
         metavar="P",
-        help="who gets memory that is short: higher priorities first (models begin at 0)",
+        help="models of higher priority get memory first when it is short (default: 0)",
     )
     change.add_argument(
         "--keep-alive",
         type=_seconds,
         metavar="SECONDS|default",
         dest="keep_alive_s",
-        help="how long an instance stays that the load no longer fills; default: planner.idle_s",
+        help="how long an instance stays after the load has ceased to need it; default: "
+        "planner.idle_s",
     )
     change.add_argument(
         "--ttft-ms",
@@ -84,14 +85,14 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
         type=_objective,
         metavar="MS|none",
         dest="tpot_s",
-        help="objective: the time between two tokens of a request",
+        help="objective: the mean time between two tokens of a request",
     )
     change.add_argument(
         "--warm",
         type=int,
         metavar="N",
-        help="copies that stay in memory, ready, when their instances are no longer needed (one "
-        "always does); they give way to models that are asked for",
+        help="copies that stay in memory when their instances are no longer needed (one copy always "
+        "stays); they give way to models that have requests",
     )
     change.add_argument(
         "--schedule",

@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "were published in the data directory before are served again.",
     )
     up.add_argument(
-        "--nodes", type=int, default=3, metavar="N", help="how many (default: %(default)s)"
+        "--nodes", type=int, default=3, metavar="N", help="how many nodes (default: %(default)s)"
     )
     up.add_argument(
         "--gateways", type=int, default=1, metavar="N",
@@ -52,13 +52,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )  # fmt: skip
     up.add_argument(
         "--standbys", type=int, default=0, metavar="N",
-        help="how many planners and registries stand by, each, to take over within two seconds "
-        "when the active one dies (default: %(default)s)",
+        help="how many more planners, and as many registries, to run. They stand by, and take over "
+        "within two seconds when the active process dies (default: %(default)s)",
     )  # fmt: skip
     up.add_argument(
         "--node-standbys", action="store_true",
-        help="beside each node, run a process that has loaded all but the weights, and goes on "
-        "with the node's when its process ends",
+        help="run a second process for each node. It has loaded everything but the weights, and "
+        "takes over the node's weights when the node's process ends",
     )  # fmt: skip
     up.add_argument(
         "--nats-servers", type=int, default=1, metavar="N",

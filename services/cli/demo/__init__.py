@@ -10,20 +10,20 @@ from shared.errors import BadInput
 
 DEFAULT_OUT = "demo-out"
 MOST_REQUESTS = 1000
-OUT = "for the figure, the report, logs and traces (default: %(default)s)"
+OUT = "directory for the figure, the report, logs and traces (default: %(default)s)"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "demo",
         help="watch one load spike being served while the weights move",
-        description=f"Starts a cluster of {NODES} nodes on this machine, one of which holds a "
-        "small model made on the spot, sends it a burst of streaming requests, shows how the "
-        "planner spreads the model and how requests run over nodes that are still loading, and "
-        "checks every token against those of a single complete node. Links are paced so that one "
-        f"copy takes {COPY_S:.0f} s, and every node's engine to {STEP_FLOOR_S * 1e3:.0f} ms a "
-        "step, so that five nodes share one machine as if each were its own. Exits with 0 only if "
-        "no request was lost, no token was wrong, and one instance was left in the end.",
+        description=f"Starts a cluster of {NODES} nodes on this machine and makes a small model for "
+        "one of them. Sends the cluster a burst of streaming requests, and shows how the planner "
+        "spreads the model and how requests run over nodes that are still loading. Checks every "
+        "token against those of a single complete node. Links are paced so that one copy takes "
+        f"{COPY_S:.0f} s, and engines so that a step takes at least {STEP_FLOOR_S * 1e3:.0f} ms: "
+        "so the nodes share this machine as if each had its own. Exits with 0 only if no request "
+        "was lost, no token was wrong, and one instance was left in the end.",
     )
     parser.add_argument("--out", type=absolute, default=DEFAULT_OUT, metavar="DIR", help=OUT)
     parser.add_argument(
