@@ -1,5 +1,5 @@
-"""The registry's answers about the whole pool, page by page: of a large pool they are many times
-what one message may take.
+"""The registry's answers about the whole pool, page by page: for a large pool they are many
+times larger than a message may be.
 
 Pages are cut by the nodes' names, so a node that is there all the time is on exactly one of them.
 A node that comes or goes meanwhile may be on one, or on none, as if it had been asked for a moment

@@ -47,9 +47,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "about a model instead: more replicas, fewer, copies that give way to other models, waits "
         "for memory, failures. Each decision says how many replicas there were, how many were "
         "wanted, and why. The planner remembers the last hundred since it started. With --story "
-        "it asks the planner, the registry, the nodes and the gateways what they did lately about ID, and "
-        "prints their steps in order of time: who took the step, its cause, what it concerns, and "
-        "what changed. "
+        "it asks the planner, the registry, the nodes and the gateways what they did lately about "
+        "ID, and prints their steps in order of time: who took the step, its cause, what it "
+        "concerns, and what changed. "
         "Exits with 1 if a service does not answer; it then shows what the others say.",
     )
     events.add_argument(

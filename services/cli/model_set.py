@@ -31,8 +31,9 @@ SET_DESCRIPTION = """\
 Changes settings of a published model, at once and until they are changed again. Settings that are
 not named stay as they are.
 
-A schedule is a list of windows, with ';' between them, in UTC: days, times, and the numbers that
-then replace --min-instances (min=N) and --warm (warm=N). Instances are there when their window begins.
+A schedule is a list of windows, with ';' between them, in UTC: days, times, and the numbers
+that then replace --min-instances (min=N) and --warm (warm=N). Instances are there when their window
+begins.
   lambdascale model set NAME --schedule "mon-fri 08:00-18:00 min=2; sat,sun 10:00-12:00 min=1"
   lambdascale model set NAME --schedule "daily 22:00-06:00 warm=2"      until 6 the next morning
 Where windows overlap, the larger number counts. --schedule none removes it.
@@ -91,8 +92,8 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
         "--warm",
         type=int,
         metavar="N",
-        help="copies that stay in memory when their instances are no longer needed (one copy always "
-        "stays); they give way to models that have requests",
+        help="copies that stay in memory when their instances are no longer needed (one copy "
+        "always stays); they give way to models that have requests",
     )
     change.add_argument(
         "--schedule",

@@ -1,5 +1,5 @@
-"""Whose the attempts on this node are. Those of a gateway that is gone are cancelled: nobody would
-read their tokens, and they would keep slots from requests that are read."""
+"""Which gateway each attempt on this node belongs to. When a gateway is gone, its attempts are
+cancelled: nobody would read their tokens, and they would hold slots that other requests need."""
 
 import asyncio
 from collections.abc import Callable, Iterator

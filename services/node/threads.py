@@ -1,7 +1,7 @@
-"""What a node's other threads say, brought to its control loop.
+"""Reports from a node's other threads, brought to its control loop.
 
-The engine and the data plane call these methods on their own threads. What one of them has for the
-other goes straight across. Everything else is called on the control loop, in order.
+The engine and the data plane call these methods on their own threads. Messages between these two go
+straight across. Everything else is called on the control loop, in order.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The bus of an active process, which has the role whenever it hears, says or writes something."""
+"""An active process's bus, which receives, sends and writes only while the process has its role."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,9 +1,9 @@
-"""Messages that say what has changed: how a receiver makes a whole of them.
+"""Messages that carry only changes: how a receiver keeps the full state by them.
 
-Each names the version that it builds on. It holds everything that has changed since then, so it
-suits a receiver that knows that version or a later one: a message that is lost, repeated or late
-costs nothing as long as one comes that builds on what is known. Otherwise there is a gap, and the
-receiver asks for the whole.
+Each message names the version that it builds on, and holds everything that has changed since that
+version. A receiver that knows that version or a later one can apply it. So a lost, repeated or late
+message costs nothing, as long as a later message builds on a version that the receiver knows.
+Otherwise there is a gap, and the receiver asks for the full state.
 """
 
 import msgspec

@@ -1,9 +1,9 @@
 """Load reports of gateways on core NATS, by which the planner decides: up to ten a second, and at
 once when requests begin to wait.
 
-Twice a second a report is *whole*: it names every model that has any load. The others name what has
-changed. What a report says of a model is all that there is to say of it, so a report that is lost
-is made up for by the next whole one, and one that comes late or twice does no harm.
+Twice a second a report is *whole*: it names every model that has any load. The other reports name
+the models whose load has changed. A model's entry is always complete. So the next whole report
+makes up for a lost report, and a report that comes late or twice does no harm.
 """
 
 import msgspec

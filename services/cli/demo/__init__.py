@@ -17,9 +17,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "demo",
         help="watch one load spike being served while the weights move",
-        description=f"Starts a cluster of {NODES} nodes on this machine and makes a small model for "
-        "one of them. Sends the cluster a burst of streaming requests, and shows how the planner "
-        "spreads the model and how requests run over nodes that are still loading. Checks every "
+        description=f"Starts a cluster of {NODES} nodes on this machine and makes a small model "
+        "for one of them. Sends the cluster a burst of streaming requests, and shows how the "
+        "planner spreads the model and how requests run over nodes that still load. Checks every "
         "token against those of a single complete node. Links are paced so that one copy takes "
         f"{COPY_S:.0f} s, and engines so that a step takes at least {STEP_FLOOR_S * 1e3:.0f} ms: "
         "so the nodes share this machine as if each had its own. Exits with 0 only if no request "

@@ -1,4 +1,4 @@
-"""What the other gateways have running, by what they report.
+"""The requests that the other gateways have running, as their load reports say.
 
 So an instance that others have filled is no candidate here, and the two choices weigh all of its
 work. Reports are up to 0.1 s old: two gateways may still choose the same slot at once, and then its

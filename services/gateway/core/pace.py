@@ -1,5 +1,5 @@
-"""How fast the queue of a model moves: for whoever asks when to come again, and for whether it is
-worth waiting."""
+"""How fast the queue of a model moves: it says when a refused client should come again, and whether
+a request would wait for too long."""
 
 from collections import deque
 from statistics import fmean

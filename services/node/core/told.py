@@ -1,4 +1,4 @@
-"""What a node's next status says of what it holds: what has changed lately, or all."""
+"""The part of a node's next status about its holdings: what has changed lately, or everything."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How the engine is told, on any thread, that somebody waits for its next pause between blocks."""
+"""A bell that any thread can ring when it waits for the engine's next pause between blocks."""
 
 import ctypes
 

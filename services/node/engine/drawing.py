@@ -1,4 +1,4 @@
-"""What the rows of a part with the head are due: scores of known tokens, and drawn tokens."""
+"""The results of rows that pass the head: scores of known tokens, and drawn tokens."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice

@@ -1,8 +1,8 @@
 """Memory for packed weights, in huge pages of 2 MiB where the operating system has them.
 
 A decode step reads all weights once. With pages of 4 KiB the processor has to find as many pages
-anew as it reads, and its prefetching ends with each of them: on a Zen 4, one core read 25 GB/s so,
-and 31 GB/s from huge pages.
+anew as it reads, and its prefetching ends with each page: on a Zen 4, one core read 25 GB/s from
+pages of 4 KiB, and 31 GB/s from huge pages.
 """
 
 import mmap

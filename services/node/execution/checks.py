@@ -1,4 +1,4 @@
-"""Whether what others ask for fits the model that it is asked of."""
+"""Checks that a request or a message fits the model that it names."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What gateways are to be told: gathered during a step, and sent in one message to each."""
+"""Messages to gateways, gathered during a step: each gateway gets one message."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What outlived the process before: blocks that lie in a memory, and whether they are whole.
+"""Blocks that outlived the process before, and whether their bytes are still right.
 
 The process before may have scribbled over its memory while it died. So every chunk is checked
 against the manifest's digests, in threads, before anybody reads or runs it: what is taken over is

@@ -1,4 +1,4 @@
-"""The memories of a node that starts: as they were kept of the process before, or new."""
+"""The memories of a node that starts: those that its keeper has kept, or new ones."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the engine has open of the models in the arena."""
+"""The models in the arena that the engine has open."""
 
 import asyncio
 from collections.abc import Callable

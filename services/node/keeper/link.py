@@ -1,7 +1,9 @@
-"""A node's process at its keeper: it claims what outlived the process before, and says what it has.
+"""A node's end of the connection to its keeper: it claims the memories that outlived the process
+before, and tells the keeper what lies in them.
 
 Everything goes over one socket, in order, and the keeper reads what a process said even after its
-death. So a place that is forgotten here before it is overwritten is never taken for what it was.
+death. So a node tells the keeper to forget a place before it overwrites it, and the next process
+never takes the new bytes for the old model.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     state    means                                               goes on with
     free     no process can touch them                           owned, ended
-    owned    one process may                                     orphan, ousted
-    orphan   the owner's connection has ended, maybe not it      free, ousted
+    owned    one process can touch them: the owner               orphan, ousted
+    orphan   the owner's connection has ended; it may still live free, ousted
     ousted   the owner is being killed, and is not dead yet      free
     ended    the memories are freed
 

@@ -1,4 +1,4 @@
-"""What the machines of one planner share while a stimulus is handled."""
+"""What the state machines of one planner share while they handle a stimulus."""
 
 import itertools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a model's own history lets expect: its daily and weekly rhythm, and the sizes of its bursts.
+"""The load that a model's own history predicts: its daily and weekly rhythm, and its bursts' sizes.
 
 A day has slots of five minutes. Of each slot two numbers are kept for two weeks: how many replicas
 the load needed at most, and when in the slot it came (when it was more than half of that). What the

@@ -3,7 +3,7 @@
 Gateways count all requests that they were asked for (`ModelLoad.asked_requests`). A rate is what
 was counted in the last seconds. If requests arrive at random, n of them are known to within sqrt n:
 so a short window says little about a few requests, and a lot about a burst. Prompts and stays are
-means over some minutes, in which what is long past counts less and less. A stay is the time of all
+means over some minutes, in which older values count less and less. A stay is the time of all
 requests on instances, divided by the number of requests that have ended: the estimate for stays
 that still go on.
 """

@@ -1,4 +1,4 @@
-"""What one model has had of the devices lately, and how often it was asked for."""
+"""How much device time one model has had lately, and how many requests came for it."""
 
 from math import exp
 
