@@ -233,6 +233,11 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """An engine that has been at one step for so long, and for ten times its longest step, hangs:
     the node says that it is unfit, hands its requests over, and ends with an error, to be started
     again. 0: never."""
+    notice: str = ""
+    """Where the cloud says that it is about to take the machine away: a file (a relative path is
+    taken from `data_dir`), or an http URL of its metadata service, which is asked every second. The
+    node then leaves as if it were told to stop. Empty: there is none. docs/deploy.md has
+    examples."""
     step_floor_s: Seconds = 0.0
     """The least time of a step through the whole model; a part of the model takes its share. It
     lets many nodes run on one machine as if each had its own accelerator. 0: as fast as it goes."""

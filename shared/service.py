@@ -43,6 +43,8 @@ class Service(ABC):
         self.term = 0
         """Its term as such; 0: it is not, or needs not be."""
         self._owner: asyncio.Task[Any] | None = None
+        self.stop = asyncio.Event()
+        """Set: the process is to end in good order, as after a signal."""
         self.failures = 0
         """Bugs that were contained: see the log."""
         self._background: dict[asyncio.Task[None], bool] = {}
@@ -177,8 +179,9 @@ def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return RuntimeError(f"{task.get_name()}: something that it awaited was cancelled")
 
 
-async def _opened(service: Service, running: AsyncExitStack, stop: asyncio.Event) -> bool:
+async def _opened(service: Service, running: AsyncExitStack) -> bool:
     """Opens the service, and has `running` close it. False: told to stop before it was open."""
+    stop = service.stop
     told = asyncio.ensure_future(stop.wait())
     owner = asyncio.current_task()
     assert owner is not None
@@ -217,16 +220,16 @@ def log_what_nobody_awaits(log: structlog.stdlib.BoundLogger) -> None:
 
 
 async def serve_until_signal(service: Service) -> None:
-    """Opens the service, runs it until SIGINT or SIGTERM (or its failure), and closes it. A signal
-    also ends one that is still opening, which may stand by for days."""
-    stop = asyncio.Event()
+    """Opens the service, runs it until SIGINT or SIGTERM, its own `stop` or its failure, and closes
+    it. A signal also ends one that is still opening, which may stand by for days."""
+    stop = service.stop
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as running:
-            if not await _opened(service, running, stop):
+            if not await _opened(service, running):
                 return
             # All that was imported and made so far stays: the collector, which stops every thread
             # of the process while it looks, need not look at it again.

@@ -24,6 +24,7 @@ from services.node.lease import Lease, next_generation
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from services.node.moving.events import Arrival, PullFailure
+from services.node.notice import NoticeWatch
 from services.node.owners import Owners
 from services.node.parts import Parts
 from services.node.peers import Peers
@@ -89,7 +90,8 @@ class NodeService(Service):
         the node ends."""
         check_name("node.id", config.id)
         super().__init__(config.id)
-        self.drain_s += config.evacuate_s
+        self._evacuate_s = config.evacuate_s
+        self.drain_s += self._evacuate_s
         self._bus = bus
         self._config = config
         self._parts = parts
@@ -106,7 +108,11 @@ class NodeService(Service):
         self._telling = Telling()
         self._profiler = Profiler()
         self.node = NodeId(config.id)
-        self._keeper = KeeperLink(Path(config.data_dir).absolute(), self.node, keep_s)
+        directory = Path(config.data_dir).absolute()
+        self._keeper = KeeperLink(directory, self.node, keep_s)
+        self._notice: NoticeWatch | None = None
+        if config.notice:
+            self._notice = NoticeWatch(config.notice, directory, self.log)
 
     @property
     def info(self) -> NodeInfo:
@@ -114,6 +120,8 @@ class NodeService(Service):
 
     async def open(self) -> None:
         config = self._config
+        if self._notice is not None:
+            await self._notice.over()
         estate = await self._claim()
         self.resources.callback(estate.close)
         self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
@@ -208,11 +216,21 @@ class NodeService(Service):
         self.spawn(self._worker.wait(), name="engine")
         await self._worker.ready()
 
+    async def _heed(self, watch: NoticeWatch) -> None:
+        """Leaves, as after SIGTERM, when the machine is about to be taken away; what takes longest,
+        the hand-over of durable copies, may take as long as the machine is there."""
+        notice = await watch.come()
+        if notice.left_s is not None:
+            self._evacuate_s = max(0.0, notice.left_s - Service.drain_s)
+            self.drain_s = Service.drain_s + self._evacuate_s
+        self.log.warning("leaves: the machine is about to be taken away", left_s=notice.left_s)
+        self.stop.set()
+
     async def drain(self) -> None:
         """Takes no new work. What runs ends at once, and gateways resume it elsewhere. Before, it
         serves on while another machine copies the models that only its own has on disk."""
         leave = Leave(node=self.node, generation=self.info.generation)
-        await evacuate(self._bus, leave, self._config.evacuate_s, self.log)
+        await evacuate(self._bus, leave, self._evacuate_s, self.log)
         await self._lease.give_back()
         await self._worker.stop()
         await self._tokens.join()
@@ -309,6 +327,8 @@ class NodeService(Service):
         self.spawn(self._watch_engine(), name="watchdog")
         self.spawn(self._publish_status(), name="status")
         self.spawn(self._learn_pool(), name="learn pool")
+        if self._notice is not None:
+            self.spawn(self._heed(self._notice), name="notice")
 
     def _try(self, what: str, action: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
         """Runs an action in a task of its own. If it fails, that is logged."""

@@ -1,15 +1,19 @@
 """Durable copies with real processes: no model is lost with one machine."""
 
+import asyncio
+import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from shared.ids import NodeId
 from shared.messages.pool import Tier
-from tests.support.cluster import Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 SETTINGS = {
@@ -45,20 +49,37 @@ def copying(up: Running) -> set[NodeId]:
     return {status.node for status in up.statuses.values() if status.copying}
 
 
-async def test_a_node_that_is_told_to_stop_hands_over_the_only_copy(
-    tmp_path: Path, checkpoint: Path
+def tell_to_stop(up: Running, node: NodeId) -> None:
+    os.kill(up.pid(node), signal.SIGTERM)
+
+
+def give_notice(up: Running, node: NodeId) -> None:
+    """As a cloud does: the machine has ten minutes left."""
+    moment = datetime.now(UTC) + timedelta(minutes=10)
+    notice = {"action": "terminate", "time": f"{moment:%Y-%m-%dT%H:%M:%SZ}"}
+    (up.cluster.spec.directory / "nodes" / node / "notice").write_text(json.dumps(notice))
+
+
+@pytest.mark.parametrize(
+    ("tell", "evacuate_s"), [(tell_to_stop, "200"), (give_notice, "0")], ids=["SIGTERM", "notice"]
+)
+async def test_a_node_that_is_about_to_go_hands_over_the_only_copy_and_ends(
+    tmp_path: Path, checkpoint: Path, tell: Callable[[Running, NodeId], None], evacuate_s: str
 ) -> None:
     """The copy would take a minute if nobody were about to go."""
     settings = SETTINGS | {
         "LAMBDASCALE_REGISTRY_COPY_BYTES_PER_S": "10000",
-        "LAMBDASCALE_NODE_EVACUATE_S": "200",
+        "LAMBDASCALE_NODE_EVACUATE_S": evacuate_s,
+        "LAMBDASCALE_NODE_NOTICE": "notice",
     }
     async with running(tmp_path, checkpoint, nodes=2, settings=settings, min_instances=0) as up:
         first, second = NodeId("node-0"), NodeId("node-1")
         await up.until(lambda: copying(up) == {second}, "a copy under way")
-        os.kill(up.pid(first), signal.SIGTERM)
+        tell(up, first)
         await up.until(lambda: second in stored(up), "a copy on the other node")
         assert stored(up) == {first, second}
+        async with asyncio.timeout(LIMIT_S):
+            assert await up.cluster.ended(first) == 0
 
 
 async def test_the_node_that_imported_a_model_and_its_disk_are_lost(

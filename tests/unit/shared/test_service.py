@@ -366,6 +366,21 @@ async def test_a_service_runs_until_a_signal(number: signal.Signals) -> None:
     assert signal.getsignal(number) in (before, signal.default_int_handler, signal.SIG_DFL)
 
 
+async def test_a_service_that_stops_itself_ends_as_after_a_signal() -> None:
+    class Leaves(Recorder):
+        async def open(self) -> None:
+            await super().open()
+            self.spawn(self.leave(), name="leave")
+
+        async def leave(self) -> None:
+            self.stop.set()
+
+    service = Leaves()
+    async with asyncio.timeout(WAIT_S):
+        await serve_until_signal(service)
+    assert service.story == [*OPENED, "drain", *CLOSED]
+
+
 async def test_a_signal_ends_a_service_that_still_opens() -> None:
     class StandsBy(Recorder):
         async def open(self) -> None:
