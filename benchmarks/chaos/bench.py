@@ -134,8 +134,8 @@ async def _measure(
     settings = results.settings
     checkpoint = directory / "model"
     make_checkpoint(checkpoint, MODEL)
-    asked = _prompts(settings.seed)
-    right = await asyncio.to_thread(_answers, checkpoint, asked, settings.tokens)
+    asked = prompts(settings.seed)
+    right = await asyncio.to_thread(answers, checkpoint, asked, settings.tokens)
     kinds = tuple(Kind) if bed else SIGNALS
     async with harness.running(directory / "cluster", checkpoint, bed, say) as up:
         await _until_well(up)
@@ -241,7 +241,8 @@ def outcome(run: Run) -> str:
     return f"{', '.join(counts)}; {tries} came again, {run.hung} hung; {well}"
 
 
-def _prompts(seed: int) -> list[tuple[int, ...]]:
+def prompts(seed: int) -> list[tuple[int, ...]]:
+    """Token ids of MODEL."""
     rng = random.Random(seed)
     return [
         tuple(rng.randrange(3, MODEL.vocab_size) for _ in range(PROMPT_TOKENS))
@@ -249,8 +250,8 @@ def _prompts(seed: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _answers(checkpoint: Path, prompts: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
-    """Greedy answers by transformers."""
+def answers(checkpoint: Path, asked: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
+    """Greedy answers of `count` tokens by transformers."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -258,8 +259,8 @@ def _answers(checkpoint: Path, prompts: list[tuple[int, ...]], count: int) -> li
     ).eval()
     with torch.inference_mode():
         rows = model.generate(
-            torch.tensor(prompts),
-            attention_mask=torch.ones(len(prompts), PROMPT_TOKENS, dtype=torch.long),
+            torch.tensor(asked),
+            attention_mask=torch.ones(len(asked), PROMPT_TOKENS, dtype=torch.long),
             max_new_tokens=count,
             min_new_tokens=count,
             do_sample=False,
