@@ -11,10 +11,17 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from services.gateway.core.commands import Broken
 from services.gateway.core.commands import Command as GatewayCommand
 from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.keyed import KeyedAnswer
+from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.service import GatewayService
 from services.node.core.batching import Batcher
+from services.node.core.host_cache import CacheBook
 from services.node.core.pulling import Pulls
+from services.node.core.residency import Residency
+from services.node.hosting.host_cache import HostCache
+from services.node.hosting.hosting import Hosting
 from services.node.moving.mover import Mover
+from services.node.service import NodeService
 from services.planner.core.commands import Command, Log
 from services.planner.core.planner import Planner
 from services.planner.core.stimuli import Stimulus
@@ -52,6 +59,20 @@ def _validated(act: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
         return result
 
     return acting
+
+
+def _sound(
+    step: Callable[Concatenate[Residency, P], Residency],
+) -> Callable[Concatenate[Residency, P], Residency]:
+    """A step whose result is validated, since a residency does not change itself."""
+
+    @wraps(step)
+    def stepping(residency: Residency, /, *args: P.args, **kwargs: P.kwargs) -> Residency:
+        result = step(residency, *args, **kwargs)
+        _check(result)
+        return result
+
+    return stepping
 
 
 def _check(core: Core) -> None:
@@ -132,8 +153,30 @@ class CheckedDispatch(Dispatch):
         return commands
 
 
+class CheckedAnswer(KeyedAnswer):
+    """Is validated after every event, and after each work that it has decided on."""
+
+    due = _validated(KeyedAnswer.due)
+    written = _validated(KeyedAnswer.written)
+    refused = _validated(KeyedAnswer.refused)
+    unanswered = _validated(KeyedAnswer.unanswered)
+    looked = _validated(KeyedAnswer.looked)
+    asked = _validated(KeyedAnswer.asked)
+    generated = _validated(KeyedAnswer.generated)
+    ended = _validated(KeyedAnswer.ended)
+    failed = _validated(KeyedAnswer.failed)
+    readers = _validated(KeyedAnswer.readers)
+    tick = _validated(KeyedAnswer.tick)
+    leave = _validated(KeyedAnswer.leave)
+
+
+class CheckedAnswers(KeyedAnswers):
+    core_type = CheckedAnswer
+
+
 class CheckedGateway(GatewayService):
     dispatch_type = CheckedDispatch
+    answers_type = CheckedAnswers
 
 
 # --- nodes ------------------------------------------------------------------
@@ -173,3 +216,38 @@ class CheckedPulls(Pulls):
 
 class CheckedMover(Mover):
     pulls_type = CheckedPulls
+
+
+class CheckedResidency(Residency):
+    """Is validated after every step."""
+
+    inherit = _sound(Residency.inherit)
+    follow = _sound(Residency.follow)
+    activate = _sound(Residency.activate)
+    hold = _sound(Residency.hold)
+    run = _sound(Residency.run)
+    stand_by = _sound(Residency.stand_by)
+
+
+class CheckedBook(CacheBook):
+    """Is validated after every step."""
+
+    begin = _validated(CacheBook.begin)
+    complete = _validated(CacheBook.complete)
+    give_up = _validated(CacheBook.give_up)
+    lend = _validated(CacheBook.lend)
+    withdraw = _validated(CacheBook.withdraw)
+    drop = _validated(CacheBook.drop)
+
+
+class CheckedCache(HostCache):
+    book_type = CheckedBook
+
+
+class CheckedHosting(Hosting):
+    residency_type = CheckedResidency
+    cache_type = CheckedCache
+
+
+class CheckedNode(NodeService):
+    hosting_type = CheckedHosting

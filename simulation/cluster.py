@@ -45,6 +45,7 @@ from simulation.checked import (
     CheckedBatcher,
     CheckedGateway,
     CheckedMover,
+    CheckedNode,
     CheckedPlanner,
     CheckedRegistry,
 )
@@ -392,7 +393,8 @@ class Cluster:
         rate = self.spec.hardware.link_bytes_per_s
         self.network.add(parts.name, out=rate, into=rate, rack=self.spec.rack(index))
         self.parts[parts.name] = parts
-        return lambda bus: NodeService(bus, parts.config, parts)
+        node = CheckedNode if self.spec.checked else NodeService
+        return lambda bus: node(bus, parts.config, parts)
 
     def _on_disk(self, index: int) -> Iterable[Manifest]:
         """What is on a node's disk at the beginning."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import structlog
@@ -58,6 +58,9 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class KeyedAnswers:
+    core_type: ClassVar[type[KeyedAnswer]] = KeyedAnswer
+    """Simulations use answers that are validated after every event."""
+
     def __init__(
         self,
         bus: Bus,
@@ -109,7 +112,7 @@ class KeyedAnswers:
         )
         room = 0 if generation.scored else MAX_BYTES
         call = generation.choices[0].request.call
-        core = KeyedAnswer(key.name, record, self._story, now(), call=call, max_bytes=room)
+        core = self.core_type(key.name, record, self._story, now(), call=call, max_bytes=room)
         running = RunningAnswer(core, generation, self._bus, self._bucket, self._keep_s)
         self._running[key.name] = running
         self._spawn(self._run(key.name, running), f"keyed answer {key.name[:8]}")

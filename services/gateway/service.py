@@ -70,6 +70,7 @@ HANG_UP_S = 0.5
 class GatewayService(Service):
     role: ClassVar[str] = "gateway"
     dispatch_type: ClassVar[type[Dispatch]] = Dispatch
+    answers_type: ClassVar[type[KeyedAnswers]] = KeyedAnswers
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class GatewayService(Service):
         self.frontend = Frontend(
             bus, self._dispatch, self._metrics, self._start, self.contain, self.log
         )
-        self._keyed = KeyedAnswers(
+        self._keyed = self.answers_type(
             bus, config, self._start, self.contain, self.log, lambda: self.id
         )
         self.url = ""

@@ -73,6 +73,7 @@ Args = TypeVarTuple("Args")
 
 class NodeService(Service):
     role: ClassVar[str] = "node"
+    hosting_type: ClassVar[type[Hosting]] = Hosting
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class NodeService(Service):
         self._lease = Lease(
             leases, counters, info, config.lease_s, self.log, ended=estate.generations
         )
-        self._hosting = Hosting(
+        self._hosting = self.hosting_type(
             self.node,
             arena,
             cache,

@@ -18,7 +18,6 @@ from services.gateway.core.keyed import (
     Fail,
     Generate,
     Kept,
-    KeyedAnswer,
     Look,
     Record,
     State,
@@ -30,6 +29,7 @@ from services.gateway.core.keyed import (
 from shared.errors import BusTimeout, Conflict
 from shared.ids import GatewayId, ModelId
 from shared.story import Story
+from simulation.checked import CheckedAnswer
 
 CHOICES = 2
 LENGTHS = (9, 5)
@@ -70,7 +70,7 @@ class Gateway:
         self.paused = False
         self.readers = 1
         record = Record(digest="d", model_id=ModelId("m"), created=int(now), owner=self.id)
-        self.core = KeyedAnswer("key", record, Story(), now, max_bytes=max_bytes)
+        self.core = CheckedAnswer("key", record, Story(), now, max_bytes=max_bytes)
         self.core.readers(1, now)
         self.work: Work | None = None
         """What it has begun at the store."""

@@ -402,6 +402,18 @@ class KeyedAnswer:
         """Gives the answer up, so that another gateway can go on with it at once."""
         return [] if self.state in _ENDS else self._close(State.LEFT, why, now)
 
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        tokens: dict[int, list[int]] = {}
+        for kept in self.kept:
+            tokens.setdefault(kept.choice, []).append(kept.token)
+        assert tokens == {choice: known for choice, known in self._tokens.items() if known}
+        assert self._fit <= len(self.kept), "more is to be written than is known"
+        assert self._readers >= 0
+        assert self._writing is None or self._revision is not None, "a write that replaces nothing"
+        assert not self._closing or self.state in _ENDS, "given up, and not ended"
+        assert not self._refusal or self.state is State.FAILED, "refused, and not failed"
+
     def _fail(self, error: LambdaScaleError, now: float) -> list[Effect]:
         return [Fail(error), *self._close(State.FAILED, str(error), now)]
 

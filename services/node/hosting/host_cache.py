@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -82,6 +83,7 @@ class CacheDraft:
 class HostCache:
     """All calls are made on the control loop."""
 
+    book_type: ClassVar[type[CacheBook]] = CacheBook
     tier = Tier.CACHE
     draft_kept_s = DRAFT_KEPT_S
 
@@ -104,7 +106,7 @@ class HostCache:
         self._keeper = keeper
         self._turn = turn
         self._in_arena = in_arena
-        self._book = CacheBook(arena.nbytes if arena else 0, story)
+        self._book = self.book_type(arena.nbytes if arena else 0, story)
         self._places: dict[ModelId, _Place] = {}
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from services.node.core.residency import Mode, PlanId, Planners, Residency
@@ -29,6 +30,10 @@ from shared.story import Story
 
 
 class Hosting:
+    residency_type: ClassVar[type[Residency]] = Residency
+    """Simulations use residencies, and a cache, that are validated after every step."""
+    cache_type: ClassVar[type[HostCache]] = HostCache
+
     def __init__(
         self,
         node: NodeId,
@@ -58,7 +63,7 @@ class Hosting:
         self.story = Story()
         self._hosted: dict[ModelId, Hosted] = {}
         self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
-        self.cache = HostCache(
+        self.cache = self.cache_type(
             cache_arena,
             data,
             self.story,
@@ -111,7 +116,7 @@ class Hosting:
         except BaseException:
             self._arena.free(span)
             raise
-        residency = Residency(model, manifest.n_blocks, self.story).inherit(blocks)
+        residency = self.residency_type(model, manifest.n_blocks, self.story).inherit(blocks)
         hosted = self._hosted[model] = Hosted(manifest, span, space, residency)
         hosted.tell("", f"{len(blocks)} blocks outlived the process before")
         await self._data.host(model, manifest, space, blocks)
@@ -144,7 +149,7 @@ class Hosting:
             return
         manifest = await self._library.manifest(plan.model_id)
         span = self._arena.allocate(ModelSpace.size(manifest))
-        residency = Residency(plan.model_id, manifest.n_blocks, self.story)
+        residency = self.residency_type(plan.model_id, manifest.n_blocks, self.story)
         hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency)
         self._hosted[plan.model_id] = hosted
         try:
