@@ -17,7 +17,7 @@ from shared.version import __version__
 INTERRUPTED = 130
 
 
-def make_parser(asked: str = "") -> argparse.ArgumentParser:
+def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of all commands. If a service is asked for, that of the services alone: a process
     of a cluster need not import what the other commands stand on."""
     parser = argparse.ArgumentParser(
@@ -30,9 +30,14 @@ def make_parser(asked: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    if asked not in run_service.HELP:
+    only_services = run_service.is_asked_for(argv)
+    if not only_services:
         _add_commands(commands)
-    run_service.add_parsers(commands)
+    services = run_service.add_parsers(commands)
+    if not only_services:
+        from services.cli import nodes
+
+        nodes.add_parsers(services["node"])
     return parser
 
 
@@ -45,7 +50,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(argv[0] if argv else "")
+    parser = make_parser(argv)
     args, rest = parser.parse_known_args(argv)
     if rest and args.run is not self_test.run:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -4,7 +4,7 @@ import argparse
 import faulthandler
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,7 +105,16 @@ MAKERS: dict[str, Callable[[Bus, Config], Service]] = {
 }
 
 
-def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether the command line names a service to run."""
+    return bool(argv) and argv[0] in HELP and (len(argv) == 1 or argv[1].startswith("--config"))
+
+
+def add_parsers(
+    commands: "argparse._SubParsersAction[Any]",
+) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each service, by its name."""
+    parsers = {}
     for role, text in HELP.items():
         parser = commands.add_parser(
             role,
@@ -115,6 +124,8 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
         )
         parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
         parser.set_defaults(run=run, role=role)
+        parsers[role] = parser
+    return parsers
 
 
 def run(args: argparse.Namespace) -> int:

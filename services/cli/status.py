@@ -188,6 +188,7 @@ def _node(view: NodeView, names: Mapping[ModelId, str], serving: set[NodeId]) ->
         "id": view.info.node,
         "state": state,
         "unfit": view.unfit,
+        "duty": view.info.duty.value,
         "host": view.info.host,
         "device": view.info.device,
         "staging": view.info.staging,

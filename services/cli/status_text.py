@@ -95,7 +95,7 @@ def _nodes(document: Document) -> list[Document]:
     return [
         {
             "id": node["id"],
-            "state": ": ".join(filter(None, (node["state"], node["unfit"]))),
+            "state": _state(node),
             "device": _device(node),
             "free MB": f"{node['arena_free'] / 1e6:.0f}",
             "KV used": _share(node["kv_used"], node["kv_capacity"]),
@@ -106,6 +106,11 @@ def _nodes(document: Document) -> list[Document]:
         }
         for node in document["nodes"]
     ]
+
+
+def _state(node: Document) -> str:
+    duty = "" if node["duty"] == "all" else node["duty"]
+    return ": ".join(filter(None, (", ".join(filter(None, (node["state"], duty))), node["unfit"])))
 
 
 def _instances(document: Document) -> list[Document]:

@@ -14,6 +14,7 @@ from services.registry.core.copies_view import copies_view
 from services.registry.core.kept import CopyOrdered, Keeping, ModelSkipped
 from services.registry.core.pool import (
     CopyDropped,
+    DutySaid,
     Effect,
     Pool,
     ReservationEnded,
@@ -48,6 +49,7 @@ from shared.messages.pool import (
     ReportStatus,
     Reserve,
     Reserved,
+    SetDuty,
     Sources,
     SourcesQuery,
     Unreserve,
@@ -119,6 +121,7 @@ class RegistryService(Service):
         self.own(await bus.serve(subjects.REGISTRY_POOL, PoolQuery, self._view))
         self.own(await bus.serve(subjects.REGISTRY_NODES, NodesQuery, self._nodes))
         self.own(await bus.serve(subjects.REGISTRY_COPIES, CopiesQuery, self._copies))
+        self.own(await bus.serve(subjects.REGISTRY_DUTY, SetDuty, self._set_duty))
         self.own(await bus.serve(subjects.REGISTRY_LEAVE, Leave, self._leave))
         self.own(await bus.serve(subjects.REGISTRY_STORY, StoryQuery, self._story))
 
@@ -130,6 +133,7 @@ class RegistryService(Service):
         saved = await self._store.load()
         for record, reason in self.pool.catalog.restore(saved.models):
             self.log.warning("stored model ignored", model=record.name, reason=reason)
+        self.pool.duties.restore(saved.duties)
         for info in saved.nodes:
             with self.contain("restoring a node", node=info.node):
                 self.pool.restore([info], [], clock.now())
@@ -227,8 +231,16 @@ class RegistryService(Service):
 
     async def _leave(self, request: Leave) -> MayLeave:
         await self._reconciled.wait()
-        waits_for = self.pool.leave(request.node, request.generation, clock.now())
+        waits_for, effects = self.pool.leave(request, clock.now(), clock.wall_ns())
+        self._follow(effects)
         return MayLeave(waits_for=waits_for)
+
+    async def _set_duty(self, request: SetDuty) -> Nodes:
+        await self._reconciled.wait()
+        self._follow(self.pool.set_duty(request, clock.now(), clock.wall_ns()))
+        await self._store.settled(STORED_WAIT_S)
+        info = self.pool.leases.info(request.node)
+        return Nodes(nodes=() if info is None else (info,))
 
     async def _story(self, request: StoryQuery) -> Told:
         return Told.of(self.pool.story.of(request.subject), clock.now(), clock.wall_ns())
@@ -280,6 +292,9 @@ class RegistryService(Service):
                 self._store.node(node, self.pool.leases.info(node))
                 self._send(subjects.POOL_NODES, effect)
                 self._on_gone(effect)
+            case DutySaid(node=node, duty=duty):
+                self.log.info("duty said", node=node, duty=duty.duty.value if duty else "all")
+                self._store.duty(node, duty)
             case StatusWanted(node=node):
                 self._send(subjects.node_report(node), ReportStatus(cause="gap"))
             case CopyDropped():

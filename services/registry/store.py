@@ -1,4 +1,5 @@
-"""The registry's durable state: models, reservations, and the nodes that are not yet gone.
+"""The registry's durable state: models, reservations, the nodes that are not yet gone, and what
+operators have said of nodes.
 
 Memory is the truth while the process lives, and the store follows it. Writes are *behind*: one
 writer works through the slots that changed, several at a time, with the newest value only, and
@@ -14,13 +15,14 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from services.registry.core.duties import NodeDuty
 from services.registry.core.reservations import Reservation
 from shared.bus.base import Bus, KeyValue
 from shared.containment import is_containable
 from shared.errors import BusTimeout
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import ModelRecord, NodeInfo
-from shared.subjects import KV_MODELS, KV_NODES, KV_RESERVATIONS
+from shared.subjects import KV_DUTIES, KV_MODELS, KV_NODES, KV_RESERVATIONS
 
 MODEL_WAIT_S = 4.0
 """Seconds that publishing or removing a model waits until it is durable, before it is refused."""
@@ -32,12 +34,14 @@ AT_A_TIME = 64
 
 Slot = tuple[str, str]
 """(bucket, key)."""
-T = TypeVar("T", ModelRecord, NodeInfo, Reservation)
+Item = ModelRecord | NodeInfo | NodeDuty | Reservation
+T = TypeVar("T", bound=Item)
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelRecord]
     nodes: list[NodeInfo]
+    duties: list[NodeDuty]
     reservations: list[Reservation]
 
 
@@ -55,16 +59,20 @@ class Store:
 
     async def load(self) -> Saved:
         """Opens the buckets and reads them. Entries that make no sense are logged and left."""
-        for bucket in (KV_MODELS, KV_NODES, KV_RESERVATIONS):
+        for bucket in (KV_MODELS, KV_NODES, KV_DUTIES, KV_RESERVATIONS):
             self._buckets[bucket] = await self._bus.kv(bucket)
         return Saved(
             models=await self._read(KV_MODELS, ModelRecord),
             nodes=await self._read(KV_NODES, NodeInfo),
+            duties=await self._read(KV_DUTIES, NodeDuty),
             reservations=await self._read(KV_RESERVATIONS, Reservation),
         )
 
     def node(self, node: NodeId, info: NodeInfo | None) -> None:
         self._want((KV_NODES, node), info)
+
+    def duty(self, node: NodeId, duty: NodeDuty | None) -> None:
+        self._want((KV_DUTIES, node), duty)
 
     def reservation(self, node: NodeId, reservation: Reservation | None) -> None:
         self._want((KV_RESERVATIONS, node), reservation)
@@ -123,7 +131,7 @@ class Store:
             self._landed.notify_all()
         return True
 
-    def _want(self, slot: Slot, item: ModelRecord | NodeInfo | Reservation | None) -> None:
+    def _want(self, slot: Slot, item: Item | None) -> None:
         value = None if item is None else msgspec.msgpack.encode(item)
         if slot not in self._wanted and slot in self._stored and self._stored[slot] == value:
             return

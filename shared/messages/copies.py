@@ -41,10 +41,12 @@ class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy"):
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """Node -> registry: this node is about to end. Answered with MayLeave. It asks again until it
-    may, or until its own time is up."""
+    may, or until its own time is up. Until then its duty is ENDING."""
 
     node: NodeId
     generation: Generation
+    within_s: float = 0.0
+    """How long it will wait at most."""
 
 
 class MayLeave(Message, frozen=True, kw_only=True, tag="may_leave"):

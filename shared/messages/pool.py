@@ -26,8 +26,27 @@ MEMORY = (*ARENA, Tier.CACHE)
 """The tiers from which blocks are sent at the speed of the network."""
 
 
+class Duty(enum.Enum):
+    """What a node may be used for."""
+
+    ALL = "all"
+    CORDONED = "cordoned"
+    """It keeps what it has and serves with it, and is given nothing new."""
+    DRAINING = "draining"
+    """It is given nothing new, and other nodes take over what it serves and keeps."""
+    ENDING = "ending"
+    """Its process is about to end. Other nodes take over what it serves, and what nobody else
+    keeps. What its disk has may come back with the next process."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether other nodes take over what it serves."""
+        return self in (Duty.DRAINING, Duty.ENDING)
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The static properties of a node. They are the value of its lease."""
+    """The properties of a node. They are the value of its lease, but for `duty` and `leave_by_ns`,
+    which the registry fills in."""
 
     node: NodeId
     generation: Generation
@@ -54,6 +73,21 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     local_bytes_per_s: int = 0
     """The rate to other nodes of the same host (NVLink, shared memory). 0: no faster than the
     port."""
+    duty: Duty = Duty.ALL
+    leave_by_ns: int = 0
+    """When what it serves ends, whether another node has taken over or not (wall clock). 0: it
+    serves until another has."""
+
+
+class SetDuty(Message, frozen=True, kw_only=True, tag="set_duty"):
+    """Operator -> registry: what a node may be used for from now on, in this process and later
+    ones. Answered with Nodes: the node, if it is there. NotFound if there is no such node, BadInput
+    if the limit makes no sense."""
+
+    node: NodeId
+    duty: Duty
+    within_s: float = 0.0
+    """Of a drain: after how many seconds it ends what it serves. 0: there is no limit."""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

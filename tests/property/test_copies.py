@@ -13,6 +13,7 @@ from services.registry.core.kept import CopyOrdered, Keeping, ModelSkipped
 from services.registry.core.orders import ASKED_S, REFUSED_S, STALL_S
 from services.registry.core.pool import CopyDropped, Effect, Pool
 from shared.ids import ModelId, NodeId
+from shared.messages.copies import Leave
 from shared.messages.pool import CopyProgress, Holding, ModelRecord, NodeInfo, NodeStatus, Tier
 from tests.unit.registry.builders import MODEL, OTHER, info, record
 
@@ -191,7 +192,7 @@ class Copies(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NODES))
     def a_node_is_about_to_end(self, name: str) -> None:
         node = self.nodes[name].info
-        self.pool.leave(node.node, node.generation, self.now)
+        self.pool.leave(Leave(node=node.node, generation=node.generation), self.now, 0)
         self.ending.add(name)
 
     @rule()

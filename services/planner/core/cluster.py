@@ -101,6 +101,11 @@ class Cluster:
         self.measured.on_gone(info.node)
         return before
 
+    def leaves(self, node: NodeId) -> bool:
+        """Whether other nodes are to take over what the node serves."""
+        info = self.nodes.get(node)
+        return info is not None and info.duty.leaves
+
     def meets(self, info: NodeInfo) -> bool:
         """Whether the node is there, for all that is known. A generation that has ended does not
         come back. A node that an answer names before it was announced counts as announced."""

@@ -188,6 +188,9 @@ class PoolView:
             for id_ in self._cluster.models_on(info.node):
                 if model := self._machines.by_id.get(id_):
                     self._machines.tell(model, partial(_holdings, info.node, frozenset()))
+        elif known is not None and info.node in self._cluster.nodes and known.duty is not info.duty:
+            self._desk.tell(f"duty: {info.duty.value}", info.node)
+            self._machines.tell_all(lambda model: model.on_joined())
 
     def on_gone(self, message: NodeGone) -> None:
         self._unfit.pop(message.node, None)

@@ -72,9 +72,11 @@ class Releases:
         """Where the node keeps a copy. The pool's invariant is that the last copy in memory stays,
         in the host cache if the node has one and else in the arena; it does not apply if every node
         loads from its own disk or cache. So do the model's warm copies. What makes room for another
-        model leaves the arena."""
+        model leaves the arena. On a node that leaves, only the last copy of any kind stays."""
         if self._desk.settings.strategy == LOCAL:
             return None
+        if self._desk.cluster.leaves(node):
+            return None if self._elsewhere(node) else Tier.HOST
         holders = self._desk.cluster.holders(self._record.model_id, MEMORY)
         others = [
             other
@@ -90,6 +92,16 @@ class Releases:
             return Tier.HOST
         info = self._desk.cluster.nodes.get(node)
         return Tier.CACHE if info is not None and info.host_bytes else None
+
+    def _elsewhere(self, node: NodeId) -> bool:
+        """Whether another node that stays has the model whole, in any tier."""
+        cluster = self._desk.cluster
+        return any(
+            len(held) == self._record.n_blocks
+            for tier in Tier
+            for other, held in cluster.holders(self._record.model_id, [tier]).items()
+            if other != node and not cluster.leaves(other)
+        )
 
     def _release(self, node: NodeId) -> None:
         """Frees what the node holds. The node is asked until it has done it, or is gone."""

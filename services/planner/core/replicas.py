@@ -5,6 +5,8 @@ decision is due at once after what may change it, such as a load report with wai
 again when a condition has held for as long as it must (`next_wake`).
 """
 
+from dataclasses import replace
+
 from services.planner.core import events
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
@@ -20,7 +22,7 @@ from services.planner.core.standing import Standing, State
 from services.planner.core.usage import Usage
 from shared.ids import EventId, NodeId
 from shared.messages.decisions import Decided, Verdict
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventState
 
 RETRY_S = 1.0
@@ -148,9 +150,10 @@ class Replicas:
             self._decide_by(at + config.tick_s)
             return
         members = self._fleet.members
-        have = len(self._fleet.replicas)
+        outgoing = self._outgoing
+        have = len(self._fleet.replicas) - len(outgoing)
         draining = sum(m.draining for m in members.values())
-        coming = len(members) - have - draining
+        coming = len(members) - have - len(outgoing) - draining
         if self.event is not None:
             coming += self.event.expected
         wanted = self.sizing.wants
@@ -162,6 +165,8 @@ class Replicas:
             fleet=self._fleet,
             event=self.event.record if self.event is not None and coming else None,
         )
+        if outgoing:
+            decision = self._with_successors(decision, have + coming, len(outgoing))
         self._releases.warm = self.sizing.warm
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
         self.usage.note(at, len(members), asked=asked, serves=have > 0)
@@ -183,13 +188,14 @@ class Replicas:
         self._fleet.within_s = self.record.ttft_s if self._full else 0.0
         if decision.replicas < have and not self.scaling:
             self._shrink(decision)
+        self._hand_over(outgoing, enough=have >= max(decision.replicas, self.sizing.wants))
 
     # --- more ---
 
     def _grow(self, decision: Decision, missing: int) -> None:
-        for node in self._standing.in_state(State.DRAINING):
-            leaves = self._rooms.must_leave(node, self.record.model_id)
-            if missing > 0 and not leaves:  # the cheapest capacity there is
+        for node in self._standing.in_state(State.DRAINING):  # the cheapest capacity there is
+            leaves = self._desk.cluster.leaves(node)
+            if missing > 0 and not (leaves or self._rooms.must_leave(node, self.record.model_id)):
                 self._standing.stay(node)
                 self._fleet.drain(node, False)
                 self._tell(f"needed again: {decision.cause}", node)
@@ -204,6 +210,37 @@ class Replicas:
             self._decide_by(self._retry_at)
         elif not self._standing.waits(at) and self._has_room(missing):
             self._begin(decision, missing)
+
+    @property
+    def _outgoing(self) -> list[NodeInfo]:
+        """The nodes of replicas whose place others are to take."""
+        nodes = (self._desk.cluster.nodes[member.node] for member in self._fleet.replicas)
+        return [info for info in nodes if info.duty.leaves]
+
+    def _with_successors(self, decision: Decision, there: int, outgoing: int) -> Decision:
+        """The decision, with a replica more for each that the load needs on nodes that leave."""
+        replicas = max(decision.replicas, min(self.sizing.wants, there + outgoing))
+        cause = decision.cause or f"{outgoing} replicas are on nodes that leave"
+        return replace(decision, replicas=replicas, cause=cause)
+
+    def _hand_over(self, outgoing: list[NodeInfo], *, enough: bool) -> None:
+        """Drains replicas on nodes that leave, once enough others serve. `leave_by_ns` is when such
+        a replica ends in any case: its requests go on elsewhere, or wait."""
+        now = self._desk.now
+        for info in outgoing:
+            left_s = (info.leave_by_ns - now.wall_ns) / 1e9 if info.leave_by_ns else NEVER
+            if enough:
+                self.note(
+                    Verdict.FEWER, self.sizing.wants, f"its node is {info.duty.value}", info.node
+                )
+                self.drain(info.node, f"drains: its node is {info.duty.value}")
+            elif left_s <= 0:
+                why = f"its node is {info.duty.value}, and no other node has taken over in time"
+                self.note(Verdict.FEWER, self.sizing.wants, why, info.node)
+                self._tell(why, info.node)
+                self._releases.free(info.node)
+            elif left_s < NEVER:
+                self._decide_by(now.at + left_s)
 
     def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
         """Lets the running event grow, unless it cannot now."""
@@ -280,7 +317,8 @@ class Replicas:
         def load(member: Member) -> int:
             return self._fleet.requests_over(member.node)
 
-        victim = min(reversed(self._fleet.replicas), key=load)
+        stay = [m for m in self._fleet.replicas if not self._desk.cluster.leaves(m.node)]
+        victim = min(reversed(stay), key=load)
         self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
         self.drain(victim.node, f"drains: {decision.cause}")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
 from shared.ids import ModelId, NodeId
+from shared.messages.pool import Duty
 
 PROMISE_S = 3.0
 """Seconds after which a promise ends whose model no longer asks. Models that wait ask every
@@ -137,7 +138,7 @@ class Rooms:
                     size,
                     size if free is None else free,  # the registry knows better
                     coming[node],
-                    taken=node in taken,
+                    taken=node in taken or info.duty is not Duty.ALL,
                 )
             )
         return devices

@@ -28,7 +28,7 @@ class DurableCopies(KeptCopies):
         return len(held) == record.n_blocks
 
     def _places(self, busy: set[NodeId]) -> Iterator[Place]:
-        for info in filter(self._stays, self._leases.standing):
+        for info in self._leases.usable:
             status = self._holdings.of(info)
             if status is not None and status.disk_bytes:
                 spare = int(FREE_SHARE * status.disk_bytes)

@@ -167,7 +167,7 @@ class HostCopies(KeptCopies):
         return len(frozenset().union(*(held.get(t, ()) for t in MEMORY))) == record.n_blocks
 
     def _places(self, busy: set[NodeId]) -> Iterator[Place]:
-        for info in filter(self._stays, self._leases.standing):
+        for info in self._leases.usable:
             status = self._holdings.of(info)
             if status is not None and info.host_bytes:
                 drafts = self._drafts(status)

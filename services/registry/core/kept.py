@@ -20,6 +20,7 @@ from services.registry.core.orders import Order, Orders
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import (
     CopyProgress,
+    Duty,
     ModelRecord,
     NodeInfo,
     NodeStatus,
@@ -106,8 +107,6 @@ class KeptCopies(ABC):
         self._left: dict[NodeId, _Left] = {}
         self._patient_until: dict[ModelId, float] = {}
         """Models from before a restart: nodes that held them may not be back yet."""
-        self._leaving: set[tuple[NodeId, Generation]] = set()
-        """Nodes that are about to end."""
         self._next_at = float("inf")
 
     # --- what happens ---
@@ -118,19 +117,15 @@ class KeptCopies(ABC):
         for record in self._catalog.records:
             self._patient_until[record.model_id] = now + self.settings.after_s
 
-    def leave(self, node: NodeId, generation: Generation, now: float) -> bool:
-        """A node is about to end: what it holds counts no more, and can still be copied. Returns
-        whether that is news."""
-        info = self._leases.info(node)
-        if info is None or info.generation != generation or (node, generation) in self._leaving:
-            return False
-        self._leaving.add((node, generation))
-        self._next_at = min(self._next_at, now)
-        return True
+    def look_soon(self, now: float) -> None:
+        """What nodes may be used for has changed. What draining nodes hold counts no more, and can
+        still be copied."""
+        if self._next_at < float("inf"):  # it has started
+            self._next_at = min(self._next_at, now)
 
     def hands_over(self, record: ModelRecord, node: NodeId, givers: frozenset[NodeId]) -> bool:
-        """Whether a node that is about to end should wait: it has a copy, no machine that stays has
-        one, and one is about to."""
+        """Whether a draining node should wait before it ends: it has a copy, no machine that stays
+        has one, and one is about to."""
         holders = {info.node for info in self.there(record)}
         if (
             self.wanted(record) < self.least_handed_over
@@ -144,8 +139,8 @@ class KeptCopies(ABC):
         return bool(need.coming or found.choices or found.waiting)
 
     def hurried(self) -> list[Choice]:
-        """Copies under way of models that only nodes hold which are about to end: they are ordered
-        once more, at a higher rate."""
+        """Copies under way of models that only draining nodes hold: they are ordered once more, at
+        a higher rate."""
         found: list[Choice] = []
         for order in self._orders.made:
             record, info = self._catalog.get(order.model_id), self._leases.info(order.node)
@@ -156,10 +151,10 @@ class KeptCopies(ABC):
         return found
 
     def _is_urgent(self, record: ModelRecord) -> bool:
-        return bool(self._leaving) and not any(self._staying(record)) and any(self.there(record))
+        return not any(self._staying(record)) and any(self.there(record))
 
     def _staying(self, record: ModelRecord) -> Iterator[NodeInfo]:
-        """The nodes that have a copy and are not about to end."""
+        """The nodes that have a copy and do not drain."""
         return filter(self._stays, self.there(record))
 
     def joined(self, info: NodeInfo) -> None:
@@ -172,7 +167,6 @@ class KeptCopies(ABC):
         if info is None or info.generation != generation:
             return
         del self._known[node]
-        self._leaving.discard((node, generation))
         models = self._holdings.models(info.node, info.generation)
         status = self._holdings.of(info)
         self._left[info.node] = _Left(
@@ -314,24 +308,22 @@ class KeptCopies(ABC):
         return frozenset(each.model_id for each in copying if each.tier is self.tier)
 
     def _stays(self, info: NodeInfo) -> bool:
-        """Whether the node is not about to end."""
-        return (info.node, info.generation) not in self._leaving
+        return not info.duty.leaves
 
     def _need_of(self, model: ModelId, sources: frozenset[NodeId]) -> Need:
         return self._need(self._catalog.identified(model), sources)
 
     def _need(self, record: ModelRecord, sources: frozenset[NodeId]) -> Need:
         model = record.model_id
-        ending = {node for node, _ in self._leaving}
-        coming = [node for node in self._orders.expected(model) if node not in ending]
+        coming = filter(None, map(self._leases.info, self._orders.expected(model)))
         return Need(
             model,
             self.size(record),
             wanted=self.wanted(record),
             there=tuple(sorted(self._staying(record), key=lambda info: info.node)),
             awaited=tuple(self._left[node].info for node in self.awaited(model))
-            + tuple(info for info in self.there(record) if not self._stays(info)),
-            coming=tuple(filter(None, map(self._leases.info, coming))),
+            + tuple(info for info in self.there(record) if info.duty is Duty.ENDING),
+            coming=tuple(filter(self._stays, coming)),
             sources=sources,
             refused=self._orders.passed_over(model),
             worth=self.worth(record),

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.registry.core.duties import Duties
 from shared.ids import Generation, NodeId
-from shared.messages.pool import NodeGone, NodeInfo, NodeJoined
+from shared.messages.pool import Duty, NodeGone, NodeInfo, NodeJoined
 from shared.story import Story
 
 SILENCE_S = 2.0
@@ -74,8 +75,9 @@ class _Lease:
 
 
 class Leases:
-    def __init__(self, story: Story | None = None) -> None:
+    def __init__(self, story: Story | None = None, duties: Duties | None = None) -> None:
         self._story = story or Story()
+        self._duties = duties or Duties()
         self._leases: dict[NodeId, _Lease] = {}
         self._over: OrderedDict[NodeId, deque[Generation]] = OrderedDict()
         self._heard_at = float("-inf")
@@ -85,11 +87,13 @@ class Leases:
 
     def restore(self, info: NodeInfo, now: float) -> None:
         """Takes in a node from before this process. It is in doubt until its lease shows."""
+        info = self._duties.with_duty(info)
         lease = self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now)
         self._step(lease, State.IN_DOUBT, now, "restart")
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
         """A lease was made or renewed."""
+        info = self._duties.with_duty(info)
         self.hear(now)
         if self.is_over(info.node, info.generation):
             return [self.gone_again(info.node, info.generation, "lease_put")]
@@ -106,6 +110,15 @@ class Leases:
         self._step(lease, State.STANDING, now, "lease_put")
         lease.info, lease.renewed, lease.announced = info, now, True
         return changes
+
+    def duty_changed(self, node: NodeId, cause: str) -> list[Change]:
+        """What the node may be used for has changed."""
+        lease = self._leases.get(node)
+        info = None if lease is None else self._duties.with_duty(lease.info)
+        if lease is None or info is None or info == lease.info:
+            return []
+        lease.info = info
+        return [NodeJoined(info=info, cause=cause)]
 
     def hear(self, now: float) -> None:
         """Something came over the bus, possibly from this process itself."""
@@ -173,6 +186,11 @@ class Leases:
     def present(self) -> tuple[NodeInfo, ...]:
         """Every node that is not gone, by name."""
         return tuple(self._leases[node].info for node in sorted(self._leases))
+
+    @property
+    def usable(self) -> tuple[NodeInfo, ...]:
+        """Standing nodes that may be given something new, by name."""
+        return tuple(info for info in self.standing if info.duty is Duty.ALL)
 
     @property
     def standing(self) -> tuple[NodeInfo, ...]:

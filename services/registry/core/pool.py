@@ -13,6 +13,7 @@ import msgspec
 from services.registry.core import replication
 from services.registry.core.catalog import Catalog
 from services.registry.core.durable import DurableCopies
+from services.registry.core.duties import Duties, NodeDuty
 from services.registry.core.goals import Choice
 from services.registry.core.holdings import Holdings, Taken
 from services.registry.core.host_copies import HostCopies
@@ -29,8 +30,9 @@ from services.registry.core.placement import Target, choose, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
 from services.registry.core.survey import Survey
-from shared.errors import BadInput
-from shared.ids import EventId, Generation, ModelId, NodeId
+from shared.errors import BadInput, NotFound
+from shared.ids import EventId, ModelId, NodeId
+from shared.messages.copies import Leave
 from shared.messages.pool import (
     ModelRecord,
     NodeGone,
@@ -44,6 +46,7 @@ from shared.messages.pool import (
     PoolQuery,
     Profile,
     Reserve,
+    SetDuty,
     Source,
     Tier,
     Unreserve,
@@ -55,6 +58,13 @@ class StatusWanted(msgspec.Struct, frozen=True):
     """The node has to say all that it holds."""
 
     node: NodeId
+
+
+class DutySaid(msgspec.Struct, frozen=True):
+    """What an operator has said of a node has changed. None: it may be used for all."""
+
+    node: NodeId
+    duty: NodeDuty | None
 
 
 class ReservationMade(msgspec.Struct, frozen=True):
@@ -75,7 +85,15 @@ class CopyDropped(msgspec.Struct, frozen=True):
 
 
 CopyEffect = CopyOrdered | CopyDropped | ModelSkipped
-Effect = NodeJoined | StatusWanted | NodeGone | ReservationMade | ReservationEnded | CopyEffect
+Effect = (
+    NodeJoined
+    | StatusWanted
+    | NodeGone
+    | DutySaid
+    | ReservationMade
+    | ReservationEnded
+    | CopyEffect
+)
 """An effect has to be announced, stored, sent to a node, or logged."""
 
 
@@ -89,7 +107,8 @@ class Pool:
         self.story = Story()
         """What happened to nodes and reservations, and why."""
         self.catalog = Catalog()
-        self.leases = Leases(self.story)
+        self.duties = Duties()
+        self.leases = Leases(self.story, self.duties)
         self.holdings = Holdings()
         self.reservations = Reservations()
         parts = self.catalog, self.leases, self.holdings, self.story
@@ -159,17 +178,40 @@ class Pool:
             effects += self._copies_to_drop(now)
         return [*effects, *self._copies_to_order(self.host, now)]
 
-    def leave(self, node: NodeId, generation: Generation, now: float) -> tuple[ModelId, ...]:
+    def set_duty(self, request: SetDuty, now: float, wall_ns: int) -> list[Effect]:
+        """An operator says what a node may be used for. NotFound if there is no such node, BadInput
+        if the limit makes no sense."""
+        node = request.node
+        if self.leases.info(node) is None and self.duties.said(node) is None:
+            raise NotFound(f"there is no node {node!r}: `lambdascale status` lists the nodes")
+        self.duties.say(request, wall_ns)
+        limit = f" within {request.within_s:g} s" if request.within_s else ""
+        self.story.tell(now, request.origin, f"duty: {request.duty.value}{limit}", node)
+        return [DutySaid(node, self.duties.said(node)), *self._duty_changed(node, "operator", now)]
+
+    def leave(
+        self, leave: Leave, now: float, wall_ns: int
+    ) -> tuple[tuple[ModelId, ...], list[Effect]]:
         """A node is about to end. Returns the models that it should wait for: nobody else has them
         on disk, or in memory, and somebody is about to."""
-        news = [tier.leave(node, generation, now) for tier in self._tiers]
-        if any(news):
+        node, info = leave.node, self.leases.info(leave.node)
+        if info is None or info.generation != leave.generation:
+            return (), []
+        effects: list[Effect] = []
+        if self.duties.ends(leave, wall_ns):
             self.story.tell(now, "leave", "is about to end", node)
-        return tuple(
+            effects = self._duty_changed(node, "leave", now)
+        models = tuple(
             record.model_id
             for record in self.catalog.records
             if any(t.hands_over(record, node, self._givers(record)) for t in self._tiers)
         )
+        return models, effects
+
+    def _duty_changed(self, node: NodeId, cause: str, now: float) -> list[Effect]:
+        for tier in self._tiers:
+            tier.look_soon(now)
+        return self._after(self.leases.duty_changed(node, cause), now)
 
     def _copies_to_drop(self, now: float) -> list[CopyDropped]:
         dropped = []
@@ -243,6 +285,7 @@ class Pool:
             if isinstance(change, NodeJoined):
                 self._joined(change.info)
             if isinstance(change, NodeGone):
+                self.duties.ended(change.node, change.generation)
                 for tier in self._tiers:
                     tier.gone(change.node, change.generation, now)
                 lost = self.reservations.lose(change.node, change.generation)

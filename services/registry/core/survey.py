@@ -57,12 +57,12 @@ class Survey:
     # --- targets ---
 
     def candidates(self, nbytes: int, exclude: Collection[NodeId]) -> Iterator[Candidate]:
-        """Nodes that have reported, are fit, have room, and belong to no other event.
+        """Usable nodes that have reported, are fit, have room, and belong to no other event.
 
         A node that has space for the model in its arena needs no more: space is taken whole before
         the first block, and a copy that sleeps in the arena keeps it.
         """
-        for info in self._leases.standing:
+        for info in self._leases.usable:
             held = self._reservations.of(info.node)
             if info.node in exclude or (held and held.event != self._event):
                 continue

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
+
 from services.planner.core import commands, instances
 from services.planner.core.archive import Archive
 from services.planner.core.commands import Command, Publish, Question
@@ -34,6 +36,7 @@ from shared.messages import Message, Ok
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import (
+    Duty,
     Holding,
     ModelAdded,
     ModelRecord,
@@ -160,6 +163,12 @@ class Driver:
     def join(self, *nodes: str) -> None:
         for node in nodes:
             self.feed(NodeJoined(info=info(node)))
+
+    def duty(self, node: str, duty: Duty, leave_by_ns: int = 0) -> None:
+        """The registry says what the node may be used for."""
+        known = info(node)
+        changed = msgspec.structs.replace(known, duty=duty, leave_by_ns=leave_by_ns)
+        self.feed(NodeJoined(info=changed))
 
     def gone(self, node: str) -> None:
         message = NodeGone(node=NodeId(node), generation=Generation(1), reason="expired")

@@ -15,7 +15,7 @@ from services.registry.core.kept import (
 from services.registry.core.orders import ASKED_S, REFUSED_S, STALL_S
 from services.registry.core.pool import Effect, Pool
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.copies import ModelCopies
+from shared.messages.copies import Leave, ModelCopies
 from shared.messages.pool import CopyProgress, ModelRecord, NodeInfo, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
@@ -214,7 +214,8 @@ def test_after_a_restart_of_the_registry_nodes_are_given_time() -> None:
 
 def leave(up: Nodes, name: str) -> tuple[ModelId, ...]:
     each = up.infos[name]
-    return up.pool.leave(each.node, each.generation, up.now)
+    models, _ = up.pool.leave(Leave(node=each.node, generation=each.generation), up.now, 0)
+    return models
 
 
 def test_a_node_stays_while_the_only_copy_is_copied_and_that_is_hurried() -> None:
@@ -253,8 +254,8 @@ def test_a_node_goes_at_once_if_nobody_can_take_its_models() -> None:
 
 def test_a_farewell_of_an_older_process_changes_nothing() -> None:
     up = Nodes("a", "b").start("a", "b")
-    assert up.pool.leave(NodeId("a"), Generation(9), up.now) == ()
-    assert not up.pool.durable.leave(NodeId("a"), Generation(9), up.now)
+    late = Leave(node=NodeId("a"), generation=Generation(9))
+    assert up.pool.leave(late, up.now, 0) == ((), [])
 
 
 def test_a_model_that_is_removed_is_forgotten() -> None:

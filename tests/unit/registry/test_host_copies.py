@@ -7,7 +7,7 @@ from services.registry.core.host_copies import PAGE
 from services.registry.core.kept import CopyOrdered, Keeping
 from services.registry.core.pool import DURABLE, CopyDropped, Pool
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.copies import ModelCopies
+from shared.messages.copies import Leave, ModelCopies
 from shared.messages.pool import Holding, NodeInfo, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
@@ -185,9 +185,11 @@ def test_a_node_that_is_about_to_end_hands_over_the_only_copy_in_memory() -> Non
     up.holds("b", Tier.DISK)
     up.holds("b", Tier.CACHE)
     up.tick(3)
-    assert up.pool.leave(NodeId("b"), Generation(1), up.now) == (MODEL,)
+    assert up.pool.leave(Leave(node=NodeId("b"), generation=Generation(1)), up.now, 0)[0] == (
+        MODEL,
+    )
     made, _ = up.tick()
     assert made == [(MODEL, "a")]
     up.holds("a", Tier.CACHE)
     up.tick()
-    assert up.pool.leave(NodeId("b"), Generation(1), up.now) == ()
+    assert up.pool.leave(Leave(node=NodeId("b"), generation=Generation(1)), up.now, 0)[0] == ()

@@ -1,0 +1,127 @@
+"""Nodes that are given nothing new, and nodes whose place others take."""
+
+import pytest
+
+from services.planner.core import commands
+from shared.messages.instances import InstanceState
+from shared.messages.pool import Duty, Tier
+from tests.unit.planner.driver import EVERY, WALL_NS, Driver, settings
+
+LEAVING = pytest.mark.parametrize("duty", [Duty.DRAINING, Duty.ENDING], ids=lambda duty: duty.value)
+
+
+def serving(driver: Driver) -> set[str]:
+    """The nodes of replicas that take requests."""
+    instances = driver.sets[-1].instances
+    return {i.stages[0].node for i in instances if i.state is InstanceState.SERVING}
+
+
+def go_on(driver: Driver, seconds: float, a: int = 0, b: int = 0) -> None:
+    """Time passes, with requests on these nodes."""
+    for _ in range(round(seconds / 0.2)):
+        driver.load(a=a, b=b)
+        driver.wait(0.2)
+
+
+def busy(*nodes: str, on: str = "a") -> Driver:
+    """A node serves, with requests that one replica can take, and others are there."""
+    driver = Driver(settings(idle_s=1e6))
+    driver.join(on, *nodes)
+    driver.publish()
+    for node in nodes:
+        driver.status(node)
+    driver.holds(on)
+    driver.load(a=2)
+    driver.wait(1.0)
+    assert serving(driver) == {on}
+    return driver
+
+
+def take_over(driver: Driver, node: str) -> None:
+    """The event that has begun loads the model on a node."""
+    driver.begin(node)
+    for block in EVERY:
+        driver.arrived(node, block, "a", driver.event)
+    driver.holds(node)
+    driver.wait(0.2)
+
+
+@LEAVING
+def test_another_node_takes_over_before_a_node_leaves(duty: Duty) -> None:
+    driver = busy("b")
+    driver.duty("a", duty)
+    driver.wait(0.2)
+    assert serving(driver) == {"a"}, "it serves until another does"
+    take_over(driver, "b")
+    assert serving(driver) == {"b"}
+    assert not driver.all_asked(commands.Release), "its requests still run"
+    go_on(driver, 1.0, b=2)
+    assert driver.asked(commands.Release).message.node == "a"
+
+
+def test_a_node_that_nobody_can_replace_goes_on() -> None:
+    driver = busy("b")
+    driver.duty("b", Duty.CORDONED)
+    driver.duty("a", Duty.DRAINING)
+    go_on(driver, 30.0, a=2)
+    assert serving(driver) == {"a"}
+    assert not driver.all_asked(commands.Reserve)
+
+
+def test_a_node_that_nobody_has_replaced_in_time_ends_what_it_serves() -> None:
+    driver = busy()
+    driver.duty("a", Duty.DRAINING, leave_by_ns=WALL_NS + int((driver.at + 5.0) * 1e9))
+    go_on(driver, 4.0, a=2)
+    assert serving(driver) == {"a"}
+    go_on(driver, 2.0, a=2)
+    assert serving(driver) == set()
+
+
+def test_an_idle_replica_leaves_at_once() -> None:
+    driver = busy("b")
+    driver.load()
+    driver.duty("a", Duty.DRAINING)
+    go_on(driver, 2.0)
+    assert serving(driver) == set()
+    assert not driver.all_asked(commands.Reserve)
+
+
+def test_a_cordoned_node_serves_on_and_is_given_nothing_new() -> None:
+    driver = busy("b")
+    driver.duty("a", Duty.CORDONED)
+    driver.duty("b", Duty.CORDONED)
+    for _ in range(10):
+        driver.load(queued=40, a=4)
+        driver.wait(0.5)
+    assert serving(driver) == {"a"}
+    assert not driver.all_asked(commands.Reserve)
+    driver.duty("b", Duty.ALL)
+    driver.load(queued=40, a=4)
+    driver.wait(1.0)
+    assert driver.asked(commands.Reserve)
+
+
+def test_a_drain_that_is_called_off_changes_nothing() -> None:
+    driver = busy()
+    driver.duty("a", Duty.DRAINING)
+    driver.wait(0.5)
+    driver.duty("a", Duty.ALL)
+    go_on(driver, 5.0)
+    assert serving(driver) == {"a"}
+
+
+def test_only_the_last_copy_of_a_model_stays_on_a_node_that_leaves() -> None:
+    driver = busy("b")
+    driver.load()
+    driver.duty("a", Duty.DRAINING)
+    go_on(driver, 2.0)
+    assert driver.asked(commands.Release).message.keep is Tier.HOST
+
+
+def test_a_copy_that_is_elsewhere_too_does_not_stay() -> None:
+    driver = busy("b")
+    driver.holds("b", tier=Tier.DISK)
+    driver.load()
+    driver.duty("a", Duty.DRAINING)
+    go_on(driver, 2.0)
+    assert driver.asked(commands.Release).message.keep is None
