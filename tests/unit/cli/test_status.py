@@ -16,7 +16,7 @@ from tests.unit.cli.records import BLOCKS, MODEL, MODEL_ID, SOURCE, instances, p
 def test_a_node_says_how_weights_reach_its_device(capsys: pytest.CaptureFixture[str]) -> None:
     def node(name: str, device: str, staging: str) -> dict[str, Any]:
         return {
-            "id": name, "state": "idle", "unfit": "", "host": "h", "device": device,
+            "id": name, "state": "idle", "duty": "all", "unfit": "", "host": "h", "device": device,
             "staging": staging, "address": "tcp://h:1", "arena_free": 0, "blocks": {},
             "peers": {}, "kv_used": 0, "kv_capacity": 0, "prompt_tokens": 0, "cached_tokens": 0,
             "preemptions": 0,
