@@ -227,8 +227,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     compiling its own. Only if the bus asks for a password (`bus.user`), because whoever may speak
     there can then give nodes native code."""
     evacuate_s: Seconds = 10.0
-    """How long a node that is told to stop waits, at most, until another machine has the models of
-    which it holds the only durable copy."""
+    """How long a node that is told to stop serves on, at most, until others have taken over what it
+    serves, and another machine has the models of which it holds the only durable copy."""
     engine_timeout_s: Seconds = 30.0
     """An engine that has been at one step for so long, and for ten times its longest step, hangs:
     the node says that it is unfit, hands its requests over, and ends with an error, to be started

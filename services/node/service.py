@@ -228,10 +228,16 @@ class NodeService(Service):
         self.stop.set()
 
     async def drain(self) -> None:
-        """Takes no new work. What runs ends at once, and gateways resume it elsewhere. Before, it
-        serves on while another machine copies the models that only its own has on disk."""
-        leave = Leave(node=self.node, generation=self.info.generation)
-        await evacuate(self._bus, leave, self._evacuate_s, self.log)
+        """Other nodes take over what it serves, and what only its machine keeps. It serves on
+        meanwhile, for `evacuate_s` at most. What runs then ends, and gateways resume it
+        elsewhere."""
+        leave = Leave(
+            node=self.node,
+            generation=self.info.generation,
+            within_s=self._evacuate_s,
+            cause="stop",
+        )
+        await evacuate(self._bus, leave, lambda: self._worker.load().running, self.log)
         await self._lease.give_back()
         await self._worker.stop()
         await self._tokens.join()

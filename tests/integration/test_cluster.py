@@ -1,6 +1,7 @@
 """The main job with real processes: every token equals the oracle's, whatever happens meanwhile."""
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shared.messages.load import GatewayLoad
 from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
 from shared.messages.story import StoryQuery, Told
 from tests.support.cluster import LIMIT_S, MODEL, Oracle, Running, prompts, running
+from tests.support.commands import run
 from tests.support.models import TINY
 from tests.support.modes import a_request_in_every_mode
 
@@ -79,6 +81,49 @@ async def test_scale_out_under_load_and_back(
         assert any(token.stages > 1 for token in up.watch.partial_tokens)
         assert up.watch.switched
         await up.replicas(1)
+        await nodes_that_leave_hand_over(up, oracle)
+
+
+async def nodes_that_leave_hand_over(up: Running, oracle: Oracle) -> None:
+    """Under load, the only replica's node is drained, and then its successor is told to end."""
+    asked = prompts(8, TINY.vocab_size)
+    for leave in (drain, end):
+        (node,) = serving(up)
+        load = asyncio.create_task(up.ask_all(asked, 100))
+        await up.until(lambda: has_requests(up), "requests that run")
+        await leave(up, node)
+        answers = await load
+        assert {answer.error for answer in answers} == {""}
+        check(oracle, asked, [answer.tokens for answer in answers], 100)
+        await up.replicas(1)
+
+
+def has_requests(up: Running) -> bool:
+    return up.watch.load is not None and up.watch.load.running_requests > 0
+
+
+async def drain(up: Running, node: str) -> None:
+    drained = await operate(up, "drain", node)
+    assert f"{node} is empty" in drained
+    assert node not in serving(up)
+    await operate(up, "uncordon", node)
+
+
+async def operate(up: Running, action: str, node: str) -> str:
+    """What `lambdascale node ACTION NODE` tells the operator."""
+    directory = up.cluster.spec.directory
+    ran = await run("node", action, node, "--nats", up.cluster.state.nats_url, cwd=directory)
+    assert ran.code == 0, ran.err
+    return ran.err
+
+
+async def end(up: Running, node: str) -> None:
+    up.kill(node, signal.SIGTERM)
+    await up.until(lambda: node not in serving(up), "others taking over")
+
+
+def serving(up: Running) -> set[str]:
+    return {s.node for i in up.watch.instances for s in i.stages}
 
 
 async def test_speculation_across_the_switch(

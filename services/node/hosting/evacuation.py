@@ -1,6 +1,8 @@
-"""A node that is told to stop stays until another machine has what only its disk holds."""
+"""A node that is told to stop stays until others have taken over what it serves, and another
+machine has what only its disk holds."""
 
 import asyncio
+from collections.abc import Callable
 
 from structlog.stdlib import BoundLogger
 
@@ -14,9 +16,10 @@ from shared.messages.copies import Leave, MayLeave
 POLL_S = 0.2
 
 
-async def evacuate(bus: Bus, leave: Leave, limit_s: float, log: BoundLogger) -> None:
-    """Returns when the registry says that the node may go, does not answer, or after `limit_s`."""
-    end = now() + limit_s
+async def evacuate(bus: Bus, leave: Leave, running: Callable[[], int], log: BoundLogger) -> None:
+    """Returns when the registry says that the node may go and no request runs there any more, when
+    the registry does not answer, or when the time that the node waits at most is over."""
+    end = now() + leave.within_s
     while now() < end:
         try:
             answer = await bus.request(
@@ -25,9 +28,9 @@ async def evacuate(bus: Bus, leave: Leave, limit_s: float, log: BoundLogger) -> 
         except LambdaScaleError as error:
             log.warning("leaves unasked", error=str(error))
             return
-        if not answer.waits_for:
+        if not (answer.waits_for or running()):
             return
-        log.info("stays for durable copies", models=answer.waits_for)
+        log.info("stays", for_copies_of=answer.waits_for, running=running())
         await asyncio.sleep(POLL_S)
-    if limit_s:
-        log.warning("leaves with the only durable copy of a model", waited_s=limit_s)
+    if leave.within_s:
+        log.warning("leaves before others have taken over", waited_s=leave.within_s)
