@@ -88,7 +88,7 @@ async def nodes_that_leave_hand_over(up: Running, oracle: Oracle) -> None:
     """Under load, the only replica's node is drained, and then its successor is told to end."""
     asked = prompts(8, TINY.vocab_size)
     for leave in (drain, end):
-        (node,) = serving(up)
+        (node,) = serves(up)
         load = asyncio.create_task(up.ask_all(asked, 100))
         await up.until(lambda: has_requests(up), "requests that run")
         await leave(up, node)
@@ -105,7 +105,7 @@ def has_requests(up: Running) -> bool:
 async def drain(up: Running, node: str) -> None:
     drained = await operate(up, "drain", node)
     assert f"{node} is empty" in drained
-    assert node not in serving(up)
+    assert node not in serves(up)
     await operate(up, "uncordon", node)
 
 
@@ -119,10 +119,10 @@ async def operate(up: Running, action: str, node: str) -> str:
 
 async def end(up: Running, node: str) -> None:
     up.kill(node, signal.SIGTERM)
-    await up.until(lambda: node not in serving(up), "others taking over")
+    await up.until(lambda: node not in serves(up), "others taking over")
 
 
-def serving(up: Running) -> set[str]:
+def serves(up: Running) -> set[str]:
     return {s.node for i in up.watch.instances for s in i.stages}
 
 
