@@ -12,7 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.gateway.core.commands import Command, Emit, End, Scored, Send, Withdraw
+from services.gateway.core.commands import (
+    AskWhetherAlive,
+    Command,
+    Emit,
+    End,
+    Scored,
+    Send,
+    Withdraw,
+)
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request, State
@@ -73,6 +81,7 @@ class Streams(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.asked: list[AskWhetherAlive] = []
         self.revision = 0
         self.numbers = count(1)
         self.drawn = 0.0
@@ -131,6 +140,8 @@ class Streams(RuleBasedStateMachine):
                     assert not client.left
                     assert not client.tokens
                     client.scores += [one.drawn for one in logprobs]
+                case AskWhetherAlive():
+                    self.asked.append(command)
                 case End(request, error):
                     client = self.clients[request]
                     assert isinstance(error, LambdaScaleError)
@@ -279,6 +290,13 @@ class Streams(RuleBasedStateMachine):
         if self.attempts:
             request, attempt = sorted(self.attempts)[number % len(self.attempts)]
             self.run_commands(self.dispatch.on_taken(request, attempt, self.now))
+
+    @rule(dies=st.booleans())
+    def judge(self, dies: bool) -> None:
+        if self.asked:
+            ask = self.asked.pop()
+            dead = ask.nodes[:1] if dies else ()
+            self.run_commands(self.dispatch.on_judged(ask.request, ask.attempt, dead, self.now))
 
     @rule(number=st.integers(0, 6))
     def node_gone(self, number: int) -> None:
