@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 MOST = 3
 """Faults in a run."""
+HALF = 0.1
+"""The share of runs in which half of the nodes are killed at the same time, and nothing else."""
 FELT_S = 3.0
 """A fault is felt for about this long after its beginning."""
 
@@ -47,13 +49,16 @@ def draw(
     within_s: float,
     lasting_s: float,
 ) -> tuple[Fault, ...]:
-    """One to MOST faults, in order of time, each on a process of its own.
+    """One to MOST faults, in order of time, each on a process of its own; or half of the nodes are
+    killed at the same time.
 
     `processes`: the role of each. Of each role enough stay untouched for the cluster to go on: a
     majority of the NATS servers, half of the nodes, and one process of any other role that has
     several. A slow link is a node's.
     """
     rng = random.Random(seed)
+    if random.Random(f"half {seed}").random() < HALF:
+        return _half(rng, processes, rng.uniform(0.0, within_s))
     kinds = sorted(kinds, key=lambda kind: kind.name)
     left = {
         role: _may_fail(role, list(processes.values()).count(role)) for role in processes.values()
@@ -71,6 +76,12 @@ def draw(
             for_s = lasting_s if kind in LASTING else 0.0
             found.append(Fault(at_s, kind, name, role, for_s))
     return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+
+def _half(rng: random.Random, processes: Mapping[str, str], at_s: float) -> tuple[Fault, ...]:
+    nodes = sorted(name for name, role in processes.items() if role == "node")
+    hit = sorted(rng.sample(nodes, len(nodes) // 2))
+    return tuple(Fault(at_s, Kind.KILL, name, "node", 0.0) for name in hit)
 
 
 def alone(fault: Fault, faults: Iterable[Fault]) -> bool:

@@ -48,11 +48,12 @@ processor.
 CHAOS = """\
 Torments a real cluster under load, run after run: in each, a burst of requests makes a model scale
 out, and up to three processes are killed, told to end, stopped, cut off or put on a slow link
-meanwhile. There are three nats-servers, two of each other service, four nodes; each process has a
-host of its own (a network namespace; without root and iproute2 the faults of the network are left
-out). Every answer is compared with what transformers says. A request may be refused with a clear
-error, never lost, hung or wrong; its client comes again to another gateway when its own dies. Each
-run draws its faults from a seed of its own: `--runs 1 --seed N` repeats the run with seed N.
+meanwhile; in one run of ten half of the nodes are killed at once. There are three nats-servers, two
+of each other service, four nodes; each process has a host of its own (a network namespace; without
+root and iproute2 the faults of the network are left out). Every answer is compared with what
+transformers says. A request may be refused with a clear error, never lost, hung or wrong; its
+client comes again to another gateway when its own dies. Each run draws its faults from a seed of
+its own: `--runs 1 --seed N` repeats the run with seed N.
 """
 CONTROL_PLANE = """\
 Measures what planner, registry and a gateway cost by the number of nodes: until they know all,

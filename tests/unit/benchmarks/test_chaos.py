@@ -43,6 +43,18 @@ def test_every_kind_hits_every_role() -> None:
     assert everything - found == {(role, Kind.SLOW) for role in roles().values() if role != "node"}
 
 
+def test_in_some_runs_half_of_the_nodes_die_at_once() -> None:
+    nodes = {name for name, role in roles().items() if role == "node"}
+    found = [
+        faults
+        for faults in map(drawn, range(200))
+        if len(faults) == len(nodes) // 2
+        and {fault.process for fault in faults} <= nodes
+        and {(fault.kind, fault.at_s) for fault in faults} == {(Kind.KILL, faults[0].at_s)}
+    ]
+    assert 10 <= len(found) <= 40
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_without_a_network_there_are_signals_only(seed: int) -> None:
     assert {fault.kind for fault in drawn(seed, SIGNALS)} <= set(SIGNALS)
