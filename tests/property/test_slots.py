@@ -118,8 +118,11 @@ class Slots(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Everything under way arrives, nodes say what they have, and pauses run out."""
-        for _ in range(4):
+        """Everything under way arrives, nodes say what they have, pauses run out, and suspects, who
+        run one after the other, are cleared."""
+        for done in range(100):
+            if done >= 4 and not self.suspects():
+                break
             for name in self.pool.nodes:
                 self.pool.step(name)
             self.pool.deliver_all()
@@ -130,6 +133,10 @@ class Slots(RuleBasedStateMachine):
         self.pool.deliver_all()
         self.check_nobody_waits_in_vain()
         self.check_nodes_run_what_is_wanted()
+
+    def suspects(self) -> bool:
+        clients = [c for gateway in self.pool.gateways for c in gateway.clients.values()]
+        return any(client.open and client.request.suspect for client in clients)
 
     # --- what holds ----------------------------------------------------------
 
