@@ -30,7 +30,7 @@ from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
 from shared.messages.changes import whole_status
 from shared.messages.instances import InstanceSet, InstanceState
-from shared.messages.pool import NodeGone, NodeJoined, NodeStatus
+from shared.messages.pool import Duty, NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
     EventChanged,
@@ -222,7 +222,8 @@ class Watch:
             case InstanceSet():
                 wrong = self._on_set(message)
             case NodeJoined(info=info):
-                self.say(f"{info.node} joined as {info.generation}")
+                leaves = f", {info.duty.value}" if info.duty is not Duty.ALL else ""
+                self.say(f"{info.node} joined as {info.generation}{leaves}")
             case NodeGone(node=node, generation=generation, reason=reason):
                 self.say(f"{node} gone as {generation}: {reason}")
                 self.pool.gone(message)

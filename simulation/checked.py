@@ -18,10 +18,7 @@ from services.node.core.batching import Batcher
 from services.node.core.host_cache import CacheBook
 from services.node.core.pulling import Pulls
 from services.node.core.residency import Residency
-from services.node.hosting.host_cache import HostCache
-from services.node.hosting.hosting import Hosting
 from services.node.moving.mover import Mover
-from services.node.service import NodeService
 from services.planner.core.commands import Command, Log
 from services.planner.core.planner import Planner
 from services.planner.core.stimuli import Stimulus
@@ -114,6 +111,7 @@ class CheckedPool(Pool):
     lease_dropped = _validated(Pool.lease_dropped)
     leases_are = _validated(Pool.leases_are)
     status = _validated(Pool.status)
+    set_duty = _validated(Pool.set_duty)
     leave = _validated(Pool.leave)
     order_failed = _validated(Pool.order_failed)
     tick = _validated(Pool.tick)
@@ -238,16 +236,3 @@ class CheckedBook(CacheBook):
     lend = _validated(CacheBook.lend)
     withdraw = _validated(CacheBook.withdraw)
     drop = _validated(CacheBook.drop)
-
-
-class CheckedCache(HostCache):
-    book_type = CheckedBook
-
-
-class CheckedHosting(Hosting):
-    residency_type = CheckedResidency
-    cache_type = CheckedCache
-
-
-class CheckedNode(NodeService):
-    hosting_type = CheckedHosting

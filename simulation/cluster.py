@@ -17,6 +17,8 @@ import msgspec
 from services.gateway.service import GatewayService
 from services.node.core.rows import Row, request_of
 from services.node.execution.steps import Steps
+from services.node.hosting import host_cache
+from services.node.hosting.hosting import Hosting
 from services.node.memory.device import DeviceArena
 from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
@@ -43,11 +45,12 @@ from simulation import checked
 from simulation.bus import SimBroker
 from simulation.checked import (
     CheckedBatcher,
+    CheckedBook,
     CheckedGateway,
     CheckedMover,
-    CheckedNode,
     CheckedPlanner,
     CheckedRegistry,
+    CheckedResidency,
 )
 from simulation.data_plane import ModelledDataPlane
 from simulation.engine import ModelledEngine
@@ -84,6 +87,19 @@ REGISTRY, PLANNER, GATEWAY, NODE = "registry", "planner", "gateway", "node-"
 
 class CheckedSteps(Steps):
     batcher_type = CheckedBatcher
+
+
+class CheckedCache(host_cache.HostCache):
+    book_type = CheckedBook
+
+
+class CheckedHosting(Hosting):
+    residency_type = CheckedResidency
+    cache_type = CheckedCache
+
+
+class CheckedNode(NodeService):
+    hosting_type = CheckedHosting
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,10 @@ class Slots(RuleBasedStateMachine):
     def settle(self) -> None:
         """Everything under way arrives, nodes say what they have, pauses run out, and suspects, who
         run one after the other, are cleared."""
-        for done in range(100):
-            if done >= 4 and not self.suspects():
-                break
+        quiet, before = 0, self.suspects()
+        while quiet < (16 if before else 4):  # a prompt takes several steps
+            now = self.suspects()
+            quiet, before = quiet + 1 if now == before else 0, now
             for name in self.pool.nodes:
                 self.pool.step(name)
             self.pool.deliver_all()
@@ -134,9 +135,11 @@ class Slots(RuleBasedStateMachine):
         self.check_nobody_waits_in_vain()
         self.check_nodes_run_what_is_wanted()
 
-    def suspects(self) -> bool:
+    def suspects(self) -> dict[str, int]:
+        """Each with the number of its tokens."""
         clients = [c for gateway in self.pool.gateways for c in gateway.clients.values()]
-        return any(client.open and client.request.suspect for client in clients)
+        suspects = (c.request for c in clients if c.open and c.request.suspect)
+        return {request.id: len(request.tokens) for request in suspects}
 
     # --- what holds ----------------------------------------------------------
 

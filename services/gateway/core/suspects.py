@@ -16,10 +16,10 @@ A suspect is cleared when it has the tokens that the node may have come to befor
 takes a prefill and a few steps, and the next suspect has its turn.
 
 What looks like a death may be a cut link or a paused process. That makes suspects, too, since they
-lose little. But a suspect is refused only if its node says that its engine failed, or if the bus
-says that the node's process is connected no longer. The gateway asks this itself
-(`AskWhetherAlive`), unless registry or planner have said that a node is gone. A node that is found
-dead gets nothing more, or its death would count twice.
+lose little. But a suspect is refused only if its node had said that it has the request, and the
+node says that its engine failed, or the bus says that the node's process is connected no longer.
+The gateway asks this itself (`AskWhetherAlive`), unless registry or planner have said that a node
+is gone. A node that is found dead gets nothing more, or its death would count twice.
 """
 
 from collections.abc import Callable, Collection
@@ -68,8 +68,10 @@ class Suspects:
         why = str(error)
         if request.move is not None:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
+        # What killed the node before the request had come there is not known.
+        tried = request.suspect and (request.begun or isinstance(error, EngineFailed))
         self._attempts.take_off(route, request, why, now)
-        request.tried = request.suspect
+        request.tried = tried
         if request.tried and isinstance(error, EngineFailed):
             self._attempts.fail(request, _refusal(why))
             return

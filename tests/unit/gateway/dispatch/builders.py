@@ -85,6 +85,9 @@ class Driver:
         message = Tokens(node=replica(1).leader, tokens=(), scores=(scores,))
         return self.dispatch.on_tokens(message, self.now)
 
+    def take(self, name: str, attempt: int) -> list[Command]:
+        return self.dispatch.on_taken(RequestId(name), attempt, self.now)
+
     def refuse(self, name: str, attempt: int) -> list[Command]:
         error = CapacityExceeded("full")
         return self.dispatch.on_not_taken(RequestId(name), attempt, error, self.now)

@@ -56,6 +56,7 @@ def test_a_request_that_kills_its_node_twice_is_refused() -> None:
     (send,) = driver.publish(replica(2), replica(3))
     assert isinstance(send, Send)
     assert send.submit.alone_until == 4 + PAST
+    driver.take("a", 2)
     (ask,) = asked(driver.publish(replica(3)))
     assert (ask.request, ask.attempt, ask.nodes) == ("a", 2, (replica(2).leader,))
     assert not sent(driver.later(1.0)), "it waits until its node has answered, or nobody has"
@@ -63,10 +64,22 @@ def test_a_request_that_kills_its_node_twice_is_refused() -> None:
     driver.dispatch.validate()
 
 
+def test_a_node_that_had_not_taken_it_convicts_nobody() -> None:
+    """Something else may have killed the node while the request was on its way."""
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    commands = dies(driver, 2)
+    assert not refused(commands)
+    assert sent(commands) == [("a", "replica-3", 3)]
+    driver.dispatch.validate()
+
+
 def test_a_node_that_lives_convicts_nobody() -> None:
     driver = Driver()
     suspects(driver, "a")
     driver.publish(replica(2), replica(3))
+    driver.take("a", 2)
     (ask,) = asked(dies(driver, 2))
     (send,) = judge(driver, ask, dead=False)
     assert isinstance(send, Send)
@@ -108,6 +121,7 @@ def test_of_those_beside_a_suspect_nobody_is_refused() -> None:
     driver.admit("a")
     (send,) = [each for each in dies(driver, 1) if isinstance(each, Send)]
     assert send.submit.instance == "replica-2"
+    driver.take("a", 2)
     (ask,) = asked(dies(driver, 2))
     assert ask.request == "a"
     judge(driver, ask, dead=True)
@@ -219,6 +233,7 @@ def test_requests_end_in_their_order() -> None:
     driver = Driver()
     suspects(driver, "a", "b", "c")
     driver.publish(replica(2), replica(3), replica(4))
+    driver.take("b", 2)
     (ask,) = asked(dies(driver, 3))
     assert ask.request == "b"
     assert ended(judge(driver, ask, dead=True))[0][0] == "b"

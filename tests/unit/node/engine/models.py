@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.engine.base import Draw, PartResult, Row, StagePart
+from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
 from services.node.engine.linear import Form
 from shared.ids import ModelId
@@ -33,9 +34,17 @@ class Model:
     def n_blocks(self) -> int:
         return self.manifest.n_blocks
 
-    def engine(self, start: int = 0, stop: int | None = None, kv_tokens: int = 4096) -> TorchEngine:
-        """An engine that holds blocks start <= block < stop."""
-        engine = TorchEngine("cpu", kv_tokens, threads=1, cpu_weights=self.cpu_weights)
+    def engine(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        kv_tokens: int = 4096,
+        kv_bytes: int = 0,
+    ) -> TorchEngine:
+        """An engine that holds blocks start <= block < stop. `kv_bytes`: memory that models can
+        share, in place of `kv_tokens` positions for this one."""
+        kv = KvBudget(kv_bytes) if kv_bytes else kv_tokens
+        engine = TorchEngine("cpu", kv, threads=1, cpu_weights=self.cpu_weights)
         engine.open_model(MODEL, self.manifest)
         for block in range(start, self.n_blocks if stop is None else stop):
             engine.attach(MODEL, block, memoryview(self.buffers[block]))

@@ -151,8 +151,8 @@ def test_two_processes_never_have_the_memories_and_a_dead_one_never_blocks(
         elif what == "die" and client in world.alive:
             world.alive.discard(client)
             world.connected.discard(client)
+            world.do(tenure.closed(client, world.now))  # whoever waits has it killed, to be sure
             world.writes.discard(client)
-            world.do(tenure.closed(client, world.now))
             world.do(tenure.died(client, world.now))
         elif what == "alive":
             tenure.heard(client, world.now)
@@ -160,8 +160,8 @@ def test_two_processes_never_have_the_memories_and_a_dead_one_never_blocks(
         tenure.due(world.now)
     for client in sorted(world.alive - world.connected):  # the kernel's word comes in the end
         world.alive.discard(client)
-        world.writes.discard(client)
         world.do(tenure.closed(client, world.now))
+        world.writes.discard(client)
         world.do(tenure.died(client, world.now))
     if world.connected and not world.over:
         assert tenure.state is State.OWNED

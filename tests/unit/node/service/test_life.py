@@ -203,7 +203,8 @@ async def test_a_data_plane_that_dies_ends_the_node(tmp_path: Path, checkpoint: 
 async def test_a_node_that_stops_fails_its_sequences_before_it_goes(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
+    settings = {**SLOW, "evacuate_s": 0}  # it does not wait until they end
+    async with nodes(tmp_path, checkpoint, "a", settings=settings) as up:
         await up.promoted("a")
         gone = Heard()
         await up.bus.subscribe(subjects.POOL_NODES, On(Message, gone.hear))
