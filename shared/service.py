@@ -221,7 +221,7 @@ def log_what_nobody_awaits(log: structlog.stdlib.BoundLogger) -> None:
 
 async def serve_until_signal(service: Service) -> None:
     """Opens the service, runs it until SIGINT or SIGTERM, its own `stop` or its failure, and closes
-    it. A signal also ends one that is still opening, which may stand by for days."""
+    it. A signal also ends a service that is still opening: a standby may be for days."""
     stop = service.stop
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -16,7 +16,7 @@ from shared.messages.copies import CopiesQuery, PoolCopies
 from shared.messages.pool import MEMORY, Duty, Nodes, SetDuty
 from shared.pool_pages import read_pool
 
-POLL_S = 0.25
+POLL_S = 0.5
 GRACE_S = 10.0
 """Seconds that the node has after the deadline to free its memory."""
 DRAIN_DESCRIPTION = """\

@@ -195,8 +195,8 @@ class Frontend:
             self.run(self.dispatch.on_taken(submit.request, submit.attempt, now()))
 
     async def _judge(self, command: AskWhetherAlive) -> None:
-        """Only a process that is gone has nobody to answer for it: one that is paused, or cut off,
-        is still connected as far as the bus knows."""
+        """Asks the nodes whether they live. The bus says that nobody answers only if a node's
+        process is gone: it takes a process that is paused, or cut off, for connected."""
         dead: set[NodeId] = set()
         for _ in range(PINGS if command.surely else 1):
             answers = await asyncio.gather(*(self._ping(node) for node in command.nodes))

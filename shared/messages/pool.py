@@ -87,7 +87,7 @@ class SetDuty(Message, frozen=True, kw_only=True, tag="set_duty"):
     node: NodeId
     duty: Duty
     within_s: float = 0.0
-    """Of a drain: after how many seconds it ends what it serves. 0: there is no limit."""
+    """The seconds after which a node that drains ends what it serves. 0: there is no limit."""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -50,7 +50,8 @@ from shared.ids import ModelId, NodeId
 from shared.messages.serving import Cancel, Logprobs, Submit
 
 GROW_AFTER = 100
-"""Steps that were made smaller, because the engine had no memory, grow again with so many parts."""
+"""Steps become smaller when the engine has no memory. They grow again whenever this many parts have
+run."""
 STOP, BUG, GRAMMAR = "stop", "bug", "grammar"
 """Causes of commands that no message and no batch caused."""
 

@@ -87,7 +87,7 @@ class _Model:
     tensor: torch.Tensor
     pages: Pages
     page_bytes: int
-    """Of a page in all layers. 0: the model keeps no KV."""
+    """The bytes of a page in all layers. 0: the model keeps no KV."""
     erased: bool
     views: dict[range, torch.Tensor] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class KvCache:
             self._vacate(slab)
 
     def _slabs_for(self, model_id: ModelId, positions: int) -> int:
-        """The slabs that the model has to take for so many more positions."""
+        """How many more slabs the model needs to have room for `positions` more."""
         model = self._models.get(model_id)
         if model is None or not model.page_bytes:
             return 0

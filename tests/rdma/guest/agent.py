@@ -82,7 +82,7 @@ class Lines:
 class Job:
     number: int
     pid: int
-    """Of its process and of its session."""
+    """The id of the job's process, and of its session."""
     process: int
     """A descriptor that can be read when the process has ended."""
     output: Lines

@@ -63,7 +63,7 @@ async def test_a_client_that_does_not_read_is_left() -> None:
 
 
 async def until_open(http: aiohttp.ClientSession, count: int) -> None:
-    """Waits until so many connections are open, the one that asks included."""
+    """Waits until `count` connections are open. The connection that asks is one of them."""
     while True:
         async with http.get("/metrics") as response:
             if f"lambdascale_gateway_connections {count}.0" in await response.text():

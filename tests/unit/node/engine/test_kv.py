@@ -295,7 +295,7 @@ def grow(kv: KvCache, key: str, pages: int, model_id: ModelId = MODEL) -> KvSequ
 
 
 def test_a_model_borrows_what_the_other_does_not_use() -> None:
-    """Of 8 slabs of 4 pages each model has a share of 4, and one is kept for it."""
+    """There are 8 slabs of 4 pages. Each model has a share of 4 slabs, and keeps 1 of them."""
     kv = shared(32)
     assert kv.share(MODEL) == kv.share(OTHER) == 16 * PAGE
     assert available(kv) == available(kv, OTHER) == 28
