@@ -222,8 +222,11 @@ class Watch:
             case InstanceSet():
                 wrong = self._on_set(message)
             case NodeJoined(info=info):
-                leaves = f", {info.duty.value}" if info.duty is not Duty.ALL else ""
-                self.say(f"{info.node} joined as {info.generation}{leaves}")
+                duty = f", {info.duty.value}" if info.duty is not Duty.ALL else ""
+                self.say(f"{info.node} joined as {info.generation}{duty}")
+                (self.pool.leaving.add if info.duty.leaves else self.pool.leaving.discard)(
+                    info.node
+                )
             case NodeGone(node=node, generation=generation, reason=reason):
                 self.say(f"{node} gone as {generation}: {reason}")
                 self.pool.gone(message)

@@ -363,8 +363,11 @@ class Cluster:
         self.processes[name] = process
         await process.begin(self._group)
 
-    async def stop(self, name: str) -> None:
-        """Ends a process as SIGTERM does."""
+    async def stop(self, name: str, left_s: float | None = None) -> None:
+        """Ends a process as SIGTERM does, or a node as a notice does that its machine is there for
+        `left_s` more."""
+        if left_s is not None and name in self.nodes:
+            self.nodes[name].expect_end(left_s)
         await self.processes[name].stop()
         if name in self.network:
             self.network.kill(name)

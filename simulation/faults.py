@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shared import subjects
 from shared.clock import now
+from shared.errors import LambdaScaleError
+from shared.ids import NodeId
+from shared.messages.pool import Duty, Nodes, SetDuty
 from simulation.cluster import GATEWAY, PLANNER, REGISTRY, Cluster
 
 POLL_S = 0.01
 PATIENCE_S = 8.0
 """Seconds that a fault waits for a node with its role."""
+DUTY_TIMEOUT_S = 1.0
+"""Seconds that an operator waits for the registry, and then before asking again."""
 WORKING = 2
 """Number of nodes that are always left alone."""
 
@@ -72,6 +78,20 @@ class Field:
     def well(self) -> list[str]:
         """The nodes that no fault has hit."""
         return [name for name in self.cluster.nodes if name not in self._hit]
+
+    async def set_duty(self, node: str, duty: Duty, within_s: float = 0.0) -> None:
+        """Tells the registry what a node may be used for, as `lambdascale node` does, until the
+        registry has it."""
+        wish = SetDuty(node=NodeId(node), duty=duty, within_s=within_s)
+        while True:
+            try:
+                await self.cluster.bus.request(
+                    subjects.REGISTRY_DUTY, wish, Nodes, timeout=DUTY_TIMEOUT_S
+                )
+                return
+            except LambdaScaleError as error:
+                self.say(f"again, {node} is to be {duty.value}: {error}")
+                await asyncio.sleep(DUTY_TIMEOUT_S)
 
     @contextmanager
     def hit(self, what: str, *names: str) -> Iterator[bool]:
@@ -268,6 +288,51 @@ class Vanish(Fault):
                 await asyncio.sleep(self.lasts)
                 for name in half:
                     await field.cluster.begin(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaim(Fault):
+    """Half of the nodes are taken away after a notice, as clouds do. New processes come back under
+    their names."""
+
+    notice_s: float
+
+    async def happen(self, field: Field) -> None:
+        cluster = field.cluster
+        half = field.well()[: len(cluster.nodes) // 2]
+        with field.hit(f"taken away within {self.notice_s:.1f} s", *half) as may:
+            if may:
+                async with asyncio.TaskGroup() as group:
+                    for name in half:
+                        group.create_task(self._take(field, name), name=f"{name} is taken away")
+                await asyncio.sleep(self.lasts)
+                for name in half:
+                    await cluster.begin(name)
+
+    async def _take(self, field: Field, name: str) -> None:
+        field.crashed(name)  # its memory goes, sooner or later
+        try:
+            async with asyncio.timeout(self.notice_s):
+                await field.cluster.stop(name, self.notice_s)
+        except TimeoutError:
+            field.say(f"{name} dead, its time was over")
+            field.cluster.crash(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain(Fault):
+    """An operator drains a node, with a limit or none, and later takes that back."""
+
+    whom: Whom
+    limit_s: float
+
+    async def happen(self, field: Field) -> None:
+        name = await field.look_for(self.whom)
+        with field.hit("drained", name) as may:
+            if may:
+                await field.set_duty(name, Duty.DRAINING, self.limit_s)
+                await asyncio.sleep(self.lasts)
+                await field.set_duty(name, Duty.ALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

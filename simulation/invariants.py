@@ -97,8 +97,8 @@ class _Copies:
 
 @dataclass(slots=True)
 class Pool:
-    """A model that was loaded stays in some node's memory, unless a crash takes the last copy.
-    This holds where memory is ample.
+    """A model that was loaded stays in some node's memory, unless a crash takes the last copy, or
+    the node with the last copy was told to leave. This holds where memory is ample.
 
     Decisions that the planner takes before it can know of a crash are the crash's fault.
     """
@@ -106,6 +106,8 @@ class Pool:
     models: Mapping[ModelId, int]
     """Number of blocks of each model."""
     ample: bool
+    leaving: set[str] = field(default_factory=set)
+    """Nodes that were told to leave."""
     _copies: dict[ModelId, _Copies] = field(default_factory=dict)
     _crashed: dict[tuple[str, int], tuple[ModelId, ...]] = field(default_factory=dict)
     """(node, generation) whose end nobody knows yet -> the models that it held a copy of."""
@@ -124,6 +126,7 @@ class Pool:
             holders = frozenset(n for n, s in nodes.items() if has_copy(s, model, blocks))
             if copies.was and not holders:
                 excused = any(model in held for held in self._crashed.values())
+                excused = excused or copies.nodes <= self.leaving
                 if (
                     self.ample
                     and not excused

@@ -19,6 +19,7 @@ from simulation.faults import (
     ClockJump,
     Corrupt,
     Crash,
+    Drain,
     Fault,
     Jitter,
     Leaderless,
@@ -27,6 +28,7 @@ from simulation.faults import (
     Outage,
     Pause,
     PeerCut,
+    Reclaim,
     Restart,
     Role,
     SlowLink,
@@ -90,6 +92,8 @@ def scenario(seed: int) -> Scenario:
         kills_at = draw.choice((0, draw.randrange(requests[poison].output_tokens)))
         requests[poison] = replace(requests[poison], kills_at=kills_at, leaves_after=None)
         faults = [fault for fault in faults if not isinstance(fault, _NODE_FAULTS)]
+    elif draw.random() < 0.4:
+        faults = sorted([*faults, *_departures(draw, spec)], key=lambda fault: fault.at)
     return Scenario(seed, spec, tuple(requests), tuple(faults))
 
 
@@ -185,6 +189,18 @@ def _slow_link(draw: random.Random, spec: ClusterSpec) -> Fault:
 
 def _corrupt(draw: random.Random, spec: ClusterSpec) -> Fault:
     return Corrupt(at=_at(draw), lasts=0, whom=_whom(draw, spec), reads=draw.choice((1, 10, 100)))
+
+
+def _departures(draw: random.Random, spec: ClusterSpec) -> list[Fault]:
+    """Nodes that operators drain, and machines that are taken away after a notice."""
+    drains: list[Fault] = [
+        Drain(at=_at(draw), lasts=_lasts(draw, 25), whom=_whom(draw, spec), limit_s=limit_s)
+        for limit_s in draw.choice(((0.0,), (2.0,), (0.0, 10.0)))
+    ]
+    if draw.random() < 0.6:
+        return drains
+    notice_s = draw.choice((2.0, 10.0, 30.0))
+    return [*drains, Reclaim(at=_at(draw), lasts=_lasts(draw, 15), notice_s=notice_s)]
 
 
 def _planner(draw: random.Random) -> Fault:

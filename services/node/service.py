@@ -218,14 +218,18 @@ class NodeService(Service):
         await self._worker.ready()
 
     async def _heed(self, watch: NoticeWatch) -> None:
-        """Leaves, as after SIGTERM, when the machine is about to be taken away; what takes longest,
-        the hand-over of durable copies, may take as long as the machine is there."""
+        """Leaves, as after SIGTERM, when the machine is about to be taken away."""
         notice = await watch.come()
         if notice.left_s is not None:
-            self._evacuate_s = max(0.0, notice.left_s - Service.drain_s)
-            self.drain_s = Service.drain_s + self._evacuate_s
+            self.expect_end(notice.left_s)
         self.log.warning("leaves: the machine is about to be taken away", left_s=notice.left_s)
         self.stop.set()
+
+    def expect_end(self, left_s: float) -> None:
+        """The machine is there for `left_s` more: what takes longest when the node leaves, the
+        hand-over of durable copies, may take nearly as long."""
+        self._evacuate_s = max(0.0, left_s - Service.drain_s)
+        self.drain_s = Service.drain_s + self._evacuate_s
 
     async def drain(self) -> None:
         """Other nodes take over what it serves, and what only its machine keeps. It serves on

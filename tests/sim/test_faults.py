@@ -16,6 +16,7 @@ from simulation.faults import (
     ClockJump,
     Corrupt,
     Crash,
+    Drain,
     Fault,
     Jitter,
     Leaderless,
@@ -24,6 +25,7 @@ from simulation.faults import (
     Outage,
     Pause,
     PeerCut,
+    Reclaim,
     Restart,
     Role,
     SlowLink,
@@ -98,6 +100,30 @@ def test_half_of_the_nodes_die_at_once() -> None:
     log = log_of(Vanish(at=LOADING_S, lasts=8), spec=replace(SPEC, nodes=6))
     assert count(log, "^(node-[0-9], ){2}node-[0-9] dead, all at once") == 1
     assert count(log, "gone as .* expired") == 3
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
+
+
+@pytest.mark.parametrize("notice_s", [30.0, 0.1])
+def test_half_of_the_nodes_are_taken_away_after_a_notice(notice_s: float) -> None:
+    log = log_of(Reclaim(at=LOADING_S, lasts=8, notice_s=notice_s), spec=replace(SPEC, nodes=6))
+    assert count(log, "^(node-[0-9], ){2}node-[0-9] taken away within") == 1
+    assert count(log, "gone as .* gave its lease back") == 3 + 6, "those three, and all at the end"
+    assert count(log, "its time was over|expired") == 0
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 1.0], ids=["without a limit", "with one"])
+@pytest.mark.parametrize("role", [Role.TARGET, Role.RELAY, Role.REPLICA], ids=lambda r: r.name)
+def test_a_node_is_drained_while_others_load(role: Role, limit_s: float) -> None:
+    log = log_of(Drain(at=LOADING_S, lasts=20, whom=whoever(role), limit_s=limit_s))
+    (node,) = [line.split()[0] for line in log if re.match("node-[0-9] drained", line)]
+    assert count(log, f"^{node} joined as [0-9]+, draining$") == 1
+    emptied = next(
+        i for i, line in enumerate(log) if f"{node} joined as" in line and "drain" in line
+    )
+    served = [line for line in log[emptied:] if "model is served by" in line]
+    until = next(i for i, line in enumerate(served) if f"{node}[" not in line)
+    assert until < len(served), "it serves no more"
     assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
 
 

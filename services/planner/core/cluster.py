@@ -106,6 +106,13 @@ class Cluster:
         info = self.nodes.get(node)
         return info is not None and info.duty.leaves
 
+    def left_s(self, node: NodeId, wall_ns: int) -> float:
+        """Seconds until the node ends in any case what it serves; infinite if there is no limit."""
+        info = self.nodes.get(node)
+        if info is None or not info.leave_by_ns:
+            return float("inf")
+        return (info.leave_by_ns - wall_ns) / 1e9
+
     def meets(self, info: NodeInfo) -> bool:
         """Whether the node is there, for all that is known. A generation that has ended does not
         come back. A node that an answer names before it was announced counts as announced."""

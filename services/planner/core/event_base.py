@@ -11,7 +11,16 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
-from services.planner.core.event_phases import STEPS, Case, Dropped, Effect, Freed, Phase, Trouble
+from services.planner.core.event_phases import (
+    STEPS,
+    Case,
+    Dropped,
+    Effect,
+    Freed,
+    Phase,
+    Taken,
+    Trouble,
+)
 from services.planner.core.links import Links
 from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
@@ -79,6 +88,20 @@ class EventBase:
     def loads(self, node: NodeId) -> bool:
         """Whether the event is not over and the node is a target of it."""
         return not self.over and node in self.record.targets
+
+    @property
+    def lacking(self) -> tuple[NodeId, ...]:
+        """The targets that lack blocks."""
+        return tuple(self._incomplete)
+
+    def gives_up(self, node: NodeId) -> bool:
+        """Whether the event is about to go on without a node, because it was told so."""
+        told = any(isinstance(t, Taken) and t.node == node for t in self._troubles)
+        return told or node in self._case.taken
+
+    def needs(self, node: NodeId) -> bool:
+        """Whether the event is not over and the node has a part in it."""
+        return self.loads(node) or self.sends(node)
 
     def sends(self, node: NodeId) -> bool:
         """Whether the event is not over and blocks are still to come from the node."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
-from services.planner.core.event_phases import Dropped, Freed, Joined, Taken
+from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import Cause, Fleet, describe
 from services.planner.core.journal import Journal
 from services.planner.core.releases import Releases
@@ -192,18 +192,23 @@ class ModelMachine:
         for node in self.standing.due(at):
             self._releases.again(node)
         for node in self.standing.in_state(State.DRAINING):
-            if self.event is None or not self.event.sends(node):
+            if not self._in_event(node):
                 self._releases.drain(node)
+            elif self._desk.cluster.left_s(node, self._desk.now.wall_ns) <= 0:
+                self._replicas.end(node, Verdict.FEWER, "the time of its node is over")
         self._replicas.settle()
+        if self._take_effects():  # the event goes on without a node that leaves
+            self._replicas.settle()
         for path in self.fleet.settle():
             self._desk.span("path_formed", self.fleet.cause.trace, attributes=describe(path))
             if self.event is not None:
                 self.event.on_path()
 
-    def _take_effects(self) -> None:
+    def _take_effects(self) -> bool:
+        """Returns whether there were any."""
         event = self.event
         if event is None:
-            return
+            return False
         effects = event.effects.copy()
         event.effects.clear()
         for effect in effects:
@@ -217,6 +222,7 @@ class ModelMachine:
                     self._releases.free(node)
                 case Freed(node):
                     self._releases.free(node)
+        return bool(effects)
 
     # --- what it has ---
 
@@ -231,16 +237,9 @@ class ModelMachine:
             self._leave(node, why, at_once=way.at_once)
 
     def _leave(self, node: NodeId, why: str, *, at_once: bool) -> None:
-        """A replica leaves. `at_once`: its requests go on elsewhere, and if an event needs the
-        node, it goes on without it."""
+        """A replica leaves. `at_once`: its requests go on elsewhere."""
         if at_once:
-            self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, node)
-            self._desk.tell(why, self.record.model_id, node)
-            loads = self._loads(node)
-            if self.event is not None and self._in_event(node):
-                self.event.on_trouble(Taken(node, why))
-            if not loads:
-                self._releases.free(node)
+            self._replicas.end(node, Verdict.GIVES_WAY, why)
         elif any(member.node == node for member in self.fleet.replicas):
             self._replicas.note(Verdict.GIVES_WAY, self._replicas.sizing.wants, why, node)
             self._replicas.drain(node, why)
@@ -325,7 +324,7 @@ class ModelMachine:
         return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
 
     def _in_event(self, node: NodeId) -> bool:
-        return self.event is not None and (self.event.loads(node) or self.event.sends(node))
+        return self.event is not None and self.event.needs(node)
 
     def _loads(self, node: NodeId) -> bool:
         return self.event is not None and self.event.loads(node)

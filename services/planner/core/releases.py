@@ -9,7 +9,7 @@ from services.planner.core.desk import RELEASE_S, Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.multicast.strategies import LOCAL
 from services.planner.core.rooms import Rooms
-from services.planner.core.standing import Standing, State
+from services.planner.core.standing import Leaving, Standing, State
 from services.planner.core.stimuli import Answer, Failed
 from shared.errors import StaleEpoch
 from shared.ids import NodeId
@@ -35,7 +35,7 @@ class Releases:
     @property
     def next_wake(self) -> float:
         drains = (
-            each.since.at + DRAIN_LIMIT_S
+            self._limit(node, each)
             for node in self._standing.in_state(State.DRAINING)
             if (each := self._standing.of(node)) is not None
         )
@@ -47,10 +47,16 @@ class Releases:
         known = self._standing.of(node)
         if known is None:
             return
-        if self._desk.at - known.since.at < DRAIN_LIMIT_S and self._fleet.uses(node):
+        if self._desk.at < self._limit(node, known) and self._fleet.uses(node):
             return
         self._fleet.leave(node)
         self._release(node)
+
+    def _limit(self, node: NodeId, known: Leaving) -> float:
+        """When a draining node goes even if requests run over it: they go on elsewhere."""
+        now = self._desk.now
+        left_s = self._desk.cluster.left_s(node, now.wall_ns)
+        return min(known.since.at + DRAIN_LIMIT_S, now.at + left_s)
 
     def leave(self, node: NodeId) -> None:
         self._standing.stay(node)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from services.planner.core import events
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
+from services.planner.core.event_phases import Taken
 from services.planner.core.fleet import PACE_PER_MEMBER_S, REPUBLISH_S, Cause, Fleet
 from services.planner.core.instances import Member
 from services.planner.core.journal import Journal
@@ -189,6 +190,7 @@ class Replicas:
         if decision.replicas < have and not self.scaling:
             self._shrink(decision)
         self._hand_over(outgoing, enough=have >= max(decision.replicas, self.sizing.wants))
+        self._load_elsewhere()
 
     # --- more ---
 
@@ -228,7 +230,7 @@ class Replicas:
         a replica ends in any case: its requests go on elsewhere, or wait."""
         now = self._desk.now
         for info in outgoing:
-            left_s = (info.leave_by_ns - now.wall_ns) / 1e9 if info.leave_by_ns else NEVER
+            left_s = self._desk.cluster.left_s(info.node, now.wall_ns)
             if enough:
                 self.note(
                     Verdict.FEWER, self.sizing.wants, f"its node is {info.duty.value}", info.node
@@ -236,11 +238,18 @@ class Replicas:
                 self.drain(info.node, f"drains: its node is {info.duty.value}")
             elif left_s <= 0:
                 why = f"its node is {info.duty.value}, and no other node has taken over in time"
-                self.note(Verdict.FEWER, self.sizing.wants, why, info.node)
-                self._tell(why, info.node)
-                self._releases.free(info.node)
+                self.end(info.node, Verdict.FEWER, why)
             elif left_s < NEVER:
                 self._decide_by(now.at + left_s)
+
+    def _load_elsewhere(self) -> None:
+        """Ends what loads on nodes that leave: they will not serve for long."""
+        if self.event is None or self.event.over:
+            return
+        for node in self.event.lacking:
+            if self._desk.cluster.leaves(node):
+                duty = self._desk.cluster.nodes[node].duty.value
+                self.end(node, Verdict.FEWER, f"loads no more: its node is {duty}")
 
     def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
         """Lets the running event grow, unless it cannot now."""
@@ -326,6 +335,19 @@ class Replicas:
         self._tell(why, node)
         self._standing.drain(node, self._desk.now, self._fleet.members[node].trace)
         self._fleet.drain(node)
+
+    def end(self, node: NodeId, verdict: Verdict, why: str) -> None:
+        """Ends a replica, or what loads to be one, at once. Its requests go on elsewhere, and if an
+        event needs the node, it goes on without it."""
+        if self.event is not None and self.event.needs(node) and self.event.gives_up(node):
+            return
+        self.note(verdict, self.sizing.wants, why, node)
+        self._tell(why, node)
+        loads = self.event is not None and self.event.loads(node)
+        if self.event is not None and self.event.needs(node):
+            self.event.on_trouble(Taken(node, why))
+        if not loads:  # else the event frees it
+            self._releases.free(node)
 
     # --- for people ---
 

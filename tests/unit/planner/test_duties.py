@@ -3,6 +3,8 @@
 import pytest
 
 from services.planner.core import commands
+from services.planner.core.events import TERMINAL
+from shared.messages import Ok
 from shared.messages.instances import InstanceState
 from shared.messages.pool import Duty, Tier
 from tests.unit.planner.driver import EVERY, WALL_NS, Driver, settings
@@ -125,3 +127,50 @@ def test_a_copy_that_is_elsewhere_too_does_not_stay() -> None:
     driver.duty("a", Duty.DRAINING)
     go_on(driver, 2.0)
     assert driver.asked(commands.Release).message.keep is None
+
+
+def growing(*nodes: str) -> Driver:
+    """An event loads the model on these nodes, from the node that serves."""
+    driver = busy(*nodes)
+    driver.load(queued=40, a=4)
+    driver.wait(0.2)
+    driver.begin(*nodes)
+    assert driver.event.targets == nodes
+    return driver
+
+
+def test_what_loads_on_a_node_that_leaves_loads_elsewhere() -> None:
+    driver = growing("b", "c")
+    driver.join("d")
+    driver.status("d")
+    driver.duty("b", Duty.DRAINING)
+    driver.load(queued=40, a=4)
+    driver.wait(0.5)
+    assert driver.event.targets == ("c",)
+    assert driver.asked(commands.Release).message.node == "b"
+    assert driver.event.state not in TERMINAL
+
+
+def test_a_time_that_is_over_ends_a_target_that_has_all_while_the_event_goes_on() -> None:
+    driver = growing("b", "c")
+    driver.duty("a", Duty.CORDONED)
+    driver.holds("b")
+    driver.duty("b", Duty.DRAINING, leave_by_ns=WALL_NS + int((driver.at + 1.0) * 1e9))
+    go_on(driver, 1.2, a=4, b=4)  # nothing arrives at c, so its part is planned again meanwhile
+    driver.think()
+    for plan in driver.orders():
+        driver.answer(plan, Ok())
+    assert driver.event.targets == ("c",)
+    assert driver.asked(commands.Release).message.node == "b"
+    assert driver.event.state not in TERMINAL
+
+
+def test_a_node_that_was_replaced_ends_its_requests_when_its_time_is_over() -> None:
+    driver = busy("b")
+    driver.duty("a", Duty.DRAINING, leave_by_ns=WALL_NS + int((driver.at + 5.0) * 1e9))
+    driver.wait(0.2)
+    take_over(driver, "b")
+    go_on(driver, 4.0, a=2, b=1)
+    assert not driver.all_asked(commands.Release), "its requests still run"
+    go_on(driver, 1.5, a=2, b=1)
+    assert driver.asked(commands.Release).message.node == "a"
