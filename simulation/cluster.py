@@ -16,6 +16,7 @@ import msgspec
 
 from services.gateway.service import GatewayService
 from services.node.core.rows import Row, request_of
+from services.node.engine.budget import KvBudget
 from services.node.execution.steps import Steps
 from services.node.hosting import host_cache
 from services.node.hosting.hosting import Hosting
@@ -172,11 +173,10 @@ class ClusterSpec:
             unit *= 2
         return unit
 
-    @cached_property
-    def kv_tokens(self) -> int:
-        """KV positions, for the model that needs most for one position."""
-        free = USABLE * self.hardware.memory_bytes - self.arena_bytes
-        return int(free / max(model.kv_bytes for model in self.models))
+    @property
+    def kv(self) -> KvBudget:
+        """What models leave of a device's memory."""
+        return KvBudget(int(USABLE * self.hardware.memory_bytes - self.arena_bytes))
 
 
 class NodeParts:
@@ -232,9 +232,7 @@ class NodeParts:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
-            engine=ModelledEngine(
-                spec.hardware, spec.kv_tokens, partial(self._cluster.aboard, self.name)
-            ),
+            engine=ModelledEngine(spec.hardware, spec.kv, partial(self._cluster.aboard, self.name)),
             pcie=self._pcie,
             host=self._host,
             slots=config.slots,

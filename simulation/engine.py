@@ -4,8 +4,9 @@ Times are rooflines, block by block. A run of layers over n positions reads its 
 computes n times, whichever takes longer; so does attention, with the keys and values of the
 sequences. Tokens are a hash of the request and the index, so that every path gives the same tokens
 and every reader can check them. This engine refuses what the torch engine refuses: blocks that are
-not attached, sequences that do not continue where they ended, more KV than there is. No prompt
-begins like another, so nothing is cached.
+not attached, sequences that do not continue where they ended, more KV than there is. The KV cache
+is the torch engine's, in memory that is not there: models share it as they do on a real node. No
+prompt begins like another, so nothing is cached.
 """
 
 import mmap
@@ -16,7 +17,7 @@ import torch
 import xxhash
 
 from services.node.checkpoints.packing import digest
-from services.node.core.kv import whole_pages
+from services.node.core.kv import pages_of
 from services.node.engine.base import (
     Bell,
     Context,
@@ -27,8 +28,10 @@ from services.node.engine.base import (
     StagePart,
     Weights,
 )
+from services.node.engine.budget import KvBudget
+from services.node.engine.kv import KvCache, KvSequence
 from services.node.execution.activations import DTYPES
-from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
+from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 from simulation.hardware import Hardware
@@ -68,22 +71,6 @@ class Costs:
         return max(self._read_head, draws * self._run_head) if draws else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    model_id: ModelId
-    start: int
-    stop: int
-    limit: int
-    layers: int
-    length: int = 0
-    live: bool = True
-
-    def kv(self, length: int) -> int:
-        """Positions of the KV budget that `length` positions take. A stage without layers needs
-        none."""
-        return whole_pages(length) if self.layers else 0
-
-
 @dataclass(slots=True)
 class _Open:
     """An open model."""
@@ -103,7 +90,7 @@ class _Open:
 @dataclass(slots=True)
 class _Rider:
     part: StagePart
-    sequences: list[_Sequence]
+    sequences: list[KvSequence]
     positions: int
     context: int
     pairs: float
@@ -116,18 +103,15 @@ class ModelledEngine:
     def __init__(
         self,
         hardware: Hardware,
-        kv_tokens: int,
+        kv: KvBudget | int,
         aboard: Callable[[Sequence[Row]], None] = lambda rows: None,
     ) -> None:
-        """`aboard` is told the rows of each part that is run."""
+        """`kv`: the memory for KV caches, or directly a number of positions, for one model.
+        `aboard` is told the rows of each part that is run."""
         self._hardware = hardware
         self._aboard = aboard
-        self._kv_capacity = whole_pages(kv_tokens)
-        self._kv_used = 0
+        self._kv = KvCache(kv, torch.device("meta"))
         self._models: dict[ModelId, _Open] = {}
-        self.sequences: dict[SequenceKey, _Sequence] = {}
-        self.changes = 0
-        """Grows when sequences end."""
 
     def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
         if model_id in self._models:
@@ -136,7 +120,12 @@ class ModelledEngine:
         layers = [0]
         for block in manifest.blocks:
             layers.append(layers[-1] + model.block_layers(block))
-        hidden = torch.frombuffer(_ZEROS, dtype=DTYPES[model.dtype])
+        dtype = DTYPES[model.dtype]
+        weight = model.nbytes
+        self._kv.open_model(
+            model_id, model.layers, model.kv_heads, model.head_dim, dtype, weight=weight
+        )
+        hidden = torch.frombuffer(_ZEROS, dtype=dtype)
         rows = hidden.numel() // model.hidden
         self._models[model_id] = _Open(
             model,
@@ -178,7 +167,7 @@ class ModelledEngine:
         return frozenset(model.held) if model else frozenset()
 
     def close_model(self, model_id: ModelId) -> None:
-        self.free(tuple(key for key, s in self.sequences.items() if s.model_id == model_id))
+        self._kv.close_model(model_id)
         self._models.pop(model_id, None)
 
     def begin(self, model_id: ModelId) -> "ModelledSweep":
@@ -186,13 +175,11 @@ class ModelledEngine:
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         for key in sequences:
-            sequence = self.sequences.pop(key, None)
+            sequence = self._kv.find(key)
             if sequence is None:
                 continue
-            sequence.live = False
-            self.changes += 1
-            self._kv_used -= sequence.kv(sequence.length)
-            stages, stage = self._models[sequence.model_id].stages, (sequence.start, sequence.stop)
+            self._kv.free((key,))
+            stages, stage = self._models[sequence.model_id].stages, sequence.blocks
             stages[stage] -= 1
             if not stages[stage]:
                 del stages[stage]
@@ -204,20 +191,20 @@ class ModelledEngine:
 
     @property
     def kv_used(self) -> int:
-        return self._kv_used
+        return self._kv.used
 
     @property
     def kv_capacity(self) -> int:
-        return self._kv_capacity
+        return self._kv.capacity
 
     def kv_share(self, model_id: ModelId) -> int:
-        return self.kv_capacity
+        return self._kv.share(model_id)
 
     def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
-        return self.kv_capacity - self.kv_used - sum(promised.values())
+        return self._kv.free_for(model_id, promised)
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
-        """Does nothing: whoever asks first has the positions."""
+        self._kv.make_room(wanted)
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         model = self._models.get(model_id)
@@ -227,45 +214,45 @@ class ModelledEngine:
 
     # --- for sweeps ---------------------------------------------------------
 
+    @property
+    def changes(self) -> int:
+        """Grows when sequences end."""
+        return self._kv.changes
+
     def open(self, model_id: ModelId) -> _Open:
         if model_id not in self._models:
             raise NotFound(f"model {model_id} is not open here")
         return self._models[model_id]
 
-    def admit(self, model_id: ModelId, model: _Open, part: StagePart) -> list[_Sequence]:
+    def admit(self, model_id: ModelId, model: _Open, part: StagePart) -> list[KvSequence]:
         """The rows' sequences, new or known, each with its row's positions. An error changes
         nothing."""
         stage = part.start, part.stop
-        found, cost = [], 0
-        layers = model.layers[part.stop] - model.layers[part.start]
+        layers = range(model.layers[part.start], model.layers[part.stop])
+        found, wanted = [], 0
         for row in part.rows:
-            sequence = self.sequences.get(row.sequence)
+            sequence = self._kv.find(row.sequence)
             if sequence is None and row.position == 0:
-                sequence = _Sequence(model_id, *stage, row.limit, layers)
-            self._check_row(row, sequence, model_id, stage)
-            assert sequence is not None
-            cost += sequence.kv(row.position + row.count) - sequence.kv(row.position)
-            found.append(sequence)
-        if self._kv_used + cost > self._kv_capacity:
-            raise CapacityExceeded(
-                f"{cost} more positions of KV cache are needed, "
-                f"{self._kv_capacity - self._kv_used} of {self._kv_capacity} are free"
-            )
-        self._kv_used += cost
+                sequence = KvSequence(row.sequence, model_id, stage, layers, row.limit)
+            known = self._checked(row, sequence, model_id, stage)
+            if layers:
+                wanted += pages_of(row.position + row.count) - len(known.pages)
+            found.append(known)
+        self._kv.require(model_id, wanted)
         self._aboard(part.rows)
-        for row, sequence in zip(part.rows, found, strict=True):
+        for index, row in enumerate(part.rows):
             if row.position == 0:
-                self.sequences[row.sequence] = sequence
+                found[index] = self._kv.start(model_id, stage, layers, row.sequence, row.limit)
                 model.stages[stage] = model.stages.get(stage, 0) + 1
-            sequence.length += row.count
+            self._kv.extend(found[index], row.count)
         return found
 
-    def _check_row(
-        self, row: Row, sequence: _Sequence | None, model_id: ModelId, stage: tuple[int, int]
-    ) -> None:
+    def _checked(
+        self, row: Row, sequence: KvSequence | None, model_id: ModelId, stage: tuple[int, int]
+    ) -> KvSequence:
         if sequence is None:
             raise NotFound(f"sequence {row.sequence} is not known here; it starts at position 0")
-        if (sequence.model_id, sequence.start, sequence.stop) != (model_id, *stage):
+        if (sequence.model_id, sequence.blocks) != (model_id, stage):
             raise Conflict(f"sequence {row.sequence} was begun by another stage here")
         if row.position != sequence.length:
             raise Conflict(
@@ -277,6 +264,7 @@ class ModelledEngine:
                 f"sequence {row.sequence}: {row.count} positions from {row.position} on, "
                 f"of {sequence.limit}"
             )
+        return sequence
 
 
 class ModelledSweep:

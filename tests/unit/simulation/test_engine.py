@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.node.core.microbatches import Forward, Path
 from services.node.engine.base import StagePart
+from services.node.engine.budget import KvBudget
 from services.node.execution import activations
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId, NodeId
@@ -254,6 +255,22 @@ def test_kv_is_taken_in_pages_as_sequences_grow_and_given_back() -> None:
     assert on.kv_used == 32
     on.close_model(ID)
     assert on.kv_used == 0
+
+
+def test_models_share_the_memory_for_kv_as_on_a_real_node() -> None:
+    on, other = ModelledEngine(HARDWARE, KvBudget(64 * 16 * MODEL.kv_bytes)), ModelId("other")
+    for opened in (ID, other):
+        on.open_model(opened, MANIFEST)
+        for block in range(BLOCKS):
+            on.attach(opened, block, buffer(block))
+    assert on.kv_capacity == 64 * 16
+    assert on.kv_share(ID) == on.kv_share(other) == 32 * 16
+    assert on.kv_free(ID, {}) == 60 * 16, "all but what the other one may begin with"
+    run(on, part([row(f"a{i}#1", 0, 50) for i in range(15)]))
+    assert (on.kv_used, on.kv_free(ID, {}), on.kv_free(other, {})) == (60 * 16, 0, 4 * 16)
+    on.make_room({other: 8 * 16})
+    on.free(tuple(f"a{i}#1" for i in range(15)))
+    assert on.kv_free(other, {}) == 60 * 16
 
 
 def test_a_stage_without_layers_needs_no_kv() -> None:
