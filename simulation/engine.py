@@ -166,7 +166,7 @@ class ModelledEngine:
         model = self._models.get(model_id)
         return frozenset(model.held) if model else frozenset()
 
-    def close_model(self, model_id: ModelId) -> None:
+    def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
 

@@ -112,9 +112,9 @@ class ModelledWorker:
         self._asleep.discard(key)
         self._attached[key] = ref(buffer)
 
-    async def close_model(self, model_id: ModelId) -> None:
+    async def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         held = self._engine.held(model_id)
-        self._do(lambda steps: steps.close_model(model_id))
+        self._do(lambda steps: steps.close_model(model_id, asleep=asleep))
         self._forget(model_id)
         self._asleep |= {(model_id, block) for block in held}
 

@@ -141,9 +141,10 @@ class Engine(Kv, Protocol):
     def held(self, model_id: ModelId) -> frozenset[int]:
         """The blocks that can be run now."""
 
-    def close_model(self, model_id: ModelId) -> None:
+    def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         """Drops the model's tensors and the KV of its sequences. The buffers may be reused
-        afterwards."""
+        afterwards. `asleep`: they will not be, before this is called once more without it: what was
+        made of the weights stays, so that the model can soon be opened again."""
 
     def begin(self, model_id: ModelId) -> Sweep:
         """A new sweep without parts. To give a sweep up, drop it."""

@@ -72,8 +72,7 @@ class TorchEngine:
             check_form(cpu_weights)
             if cpu_weights != "stored":
                 compiled = kernels.load()  # compile them now, before a model waits for them
-        self._shelf = shelf or Shelf()
-        self._packed = PackedBlocks(self._shelf, self._form, compiled)
+        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled)
         self._kv = KvCache(kv, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
@@ -159,12 +158,13 @@ class TorchEngine:
         model = self._models.get(model_id)
         return frozenset(model.blocks) if model else frozenset()
 
-    def close_model(self, model_id: ModelId) -> None:
+    def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
-        if self._models.pop(model_id, None):
-            self._shelf.drop(model_id)
+        self._models.pop(model_id, None)
+        if not asleep:
+            self._packed.drop(model_id)
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

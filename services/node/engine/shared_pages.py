@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -75,18 +75,67 @@ class SharedPages:
         return True
 
 
+class Taken:
+    """Pages that remember what was taken of them."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.filled = pages.filled
+        self.tensors: list[torch.Tensor] = []
+
+    def take(self, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+        self.tensors.append(self.pages.take(outputs, inputs, dtype))
+        return self.tensors[-1]
+
+
+class TakenAgain:
+    """What was taken before, once more in the same order."""
+
+    filled = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = iter(tensors)
+
+    def take(self, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = next(self._tensors)
+        assert (tensor.shape, tensor.dtype) == ((outputs, inputs), dtype)
+        return tensor
+
+
 class PackedBlocks:
-    """The memories of packed blocks: from the shelf where they are there, and onto it."""
+    """The memories of packed blocks: from the shelf where they are there, and onto it.
+
+    The packed weights of a model that sleeps in the arena stay: they take no more memory than was
+    set aside for them (budget.py), and the model wakes without packing anything.
+    """
 
     def __init__(self, shelf: Shelf, form: Form, compiled: kernels.Kernels | None) -> None:
         """`compiled`: what packs weights here; None: nothing does."""
         self._shelf = shelf
         self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
+        self._taken: dict[tuple[ModelId, int], list[torch.Tensor]] = {}
 
     @contextmanager
     def of(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
         """Pages for the packed weights of a block of so many bytes. In the context they are
         taken and filled."""
+        key = model, block
+        if key in self._taken:
+            yield TakenAgain(self._taken[key])
+            return
+        with self._pages(model, block, nbytes) as pages:
+            taken = Taken(pages)
+            yield taken
+        self._taken[key] = taken.tensors
+
+    def drop(self, model: ModelId) -> None:
+        """The model's bytes leave the arena."""
+        for key in [key for key in self._taken if key[0] == model]:
+            del self._taken[key]
+        self._shelf.drop(model)
+
+    @contextmanager
+    def _pages(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
         if not (self._shelf.keeps and self._made) or nbytes < LEAST:
             yield HugePages(nbytes)
         elif (kept := self._find(model, block)) is not None:

@@ -127,12 +127,12 @@ class Steps:
         with self._blamed():
             self._engine.attach(model_id, block, weights)
 
-    def close_model(self, model_id: ModelId) -> None:
+    def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
         self._do(self._batcher.model_closed(model_id, why))
         self._models.pop(model_id, None)
         with self._blamed():
-            self._engine.close_model(model_id)
+            self._engine.close_model(model_id, asleep=asleep)
 
     def submit(self, submit: Submit) -> None:
         manifest = self._models.get(submit.model_id)

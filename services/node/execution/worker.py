@@ -158,12 +158,13 @@ class Worker:
         with telemetry.span("upload", parent=parent, attributes=attributes):
             return await device.upload(buffer)
 
-    async def close_model(self, model_id: ModelId) -> None:
-        """Once this returns, the worker does not touch the model's buffers."""
+    async def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
+        """Once this returns, the worker does not touch the model's buffers. `asleep`: see
+        `Engine.close_model`."""
         self._traces.pop(model_id, None)
         if self._device is not None:
             await self._device.settle()
-        await self._ask(lambda steps: steps.close_model(model_id))
+        await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))
 
     async def submit(self, submit: Submit) -> None:
         """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not

@@ -235,7 +235,7 @@ class Hosting:
                 if not hosted.residency.complete or self.cache.is_stored(model):
                     keep = None
                 if keep is not None:
-                    await self._opening.close(hosted, cause)
+                    await self._opening.close(hosted, cause, asleep=True)
                     await self._demote(hosted, cause)
                 if keep is Tier.CACHE:
                     await self._hurry(hosted, cause)

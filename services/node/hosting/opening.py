@@ -72,11 +72,12 @@ class Opening:
         if hosted.residency.complete:
             self._changed()  # before that, each block is reported by itself
 
-    async def close(self, hosted: Hosted, cause: str) -> None:
-        """Once it returns, the engine has no view of the model's bytes."""
+    async def close(self, hosted: Hosted, cause: str, *, asleep: bool = False) -> None:
+        """Once it returns, the engine has no view of the model's bytes. `asleep`: these stay where
+        they are."""
         if hosted.bringing is not None:
             hosted.bringing.cancel()
-        await self._worker.close_model(hosted.model)
+        await self._worker.close_model(hosted.model, asleep=asleep)
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)
             hosted.residency = hosted.residency.stand_by()

@@ -77,40 +77,75 @@ INLINE int64_t place_of(const Matrix *m, int64_t i) {
     return is_coded(m) ? i % 16 / 4 * 8 + i / 16 * 4 + i % 4 : i;
 }
 
+/* The row of the matrix that is output i of a panel; -1: none is. */
+INLINE int64_t row_of(const Matrix *m, int64_t panel, int64_t i) {
+    if (!m->gated) return panel * WIDTH + i < m->out ? panel * WIDTH + i : -1;
+    int64_t half = m->out / 2, row = panel * (WIDTH / 2) + i % (WIDTH / 2);
+    return row < half ? row + (i < WIDTH / 2 ? 0 : half) : -1;
+}
+
+/* The scale of an output in 8 bits; NaN, unless all its weights are finite. */
+INLINE float scale_of(const void *from, int64_t at, int64_t in, int narrow) {
+    float most = 0, nothing = 0;
+    for (int64_t k = 0; k < in; k++) {
+        float size = fabsf(get(from, at + k, narrow));
+        most = size > most ? size : most;
+        nothing += 0 * size;
+    }
+    return (most > 0 ? most / 127 : 1) + nothing;
+}
+
 INLINE int8_t rounded(const Matrix *m, float value) {
     int number = (int)rintf(value);
     return (int8_t)(is_coded(m) && number < 0 ? -number - 128 : number);
 }
 
+/* The weights of an output from `at` on, as the matrix holds them, and zeros up to PAIRED. */
+INLINE void convert(const Matrix *m, const void *from, int64_t at, int64_t count, float scale,
+                    void *to, int narrow) {
+    if (m->kind == INT8)
+        for (int64_t k = 0; k < count; k++)
+            ((int8_t *)to)[k] = scale == scale ? rounded(m, get(from, at + k, narrow) / scale) : 0;
+    else if (narrow) memcpy(to, (const uint16_t *)from + at, count * sizeof(uint16_t));
+    else memcpy(to, (const float *)from + at, count * sizeof(float));
+    if (count < PAIRED)
+        memset((char *)to + count * size_of(m->kind), 0, (PAIRED - count) * size_of(m->kind));
+}
+
+/* Puts what a panel's outputs [WIDTH, count] have at one place side by side: [count, WIDTH]. `size`:
+   the bytes of each. */
+INLINE void turn(const char *from, char *to, int64_t count, int64_t size) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t i = 0; i < WIDTH; i++)
+            memcpy(to + (k * WIDTH + i) * size, from + (i * count + k) * size, size);
+}
+
+/* A panel is packed in pieces that stay in the first cache: one line is read of each output, and all
+   lines that are written are written whole. */
 INLINE void pack_panel(const Matrix *m, const void *from, const void *bias, int64_t panel,
                        int narrow) {
-    int64_t in = m->in, together = numbers_together(m);
-    char *to = (char *)m->weight + panel * deep(in) * WIDTH * size_of(m->kind);
+    int64_t in = m->in, size = size_of(m->kind), together = numbers_together(m);
+    int64_t rows[WIDTH];
+    float scales[WIDTH];
+    char piece[WIDTH * PAIRED * sizeof(float)] __attribute__((aligned(64)));
+    char *to = (char *)m->weight + panel * deep(in) * WIDTH * size;
     for (int64_t i = 0; i < WIDTH; i++) {
-        int64_t output = panel * WIDTH + i, last = m->out;
-        if (m->gated) {
-            int64_t half = m->out / 2, upper = i >= WIDTH / 2;
-            output = panel * (WIDTH / 2) + i % (WIDTH / 2) + upper * half;
-            last = upper ? m->out : half;
+        int64_t row = rows[i] = row_of(m, panel, i);
+        scales[i] = m->kind == INT8 && row >= 0 ? scale_of(from, row * in, in, narrow) : 1;
+        if (m->scales) m->scales[panel * WIDTH + i] = scales[i];
+        if (m->bias) m->bias[panel * WIDTH + i] = row >= 0 ? get(bias, row, narrow) : 0;
+    }
+    for (int64_t k = 0; k < in; k += PAIRED, to += PAIRED * WIDTH * size) {
+        for (int64_t i = 0; i < WIDTH; i++) {
+            char *own = piece + place_of(m, i) * PAIRED * size;
+            int64_t count = rows[i] < 0 ? 0 : least(PAIRED, in - k), at = rows[i] * in + k;
+            if (count == PAIRED) convert(m, from, at, PAIRED, scales[i], own, narrow);
+            else convert(m, from, at, count, scales[i], own, narrow);
         }
-        int64_t at = output * in, there = output < last;
-        float most = 0, scale = 1, nothing = 0;
-        if (m->bias) m->bias[panel * WIDTH + i] = there ? get(bias, output, narrow) : 0;
-        if (m->kind == INT8) {
-            for (int64_t k = 0; k < in && there; k++) {
-                float size = fabsf(get(from, at + k, narrow));
-                most = size > most ? size : most;
-                nothing += 0 * size; /* NaN, unless all are finite */
-            }
-            scale = most > 0 ? most / 127 : 1;
-            m->scales[panel * WIDTH + i] = scale + nothing;
-        }
-        for (int64_t k = 0; k < deep(in); k++) {
-            float value = there && k < in ? get(from, at + k, narrow) : 0;
-            int64_t at = (k / together * WIDTH + place_of(m, i)) * together + k % together;
-            if (m->kind == FLOAT32) ((float *)to)[at] = value;
-            else if (m->kind == BFLOAT16) ((uint16_t *)to)[at] = narrowed(value);
-            else ((int8_t *)to)[at] = nothing == 0 ? rounded(m, value / scale) : 0;
+        switch (together * size) {
+            case 1: turn(piece, to, PAIRED, 1); break;
+            case 2: turn(piece, to, PAIRED * size / 2, 2); break;
+            case 4: turn(piece, to, PAIRED * size / 4, 4); break;
         }
     }
 }

@@ -9,7 +9,7 @@ import torch
 from services.node.engine import kernels
 from services.node.engine.huge_pages import HUGE, LEAST, HugePages
 from services.node.engine.linear import Form, linear
-from services.node.engine.shared_pages import PackedBlocks, SharedPages
+from services.node.engine.shared_pages import PackedBlocks, SharedPages, Taken
 from services.node.memory.shelf import Keeping, Kept, Shelf
 from shared.ids import ModelId
 
@@ -116,12 +116,28 @@ def test_a_closed_model_and_what_nobody_takes_are_dropped(keeper: Keeper) -> Non
     assert keeper.held == {}
 
 
+def test_what_stays_in_the_arena_is_packed_once(keeper: Keeper) -> None:
+    for shelf in (Shelf(), keeper.shelf()):
+        blocks = packed(shelf)
+        first, filled = attach(blocks)
+        assert not filled
+        again, filled = attach(blocks)
+        assert filled
+        assert torch.equal(first, again)
+        assert not attach(blocks, OTHER)[1]
+        blocks.drop(MODEL)
+        assert not attach(blocks)[1]
+        assert attach(blocks, OTHER)[1]
+
+
 def test_without_a_keeper_or_huge_pages_nothing_is_shared(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with packed(Shelf()).of(MODEL, 0, LEAST) as pages:
-        assert isinstance(pages, HugePages)
+        assert isinstance(pages, Taken)
+        assert isinstance(pages.pages, HugePages)
     monkeypatch.setattr(SharedPages, "grow", lambda self, end: False)
     with packed(keeper.shelf()).of(MODEL, 0, LEAST) as pages:
-        assert isinstance(pages, HugePages)
+        assert isinstance(pages, Taken)
+        assert isinstance(pages.pages, HugePages)
     assert keeper.held == {}

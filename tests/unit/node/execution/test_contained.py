@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def bug(*_: Any) -> Any:
+def bug(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a bug")
 
 

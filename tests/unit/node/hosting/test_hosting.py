@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import json
+from ctypes import Structure
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.node.engine.kernels import Kernels, Packing
 from services.node.execution.worker import Worker
 from services.node.hosting import opening
 from services.node.hosting.hosted import Hosted
@@ -243,6 +245,33 @@ async def test_a_tokenizer_is_not_asked_for_before_the_first_block(
         await up.apply("a")
         await up.release("a")
         assert tokenizers.asked.locked()
+
+
+async def test_a_model_that_wakes_is_not_packed_again(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packings: list[Packing] = []
+    run = Kernels.run
+
+    def watched(self: Kernels, argument: Structure, threads: int) -> None:
+        if isinstance(argument, Packing):
+            packings.append(argument)
+        run(self, argument, threads)
+
+    monkeypatch.setattr(Kernels, "run", watched)
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        once = len(packings)
+        assert once > 0
+        tokens = await up.generate("a", request="before")
+        await up.release("a", keep=Tier.HOST)
+        await up.apply("a")
+        assert await up.generate("a", request="after") == tokens
+        assert len(packings) == once
+        await up.release("a")
+        await up.apply("a", promote=ALL, event="from disk")
+        await up.until_arrived("a", ALL, event="from disk")
+        assert len(packings) == 2 * once
 
 
 async def test_a_tokenizer_comes_again_when_the_model_wakes(
