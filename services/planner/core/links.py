@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from services.planner.core.cluster import LOAD_BYTES_PER_S
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
@@ -48,15 +50,43 @@ class Links:
         """The node's port; None if a rate is not known. A node keeps to the rate that it states for
         its link, although the link may be able to do more. So the rates that it measured count only
         if it states none."""
-        info, profile = self.nodes.get(node), self.profiles.get(node, _UNMEASURED)
-        stated = float(info.link_bytes_per_s) if info else 0.0
-        out = stated or profile.out_bytes_per_s or self.default_bytes_per_s
-        into = stated or profile.in_bytes_per_s or self.default_bytes_per_s
+        out, into = self._rates(node)
         if not out or not into:
             return None
+        info = self.nodes.get(node)
         if node in self.disks:
             out = min(out, self.disk_rate(node))
         return Port(out, into, info.rack if info else "", info.host if info else "")
+
+    def assumed(self) -> "Links":
+        """The same links, with a rate for every node. A direction that is not known is taken to be
+        as fast as the node's other one, or else as the slowest that is known of any node: the links
+        of a cluster are alike, and nobody is to wait for one that is not. Where no rate at all is
+        known, none is assumed."""
+        known = [
+            rate
+            for node in {**self.nodes, **self.profiles}
+            for rate in self._rates(node)
+            if 0 < rate < math.inf
+        ]
+        if not known:
+            return self
+        profiles = dict(self.profiles)
+        for node, profile in self.profiles.items():
+            out, into = self._rates(node)
+            profiles[node] = msgspec.structs.replace(
+                profile, out_bytes_per_s=out or into, in_bytes_per_s=into or out
+            )
+        return replace(self, profiles=profiles, default_bytes_per_s=max(1, int(min(known))))
+
+    def _rates(self, node: NodeId) -> tuple[float, float]:
+        """Out of the node and into it; 0: not known."""
+        info, profile = self.nodes.get(node), self.profiles.get(node, _UNMEASURED)
+        stated = float(info.link_bytes_per_s) if info else 0.0
+        return (
+            stated or profile.out_bytes_per_s or self.default_bytes_per_s,
+            stated or profile.in_bytes_per_s or self.default_bytes_per_s,
+        )
 
     def fabric(self, nodes: Sequence[NodeId]) -> Fabric | None:
         """The fabric of these nodes; None if some node's rate is not known."""

@@ -135,35 +135,42 @@ class _Ways:
         self._roles = roles
         self._held = held
         self._model = model
-        self._links = links
+        self._known = links
+        self._links = links.assumed()
         self._strategy = strategy
         self._executing = executing
         self._max_stages = max_stages
         self._every = frozenset(range(model.n_blocks))
 
     def all(self) -> list[_Way]:
-        """At least one way; among equals the first is preferred.
+        """At least one way; among equals the first is preferred. Disks that were never timed do not
+        compete with memory.
 
-        If a strategy is named, or the links' rates are not known, there is only one: memory before
-        the targets' own disks before other disks. Disks that were never timed do not compete with
-        memory.
+        If a strategy is named, or no link's rate is known, there is only one: memory before the
+        targets' own disks before other disks. A share of what the own disk has might come over a
+        link that is far slower. If all has to come over links, several disks share it.
         """
         roles, links = self._roles, self._links
         own = tuple(node for node in roles.disk if node in roles.receiving)
         away = tuple(node for node in roles.disk if node not in roles.receiving)
         nodes = tuple(dict.fromkeys((*roles.memory, *roles.disk, *roles.receiving)))
+        small = len(nodes) * self._model.n_blocks < LARGE
         if self._strategy != AUTO or links.fabric(nodes) is None:
             if roles.memory:
                 return [self._feed(roles.memory, ())]
-            return [self._feed((), own) if own else self._feed(away, ())]
+            if own:
+                return [self._feed((), own)]
+            disks = apart(links.nodes, away)
+            share = self._strategy == AUTO and len(disks) > 1 and small
+            return [self._share(disks) if share else self._feed(away, ())]
         ways: list[_Way] = []
         if roles.memory or away:
             ways.append(self._feed(roles.memory or away, ()))
         if own and (not roles.memory or links.are_timed(own)):
             ways.append(self._feed(roles.memory, own))
         disks = apart(links.nodes, (*own, *away))
-        several = len(disks) + len(roles.memory) > 1 and len(nodes) * self._model.n_blocks < LARGE
-        if disks and several and (not roles.memory or links.are_timed(disks)):
+        several = len(disks) + len(roles.memory) > 1
+        if disks and several and small and (not roles.memory or links.are_timed(disks)):
             ways.append(self._share(disks))
         return ways
 
@@ -222,12 +229,15 @@ class _Ways:
         """From memory and these disks together, each of which supplies a share of the blocks."""
         memory, receiving = self._roles.memory, self._roles.receiving
         nodes = tuple(dict.fromkeys((*memory, *disks, *receiving)))
-        task = self._task(nodes, {*disks} - {*receiving}, ())
-        rates = {
-            node: self._links.disk_rate(node) if node in receiving else port.out
-            for node, port in zip(nodes, task.fabric.ports, strict=True)
-            if node in memory or node in disks
-        }
+        away = {*disks} - {*receiving}
+        task, links = self._task(nodes, away, ()), self._links.reading(away)
+        rates: dict[NodeId, float] = {}
+        for node in (*memory, *disks):
+            port = links.port(node)
+            if port is None or node in receiving:
+                rates[node] = links.disk_rate(node)
+            else:
+                rates[node] = port.out
         dealt = shares(rates, task.block_bytes, dict.fromkeys(rates, self._every))
         now = [dealt.get(n, frozenset()) | self._held.get(n, frozenset()) for n in nodes]
         wanted = [i for i, node in enumerate(nodes) if node in receiving]
@@ -254,7 +264,7 @@ class _Ways:
     def _as_known(self, way: _Way, nodes: Sequence[NodeId], disks: Collection[NodeId]) -> _Way:
         """Without what is predicted from rates that are not known."""
         plan = way.plan
-        if self._links.fabric(nodes) is None and plan.transfers:
+        if self._known.fabric(nodes) is None and plan.transfers:
             plan = replace(plan, considered=())
         if not (plan.considered and self._links.are_timed({*disks, *plan.loading})):
             plan = replace(plan, forecast=NO_FORECAST)

@@ -10,7 +10,7 @@ from shared.ids import ModelId, NodeId
 from shared.messages.pool import ModelProfile, NodeInfo, Profile
 from tests.unit.registry.builders import info
 
-A, B = NodeId("a"), NodeId("b")
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 LLAMA = ModelId("llama")
 
 
@@ -38,6 +38,22 @@ def test_what_a_node_says_comes_before_what_it_measured_and_what_is_assumed() ->
 
 def test_one_unknown_rate_leaves_no_fabric() -> None:
     assert links(node(A, link_bytes_per_s=1), node(B)).fabric([A, B]) is None
+
+
+def test_what_is_not_known_is_taken_to_be_as_what_is_and_no_faster() -> None:
+    measured = {A: Profile(out_bytes_per_s=50.0), B: Profile(in_bytes_per_s=80.0)}
+    known = links(node(A), node(B), node(C), profiles=measured)
+    assert rates(known.assumed()) == {A: (50, 50), B: (80, 80), C: (50, 50)}
+    assert rates(known) == {}
+    stated = links(node(A, link_bytes_per_s=30), node(B), profiles=measured)
+    assert rates(stated.assumed()) == {A: (30, 30), B: (80, 80), C: (30, 30)}
+    nothing = links(node(A), node(B))
+    assert nothing.assumed() == nothing
+
+
+def rates(of: Links) -> dict[NodeId, tuple[float, float]]:
+    ports = {name: of.port(name) for name in (A, B, C)}
+    return {name: (port.out, port.into) for name, port in ports.items() if port is not None}
 
 
 def test_racks_and_hosts_make_trunks_and_local_links() -> None:

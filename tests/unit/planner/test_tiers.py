@@ -1,10 +1,13 @@
 """Shares of several tiers, and the ways between which a plan chooses."""
 
-import msgspec
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from services.planner.core.forecast import NO_FORECAST
 from services.planner.core.links import Links
 from services.planner.core.placement import SHARES, Held, Plan, Roles, plan_transfers
 from services.planner.core.tiers import apart, load_times, shares
@@ -13,7 +16,7 @@ from shared.messages.pool import Profile
 from tests.unit.planner.scripted import record
 from tests.unit.registry.builders import info
 
-MODEL = msgspec.structs.replace(record(), n_blocks=12, block_bytes=(100,) * 12, nbytes=1200)
+MODEL = replace(record(), n_blocks=12, block_bytes=(100,) * 12, nbytes=1200)
 EVERY = frozenset(range(12))
 A, B, C, D, E = (NodeId(name) for name in "abcde")
 NODES = (A, B, C, D, E)
@@ -22,9 +25,7 @@ NODES = (A, B, C, D, E)
 def links(disk: dict[NodeId, float], rate: int = 1000, **rates: int) -> Links:
     """Machines of their own."""
     infos = {
-        node: msgspec.structs.replace(
-            info(node), link_bytes_per_s=rates.get(node, rate), host=f"host of {node}"
-        )
+        node: replace(info(node), link_bytes_per_s=rates.get(node, rate), host=f"host of {node}")
         for node in NODES
     }
     return Links(infos, {n: Profile(load_bytes_per_s=r) for n, r in disk.items()}, 0, 0.0)
@@ -74,7 +75,7 @@ def test_a_disk_reads_one_block_after_the_other() -> None:
 
 
 def test_nodes_of_one_machine_have_one_disk() -> None:
-    infos = {n: msgspec.structs.replace(info(n), host="h" if n in "ac" else "") for n in (A, B, C)}
+    infos = {n: replace(info(n), host="h" if n in "ac" else "") for n in (A, B, C)}
     assert apart(infos, (C, B, A, D, E)) == (C, B, D, E)
 
 
@@ -128,6 +129,34 @@ def test_a_fast_own_disk_comes_before_a_slow_network() -> None:
     made = plan(Roles((A,), (B,), (), (B,)), links({B: 1e6}, rate=10))
     assert made.loading == {B: EVERY}
     assert not made.transfers
+
+
+def test_tiers_supply_shares_where_some_links_were_never_measured() -> None:
+    """B has sent and A has received; C and D have done neither."""
+    infos = {node: replace(info(node), link_bytes_per_s=0, host=node) for node in NODES}
+    measured = {
+        A: Profile(in_bytes_per_s=200.0, load_bytes_per_s=100.0),
+        B: Profile(out_bytes_per_s=200.0),
+        C: Profile(load_bytes_per_s=100.0),
+    }
+    known = Links(infos, measured, 0, 0.0)
+    own = plan(Roles((B,), (A,), (), (A,)), known)
+    assert (own.strategy, len(own.loading[A]), len(own.transfers)) == (SHARES, 4, 8)
+    away = plan(Roles((), (A, C), (), (D,)), known)
+    assert (away.strategy, Counter(t.src for t in away.transfers)) == (SHARES, {A: 6, C: 6})
+    assert own.forecast == away.forecast == NO_FORECAST
+
+
+def test_where_no_link_is_known_nobody_relies_on_one_who_need_not() -> None:
+    """The own disk comes alone. If all has to come over links, both disks read."""
+    infos = {node: replace(info(node), link_bytes_per_s=0, host=node) for node in NODES}
+    disks = {A: Profile(load_bytes_per_s=100.0), B: Profile(load_bytes_per_s=200.0)}
+    unknown = Links(infos, disks, 0, 0.0)
+    own = plan(Roles((), (A, B), (), (A,)), unknown)
+    assert (own.loading, own.transfers) == ({A: EVERY}, ())
+    away = plan(Roles((), (A, B), (), (C,)), unknown)
+    assert Counter(t.src for t in away.transfers) == {A: 4, B: 8}
+    assert (away.strategy, away.forecast) == (SHARES, NO_FORECAST)
 
 
 roles_ = st.tuples(st.permutations(NODES), st.integers(0, 2), st.integers(0, 3), st.integers(1, 4))
