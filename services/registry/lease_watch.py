@@ -28,6 +28,8 @@ class LeaseWatch:
         self._service = service
         self._pool = pool
         self._follow = follow
+        self._read: dict[str, tuple[bytes, NodeInfo]] = {}
+        """What each lease was last, and what that means: nearly every renewal says the same."""
 
     async def run(self, leases: KeyValue) -> None:
         log = self._service.log
@@ -41,6 +43,7 @@ class LeaseWatch:
 
     async def _watch(self, leases: KeyValue) -> None:
         first: set[NodeId] = set()
+        self._read.clear()
         async for entry in leases.watch():
             now = clock.now()
             if entry is None:
@@ -50,12 +53,22 @@ class LeaseWatch:
                 continue
             with self._service.contain("following a lease", node=entry.key):
                 if entry.op is KvOp.DELETE:
+                    self._read.pop(entry.key, None)
                     self._follow(self._pool.lease_dropped(NodeId(entry.key), now))
                 elif info := self._value(entry):
                     first.add(info.node)
                     self._follow(self._pool.lease_put(info, now))
 
     def _value(self, entry: KvEntry) -> NodeInfo | None:
+        value, info = self._read.get(entry.key, (None, None))
+        if value == entry.value:
+            return info
+        found = self._decoded(entry)
+        if found is not None:
+            self._read[entry.key] = entry.value, found
+        return found
+
+    def _decoded(self, entry: KvEntry) -> NodeInfo | None:
         log = self._service.log
         try:
             info = msgspec.msgpack.decode(entry.value, type=NodeInfo)

@@ -6,8 +6,11 @@ message costs nothing, as long as a later message builds on a version that the r
 Otherwise there is a gap, and the receiver asks for the full state.
 """
 
+from collections.abc import Set as AbstractSet
+
 import msgspec
 
+from shared.ids import ModelId
 from shared.messages.pool import NodeStatus
 
 
@@ -19,7 +22,12 @@ def whole_status(known: NodeStatus | None, said: NodeStatus) -> NodeStatus | Non
     if known is None or known.generation != said.generation or known.seq < said.since:
         return None
     holdings = known.holdings
-    if said.holdings or said.dropped:
-        named = {holding.model_id for holding in said.holdings}.union(said.dropped)
+    if named := named_by(said):
         holdings = (*(h for h in holdings if h.model_id not in named), *said.holdings)
     return msgspec.structs.replace(said, since=0, holdings=holdings, dropped=())
+
+
+def named_by(said: NodeStatus) -> AbstractSet[ModelId]:
+    """The models of which it says what is held now. Of all others, one with `since` says that
+    nothing has changed, one without that nothing is held."""
+    return {holding.model_id for holding in said.holdings}.union(said.dropped)

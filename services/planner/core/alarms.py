@@ -24,6 +24,11 @@ class Alarms:
             self._heap = [(at, name) for name, at in self._at.items()]
             heapq.heapify(self._heap)
 
+    def bring_forward(self, name: str, at: float) -> None:
+        """Sets the time of a name, unless it has an earlier one."""
+        if at < self._at.get(name, NEVER):
+            self.set(name, at)
+
     @property
     def next(self) -> float:
         self._drop_void()

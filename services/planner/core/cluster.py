@@ -6,6 +6,7 @@ changes, so that the cost of a question about one model does not grow with the o
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median_low
@@ -13,7 +14,7 @@ from statistics import median_low
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.changes import whole_status
+from shared.messages.changes import named_by, whole_status
 from shared.messages.pool import (
     ARENA,
     Holding,
@@ -41,6 +42,8 @@ class _Said:
 
     status: NodeStatus
     at: float
+    in_arena: tuple[Holding, ...]
+    """What its arena holds, of all that the status names."""
     models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
     """Its holdings, and what has arrived since."""
     arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
@@ -160,7 +163,7 @@ class Cluster:
         again = said is not None and known is not None and known.generation == status.generation
         before = was if again else {}
         if said is not None and again:
-            self._sort_again(said, whole, now)
+            self._sort_again(said, whole, now, named_by(status) if status.since else None)
         else:
             said = self._sort(whole, now)
         after = said.on_device
@@ -182,19 +185,23 @@ class Cluster:
         """Takes in what a node says for the first time, or under a new generation."""
         if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
-        said = self._said[status.node] = _Said(status, now)
+        said = self._said[status.node] = _Said(status, now, _in_arena(status))
         for holding in status.holdings:
             self._add(said, holding.model_id, holding.tier, holding.blocks)
         return said
 
-    def _sort_again(self, said: _Said, status: NodeStatus, now: float) -> None:
-        """Sorts what differs from what the node said before, and what has arrived since then."""
+    def _sort_again(
+        self, said: _Said, status: NodeStatus, now: float, named: AbstractSet[ModelId] | None
+    ) -> None:
+        """Sorts what differs from what the node said before, and what has arrived since then.
+        `named`: the only models of which the holdings can differ; None: they can of all."""
         before, said.status, said.at = said.status.holdings, status, now
         changed = {model for model, _ in said.arrived}
         if status.holdings is not before:
-            known, new = _by_model(before), _by_model(status.holdings)
+            known, new = _by_model(before, named), _by_model(status.holdings, named)
             every = known.keys() | new.keys()
             changed |= {model for model in every if known.get(model) != new.get(model)}
+            said.in_arena = _in_arena(status)
         if changed:
             self._sort_models(said, changed, now)
 
@@ -338,13 +345,23 @@ class Cluster:
         stated = float(info.link_bytes_per_s) if info is not None else 0.0
         return stated or self.profile(node).out_bytes_per_s
 
+    def fastest_sender(self, model: ModelId) -> float | None:
+        """The highest rate at which a node that holds something of the model in memory sends; 0:
+        not known. None: no node holds any of it."""
+        fastest: float | None = None
+        for node in self._in_memory.get(model, ()):
+            tiers = self._models(node).get(model, {})
+            if any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK):
+                rate = self.out_bytes_per_s(node)
+                fastest = rate if fastest is None else max(fastest, rate)
+        return fastest
+
     def in_arenas(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:
             said = self._of_node(node)
-            for holding in said.status.holdings if said is not None else ():
-                if holding.tier in ARENA:
-                    yield node, holding
+            for holding in said.in_arena if said is not None else ():
+                yield node, holding
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
@@ -352,6 +369,7 @@ class Cluster:
         holders: dict[ModelId, set[NodeId]] = {}
         for node, said in self._said.items():
             assert said.status.node == node
+            assert said.in_arena == _in_arena(said.status)
             for model, block in said.arrived:
                 assert block in said.models[model][Tier.GPU]
             for model in said.models:
@@ -377,8 +395,16 @@ class Cluster:
         return said.models if said is not None else {}
 
 
-def _by_model(holdings: Iterable[Holding]) -> dict[ModelId, list[Holding]]:
+def _by_model(
+    holdings: Iterable[Holding], named: AbstractSet[ModelId] | None
+) -> dict[ModelId, list[Holding]]:
+    """`named`: the models that are wanted; None: all are."""
     found: dict[ModelId, list[Holding]] = {}
     for holding in holdings:
-        found.setdefault(holding.model_id, []).append(holding)
+        if named is None or holding.model_id in named:
+            found.setdefault(holding.model_id, []).append(holding)
     return found
+
+
+def _in_arena(status: NodeStatus) -> tuple[Holding, ...]:
+    return tuple(holding for holding in status.holdings if holding.tier in ARENA)

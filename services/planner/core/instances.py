@@ -131,9 +131,10 @@ def revise(
     for stages, capacity in paths.items():
         slots = granted(capacity, [_rate(members[stage.node]) for stage in stages])
         result[stages] = _path(stages, slots, kept.get(stages), capacity, new_id, event)
+    moving = not loading(members, blocks)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
-            result[stages] = _retired(instance, moving=not loading(members, blocks))
+            result[stages] = _retired(instance, moving=moving)
     return tuple(result.values())
 
 

@@ -5,7 +5,6 @@ gateways are kept up to date with every report, so that a question costs the sam
 gateways there are.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -52,19 +51,33 @@ class _Sum:
     running_requests: int = 0
     running_tokens: int = 0
     prompt_tokens: int = 0
-    on: Counter[InstanceId] = field(default_factory=Counter)
+    on: dict[InstanceId, int] = field(default_factory=dict)
+    """Requests on each instance that has any."""
 
-    def add(self, load: ModelLoad, times: int) -> None:
-        """`times`: 1, or -1 to take it out."""
-        self.queued_requests += times * load.queued_requests
-        self.queued_tokens += times * load.queued_tokens
-        self.running_requests += times * load.running_requests
-        self.running_tokens += times * load.running_tokens
-        self.prompt_tokens += times * load.prompt_tokens
-        for instance, requests in load.instance_requests.items():
-            self.on[instance] += times * requests
-            if not self.on[instance]:
-                del self.on[instance]
+    def change(self, before: ModelLoad, load: ModelLoad) -> None:
+        """Takes in that a gateway's load is another. Most often it is the same on nearly all
+        instances."""
+        self.queued_requests += load.queued_requests - before.queued_requests
+        self.queued_tokens += load.queued_tokens - before.queued_tokens
+        self.running_requests += load.running_requests - before.running_requests
+        self.running_tokens += load.running_tokens - before.running_tokens
+        self.prompt_tokens += load.prompt_tokens - before.prompt_tokens
+        now, then = load.instance_requests, before.instance_requests
+        if now == then:
+            return
+        for instance, requests in now.items():
+            if more := requests - then.get(instance, 0):
+                self._add(instance, more)
+        for instance, requests in then.items():
+            if instance not in now:
+                self._add(instance, -requests)
+
+    def _add(self, instance: InstanceId, requests: int) -> None:
+        left = self.on.get(instance, 0) + requests
+        if left:
+            self.on[instance] = left
+        else:
+            self.on.pop(instance, None)
 
 
 _NOTHING = _Sum()
@@ -110,13 +123,13 @@ class LoadReports:
         self, gateway: GatewayId, known: _Gateway, name: ModelName, load: ModelLoad | None
     ) -> None:
         total = self._sums.get(name) or self._sums.setdefault(name, _Sum())
-        before = known.models.pop(name, None)
-        if before is not None:
-            total.add(before, -1)
-            del total.loads[gateway]
-        if load is not None and load.in_use:
-            known.models[name] = total.loads[gateway] = load
-            total.add(load, 1)
+        before = known.models.pop(name, _idle(name))
+        after = load if load is not None and load.in_use else _idle(name)
+        total.change(before, after)
+        if after.in_use:
+            known.models[name] = total.loads[gateway] = after
+        else:
+            total.loads.pop(gateway, None)
         if not total.loads:
             del self._sums[name]
 
@@ -209,5 +222,11 @@ class LoadReports:
                 assert load.model == name
                 total = sums.setdefault(name, _Sum())
                 total.loads[gateway] = load
-                total.add(load, 1)
+                total.change(_idle(name), load)
         assert sums == self._sums
+        for total in sums.values():
+            assert all(total.on.values())
+
+
+def _idle(name: ModelName) -> ModelLoad:
+    return ModelLoad(model=name)

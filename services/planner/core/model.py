@@ -103,8 +103,11 @@ class ModelMachine:
         """Takes in that the operator has changed the model's settings. Its weights are the same."""
         self._replicas.record = record
 
-    def on_load(self) -> None:
-        self._replicas.on_load()
+    def on_load(self) -> float:
+        """Returns when something follows from it. The last request over a node that drains may
+        have ended."""
+        decide_at = self._replicas.on_load()
+        return self._desk.at if self.standing.in_state(State.DRAINING) else decide_at
 
     def on_joined(self) -> None:
         self._replicas.on_joined()

@@ -229,7 +229,7 @@ class Planner:
     def _on_load(self, load: GatewayLoad) -> None:
         for name in sorted(self._cluster.loads.on_load(load, self._desk.at)):
             if model := self._machines.named.get(name):
-                self._machines.tell(model, lambda model: model.on_load())
+                self._machines.tell_load(model)
 
     def _on_block(self, message: BlockArrived) -> None:
         gained = self._cluster.on_arrived(message, self._desk.at)

@@ -91,13 +91,15 @@ class Replicas:
 
     # --- when ---
 
-    def on_load(self) -> None:
-        """The load has changed. If requests wait, the number of replicas is decided at once."""
+    def on_load(self) -> float:
+        """The load has changed. If requests wait, the number of replicas is decided at once.
+        Returns when it is decided."""
         demand = self._desk.cluster.loads.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()
         else:
             self._decide_by(self._decided_at + self._desk.settings.tick_s)
+        return self._decide_at
 
     def on_holdings(self) -> None:
         """A member holds more or less than before. In a large event that happens all the time."""

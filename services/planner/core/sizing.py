@@ -21,7 +21,7 @@ from services.planner.core.scaling import (
 from services.planner.core.traffic import Arrivals, Traffic
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState
-from shared.messages.pool import MEMORY, ModelRecord
+from shared.messages.pool import ModelRecord
 from shared.messages.scaling import EventRecord
 from shared.schedule import least
 
@@ -115,10 +115,10 @@ class Sizing:
         """About how many seconds a replica takes from the decision on: a copy over a link if one
         is in memory, or else from a disk."""
         cluster, settings = self._desk.cluster, self._desk.settings
-        holders = cluster.holders(record.model_id, MEMORY)
-        if not holders:
+        fastest = cluster.fastest_sender(record.model_id)
+        if fastest is None:
             return START_S + cluster.load_s(record)
-        rate = max(map(cluster.out_bytes_per_s, holders)) or settings.link_bytes_per_s
+        rate = fastest or settings.link_bytes_per_s
         return START_S + record.nbytes / rate if rate else settings.horizon_s
 
     def _arrivals(

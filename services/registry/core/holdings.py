@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.changes import whole_status
+from shared.messages.changes import named_by, whole_status
 from shared.messages.pool import Holding, NodeInfo, NodeStatus, Tier
 
 ORPHAN_S = 10.0
@@ -62,11 +62,15 @@ class Holdings:
             return Taken.GAP
         if known is None:
             known = self._latest[key] = _Report(whole, now)
-            self._index(key, known)
+            self._list(key, known, whole.holdings)
             return Taken.IN
-        before, known.status, known.at = known.status.holdings, whole, now
-        if whole.holdings is not before and whole.holdings != before:
-            self._index(key, known)
+        before, known.status, known.at = known.status, whole, now
+        if status.since:
+            self._unlist(key, known, named_by(status))
+            self._list(key, known, status.holdings)
+        elif whole.holdings != before.holdings:
+            self._unlist(key, known, list(known.models))
+            self._list(key, known, whole.holdings)
         return Taken.IN
 
     def of(self, info: NodeInfo) -> NodeStatus | None:
@@ -102,38 +106,48 @@ class Holdings:
         """Forgets old reports of generations that have no lease."""
         for key in [k for k, r in self._latest.items() if now - r.at >= ORPHAN_S]:
             if key not in present:
-                self._unlist(key, self._latest.pop(key))
+                report = self._latest.pop(key)
+                self._unlist(key, report, list(report.models))
 
     def validate(self) -> None:
         """Raises AssertionError if an index differs from what the reports say."""
         holders: dict[ModelId, set[Key]] = {}
+        sharers: dict[ModelId, set[Key]] = {}
         for key, report in self._latest.items():
             assert key == (report.status.node, report.status.generation)
             assert report.models == _by_model(report.status.holdings)
-            for model in report.models:
+            for model, tiers in report.models.items():
                 holders.setdefault(model, set()).add(key)
+                assert (model in report.in_memory) == bool(tiers.keys() - {Tier.DISK})
+                if _is_shared(tiers):
+                    sharers.setdefault(model, set()).add(key)
+            assert report.in_memory.items() <= report.models.items()
         assert holders == self._holders
-        assert all(keys <= holders[model] for model, keys in self._sharers.items())
+        assert sharers == self._sharers
 
-    def _index(self, key: Key, report: _Report) -> None:
-        self._unlist(key, report)
-        report.models = _by_model(report.status.holdings)
-        report.in_memory = {
-            model: tiers for model, tiers in report.models.items() if tiers.keys() - {Tier.DISK}
-        }
-        for model in report.models:
+    def _list(self, key: Key, report: _Report, holdings: Collection[Holding]) -> None:
+        """Takes in models of which nothing is listed."""
+        for model, tiers in _by_model(holdings).items():
+            report.models[model] = tiers
             self._holders.setdefault(model, set()).add(key)
-        for model, tiers in report.in_memory.items():
-            if any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK):
+            if tiers.keys() - {Tier.DISK}:
+                report.in_memory[model] = tiers
+            if _is_shared(tiers):
                 self._sharers.setdefault(model, set()).add(key)
 
-    def _unlist(self, key: Key, report: _Report) -> None:
-        for model in report.models:
+    def _unlist(self, key: Key, report: _Report, models: Collection[ModelId]) -> None:
+        for model in models:
+            report.models.pop(model, None)
+            report.in_memory.pop(model, None)
             for index in (self._holders, self._sharers):
                 keys = index.get(model, set())
                 keys.discard(key)
                 if not keys:
                     index.pop(model, None)
+
+
+def _is_shared(tiers: Blocks) -> bool:
+    return any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK)
 
 
 def _by_model(holdings: Collection[Holding]) -> dict[ModelId, dict[Tier, frozenset[int]]]:

@@ -6,13 +6,13 @@ model back, times the chance that it is asked for. A copy gives way for a model 
 the last copy in memory of such a model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import exp, inf
 
 from services.registry.core.catalog import Catalog
 from services.registry.core.giving_way import GiveWay, Resident, Sized, kept, make_room
 from services.registry.core.goals import Place, machine_of
-from services.registry.core.holdings import Holdings
+from services.registry.core.holdings import Holdings, Key
 from services.registry.core.kept import Keeping, KeptCopies
 from services.registry.core.leases import Leases
 from shared.ids import Generation, ModelId, NodeId
@@ -51,6 +51,8 @@ class HostCopies(KeptCopies):
         self._kept: frozenset[ModelId] = frozenset()
         self._looked_at: float | None = None
         self._wall_ns = 0
+        self._disks: list[tuple[float, NodeInfo]] = []
+        """How fast each node reads its disk, the fastest first; 0: not known."""
         self._dropping: dict[tuple[NodeId, Generation], float] = {}
 
     def look(self, now: float, wall_ns: int) -> None:
@@ -65,6 +67,7 @@ class HostCopies(KeptCopies):
             for r in records
         }
         self._dropping = {k: at for k, at in self._dropping.items() if now - at < DROPPING_S}
+        self._disks = sorted(self._load_rates(), key=lambda disk: -disk[0])
         room = sum(place.info.host_bytes for place in self._places(set()))
         models = [
             Sized(r.model_id, self.size(r), self.worth(r), there=any(self._staying(r)))
@@ -84,17 +87,21 @@ class HostCopies(KeptCopies):
     def worth(self, record: ModelRecord) -> float:
         """Seconds that a request is expected to wait longer if no copy is in memory, for each byte
         that the copy takes."""
-        rates = [
-            status.profile.load_bytes_per_s
-            for info in self._leases.present
-            if len(self._holdings.blocks(info, record.model_id).get(Tier.DISK, ()))
-            == record.n_blocks
-            and (status := self._holdings.of(info)) is not None
-        ]
-        if not rates:
-            return inf  # it could not be brought back
-        known = [rate for rate in rates if 0 < rate < inf]
-        return self._chances.get(record.model_id, 0.0) / max(known, default=LOAD_BYTES_PER_S)
+        on_disk = self._holdings.reporters(record.model_id)
+        for rate, info in self._disks:
+            if (info.node, info.generation) in on_disk and self._is_on_disk(info, record):
+                return self._chances.get(record.model_id, 0.0) / (rate or LOAD_BYTES_PER_S)
+        return inf  # it could not be brought back
+
+    def _load_rates(self) -> Iterator[tuple[float, NodeInfo]]:
+        for info in self._leases.present:
+            if (status := self._holdings.of(info)) is not None:
+                rate = status.profile.load_bytes_per_s
+                yield (rate if 0 < rate < inf else 0.0), info
+
+    def _is_on_disk(self, info: NodeInfo, record: ModelRecord) -> bool:
+        held = self._holdings.blocks(info, record.model_id)
+        return len(held.get(Tier.DISK, ())) == record.n_blocks
 
     def evictions(self, now: float) -> list[tuple[NodeInfo, GiveWay]]:
         """What gives way now: for models that lack a copy and find no room, and for copies that
@@ -117,16 +124,17 @@ class HostCopies(KeptCopies):
 
     def _without_room(self) -> Iterator[tuple[ModelRecord, list[NodeInfo]]]:
         """Models that are to have room in a host cache, and the nodes where it may be."""
-        places = [place.info for place in self._places(set())]
+        places = {place.info.node: place.info for place in self._places(set())}
         for record in self._catalog.records:
             if not self.wanted(record):
                 continue
-            sleeping = [info for info in places if self._sleeps(info, record)]
+            here = (info for info in self.there(record) if info.node in places)
+            sleeping = [info for info in here if self._sleeps(info, record)]
             if full := [info for info in sleeping if self._free(info) < self.size(record)]:
                 yield record, full
             machines = {machine_of(info) for info in self._staying(record)}
             if len(machines) < self.wanted(record):
-                others = [info for info in places if machine_of(info) not in machines]
+                others = [i for i in places.values() if machine_of(i) not in machines]
                 if others and all(self._free(info) < self.size(record) for info in others):
                     yield record, others
 
@@ -161,6 +169,9 @@ class HostCopies(KeptCopies):
     def _free(self, info: NodeInfo) -> int:
         status = self._holdings.of(info)
         return status.host_free if status is not None else 0
+
+    def _possible(self, model: ModelId) -> Collection[Key]:
+        return self._holdings.sharers(model)
 
     def _has(self, info: NodeInfo, record: ModelRecord) -> bool:
         held = self._holdings.blocks(info, record.model_id)

@@ -5,7 +5,7 @@ that went lately with copies: they are waited for, because restarts move nothing
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -14,7 +14,7 @@ import msgspec
 
 from services.registry.core.catalog import Catalog
 from services.registry.core.goals import Choice, Goals, Need, Place, goals, machine_of
-from services.registry.core.holdings import Holdings
+from services.registry.core.holdings import Holdings, Key
 from services.registry.core.leases import Leases
 from services.registry.core.orders import Order, Orders
 from shared.ids import Generation, ModelId, NodeId
@@ -264,10 +264,14 @@ class KeptCopies(ABC):
 
     def there(self, record: ModelRecord) -> Iterator[NodeInfo]:
         """Nodes that are not gone and have a copy, in no order."""
-        for node, generation in self._holdings.reporters(record.model_id):
+        for node, generation in self._possible(record.model_id):
             info = self._leases.info(node)
             if info is not None and info.generation == generation and self._has(info, record):
                 yield info
+
+    def _possible(self, model: ModelId) -> Collection[Key]:
+        """Who may have a copy."""
+        return self._holdings.reporters(model)
 
     def size(self, record: ModelRecord) -> int:
         """The room that a copy takes."""

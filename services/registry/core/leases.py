@@ -74,6 +74,15 @@ class _Lease:
     announced: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Nodes by name. Renewals, which are most of what happens, leave the lists as they are."""
+
+    present: tuple[NodeInfo, ...]
+    standing: tuple[NodeInfo, ...]
+    usable: tuple[NodeInfo, ...]
+
+
 class Leases:
     def __init__(self, story: Story | None = None, duties: Duties | None = None) -> None:
         self._story = story or Story()
@@ -84,11 +93,14 @@ class Leases:
         """When anything came from anybody."""
         self._hears_since = float("-inf")
         """Since when it hears without having been cut off."""
+        self._lists: _Lists | None = None
+        """None: they have to be made anew."""
 
     def restore(self, info: NodeInfo, now: float) -> None:
         """Takes in a node from before this process. It is in doubt until its lease shows."""
         info = self._duties.with_duty(info)
         lease = self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now)
+        self._lists = None
         self._step(lease, State.IN_DOUBT, now, "restart")
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
@@ -105,8 +117,9 @@ class Leases:
             lease = None
         if lease is None:
             lease = self._leases[info.node] = _Lease(info, renewed=now)
-        if not lease.announced or lease.info != info:
+        if not lease.announced or (lease.info is not info and lease.info != info):
             changes.append(NodeJoined(info=info, cause="lease_put"))
+            self._lists = None
         self._step(lease, State.STANDING, now, "lease_put")
         lease.info, lease.renewed, lease.announced = info, now, True
         return changes
@@ -117,7 +130,7 @@ class Leases:
         info = None if lease is None else self._duties.with_duty(lease.info)
         if lease is None or info is None or info == lease.info:
             return []
-        lease.info = info
+        lease.info, self._lists = info, None
         return [NodeJoined(info=info, cause=cause)]
 
     def hear(self, now: float) -> None:
@@ -185,21 +198,33 @@ class Leases:
     @property
     def present(self) -> tuple[NodeInfo, ...]:
         """Every node that is not gone, by name."""
-        return tuple(self._leases[node].info for node in sorted(self._leases))
+        return self._listed().present
 
     @property
     def usable(self) -> tuple[NodeInfo, ...]:
         """Standing nodes that may be given something new, by name."""
-        return tuple(info for info in self.standing if info.duty is Duty.ALL)
+        return self._listed().usable
 
     @property
     def standing(self) -> tuple[NodeInfo, ...]:
         """Nodes whose lease is not in doubt, by name."""
-        return tuple(info for info in self.present if self.stands(info.node))
+        return self._listed().standing
+
+    def _listed(self) -> _Lists:
+        if self._lists is None:
+            self._lists = self._made_lists()
+        return self._lists
+
+    def _made_lists(self) -> _Lists:
+        present = tuple(self._leases[node].info for node in sorted(self._leases))
+        standing = tuple(info for info in present if self.stands(info.node))
+        usable = tuple(info for info in standing if info.duty is Duty.ALL)
+        return _Lists(present, standing, usable)
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
         assert len(self._over) <= REMEMBERED_NODES
+        assert self._lists is None or self._lists == self._made_lists()
         for node, lease in self._leases.items():
             assert lease.info.node == node
             assert lease.state in (State.STANDING, State.IN_DOUBT)
@@ -214,6 +239,7 @@ class Leases:
         self._step(lease, State.OVER, now, cause, reason)
         node, generation = lease.info.node, lease.info.generation
         del self._leases[node]
+        self._lists = None
         self._over.setdefault(node, deque(maxlen=REMEMBERED)).append(generation)
         self._over.move_to_end(node)
         if len(self._over) > REMEMBERED_NODES:
@@ -226,4 +252,5 @@ class Leases:
         if to is not lease.state:
             text = f"generation {lease.info.generation} {to.value}"
             self._story.tell(now, cause, f"{text}: {why}" if why else text, node)
+            self._lists = None
         lease.state = to

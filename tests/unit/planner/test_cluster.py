@@ -146,3 +146,14 @@ def test_a_generation_may_be_revived_by_the_registry() -> None:
     found.on_revived(info("a", generation=1))
     found.on_joined(info("a", generation=1))
     assert A in found.nodes
+
+
+def test_the_fastest_sender_is_alive_and_holds_something_in_memory() -> None:
+    found = cluster(holding(Tier.GPU))
+    assert found.fastest_sender(MODEL) is None, "space that is set aside sends nothing"
+    for node, tier, rate in (("b", Tier.CACHE, 10), ("c", Tier.GPU, 30), ("d", Tier.DISK, 90)):
+        found.on_joined(msgspec.structs.replace(info(node), link_bytes_per_s=rate))
+        found.on_status(status(node, holding(tier, 0)), now=0.0)
+    assert found.fastest_sender(MODEL) == 30
+    found.on_gone(NodeId("c"), Generation(1), 0.0)
+    assert found.fastest_sender(MODEL) == 10

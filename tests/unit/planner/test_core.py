@@ -450,10 +450,10 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver.wait(0.1)
     on_load = ModelMachine.on_load
 
-    def failing(machine: ModelMachine) -> None:
+    def failing(machine: ModelMachine) -> float:
         if machine.record.name == "one":
             raise ZeroDivisionError("of one")
-        on_load(machine)
+        return on_load(machine)
 
     monkeypatch.setattr(ModelMachine, "on_load", failing)
     return driver

@@ -139,6 +139,18 @@ async def test_a_node_whose_lease_expires_while_it_reports_may_take_it_again(
     assert registry.pool.leases.standing == (info("a"), info("b"))
 
 
+async def test_a_renewal_that_says_something_else_is_taken_in(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    nodes = await Observer.of(bus, subjects.POOL_NODES)
+    leases = await bus.kv(subjects.KV_LEASES)
+    moved = info(address="tcp://10.0.0.2:7001")
+    for each in (info(), info(), moved, moved, info()):
+        await leases.put("a", msgspec.msgpack.encode(each))
+    joined = [await nodes.next() for _ in range(3)]
+    assert joined == [NodeJoined(info=each, cause="lease_put") for each in (info(), moved, info())]
+
+
 async def test_leases_that_make_no_sense_are_ignored(
     bus: MemoryBus, registry: RegistryService
 ) -> None:
