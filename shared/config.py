@@ -102,18 +102,20 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """One more instance is justified when the prompts that wait for their prefill would take an
     instance longer than this, at the speed that nodes have measured."""
     fill: Share = 1.0
-    """The share of an instance that a model's load is meant to fill, where the model has no
-    objective. Less: there is room for a burst before work waits, for more device time."""
+    """The share of an instance that a model's load is meant to fill. Less: there is room for a
+    burst before work waits, for more device time."""
     idle_s: Seconds = 2.0
-    """An instance is given back when the load has not needed it for this long."""
+    """What it is worth not to load an instance again, in device seconds. An instance is given back
+    when the load has not needed it for this long, or for as long as the model's history says."""
     scale_up_hold_s: Seconds = 0.2
     """The load must justify more instances for this long, so that a blip does not move weights."""
     horizon_s: Seconds = 1.0
     """While load grows, the planner prepares for the load that is expected this much later, which
     should be about as long as loading takes. 0: it does not look ahead."""
     anticipate: bool = True
-    """Whether replicas are loaded ahead of load that came at this time on both of the last two
-    days, or on this weekday in both of the last two weeks."""
+    """Whether a model's history decides how long its replicas and their copies in memory are kept,
+    and replicas are loaded ahead of load that came at this time on both of the last two days, or on
+    this weekday in both of the last two weeks."""
     stray_s: Positive = 10.0
     """Weights in memory that nothing uses (such as a part of a model from an event that was cut
     off) are freed after this long."""

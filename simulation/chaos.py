@@ -451,6 +451,7 @@ class Play:
             replicas=cluster.spec.min_instances,
             loaded=self._watch.pool.kept,
             arena_bytes=next(iter(cluster.parts.values())).config.arena_bytes,
+            warm=cluster.spec.anticipate,
         ).wrong()
 
     def _count(self) -> None:

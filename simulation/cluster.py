@@ -128,6 +128,8 @@ class ClusterSpec:
     idle_s: float = 2.0
     target: float = 1.0
     """The share of a replica that the load is meant to fill."""
+    anticipate: bool = True
+    """Whether the planner goes by models' histories."""
     disk_copies: int = 0
     """On how many nodes' disks each model is at the beginning: model i on node i and those after
     it. Where that is fewer than the registry keeps, it has the model copied. 0: on every disk."""
@@ -349,6 +351,7 @@ class Cluster:
             serving=spec.system.serving,
             fill=spec.target,
             idle_s=spec.idle_s,
+            anticipate=spec.anticipate,
             step_overhead_s=spec.hardware.alpha_s,
         )
 

@@ -183,6 +183,8 @@ class Rest:
     loaded: Iterable[ModelId]
     """Models that must have a copy in memory."""
     arena_bytes: int
+    warm: bool = False
+    """Whether copies may sleep beside those that are needed, as models' histories say."""
 
     def wrong(self) -> list[str]:
         return [
@@ -215,13 +217,13 @@ class Rest:
 
     def _of_copies(self) -> list[str]:
         """Models that do not have exactly one copy for each replica, or one copy in memory if there
-        are no replicas and one must exist."""
+        are no replicas and one must exist; at least so many, where copies may sleep."""
         wrong = []
         for name, model in self.ids.items():
             blocks = self.manifests[name].n_blocks
             holders = sorted(n for n, s in self.nodes.items() if has_copy(s, model, blocks))
             wanted = self.replicas or int(model in self.loaded)
-            if len(holders) != wanted:
+            if len(holders) < wanted or (len(holders) > wanted and not self.warm):
                 wrong.append(f"{name} has copies on {', '.join(holders) or 'no node'}")
         return wrong
 

@@ -4,6 +4,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from services.gateway.frontend import Frontend
@@ -39,7 +40,8 @@ LIMIT_S = 7 * 86400.0
 def spec_of(system: str, setting: Setting) -> ClusterSpec:
     named = systems.named(system)
     return ClusterSpec(
-        system=named,
+        # Systems that turned requests away could not be compared.
+        system=replace(named, routing=replace(named.routing, refuses=False)),
         hardware=hardware(setting.hardware),
         models=tuple(model(architecture, name) for name, architecture in setting.models),
         nodes=setting.nodes,

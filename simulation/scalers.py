@@ -2,17 +2,21 @@
 describe it (the table in docs/simulation.md names the sections).
 
 Scalers have the form of `services.planner.core.scaling.decide`. They look at the present load only,
-without a hold and without a look ahead. They give a replica back when it was not needed for the
-keep-alive time (`Policy.idle_s`).
+without a hold and without a look ahead. They give each replica back when it was not needed for the
+keep-alive time (`Policy.idle_s`), and know no history.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from services.gateway.core.routing import Route, Routing, is_free
 from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler, decide, fulls
 from shared.ids import InstanceId
+
+CACHED_S = 15.0
+"""Seconds that a model stays in a host's memory after its last use, as in ServerlessLLM's paper."""
 
 
 def _follow(
@@ -23,7 +27,6 @@ def _follow(
     *,
     have: int,
     coming: int,
-    leaving: int,
     now: float,
 ) -> tuple[Scaler, Decision]:
     """More replicas are asked for at once, fewer after the keep-alive time."""
@@ -31,19 +34,16 @@ def _follow(
     if policy.fixed is not None:
         want = min(policy.fixed, policy.max_instances)
     total = have + coming
+    idle = scaler.idle.after(want, now, max(want, total))
+    scaler = Scaler(idle=idle)
     if want > total:
-        return Scaler(), Decision(want, why, now)
-    if want == have or coming:
-        return Scaler(), Decision(total, "", now)
-    since = scaler.surplus_since if scaler.surplus_since is not None else now
-    scaler, ends = Scaler(surplus_since=since), since + policy.idle_s
-    if now < ends:
+        return scaler, Decision(want, why, now)
+    kept = have if coming else idle.kept(have, now, lambda _: policy.idle_s)
+    if kept == have:
+        ends = None if coming else idle.ends(have, lambda _: policy.idle_s)
         return scaler, Decision(total, "", now, ends)
-    if leaving:
-        return scaler, Decision(total, "", now)
-    return scaler, Decision(
-        have - 1, f"{have} replicas, {want} wanted for {now - since:.1f} s", now
-    )
+    since = idle.since[kept]
+    return scaler, Decision(kept, f"{have} replicas, {kept} wanted for {now - since:.1f} s", since)
 
 
 def by_requests(
@@ -54,7 +54,6 @@ def by_requests(
     *,
     have: int,
     coming: int,
-    leaving: int,
     now: float,
 ) -> tuple[Scaler, Decision]:
     """A replica for every so many requests in the system, as in serverless platforms. `target`: the
@@ -63,7 +62,7 @@ def by_requests(
     each = max(1, round(target * policy.slots))
     why = f"{requests} requests, {each} for each replica; {have} serve, {coming} on their way"
     want = math.ceil(requests / each)
-    return _follow(want, why, scaler, policy, have=have, coming=coming, leaving=leaving, now=now)
+    return _follow(want, why, scaler, policy, have=have, coming=coming, now=now)
 
 
 def by_load(
@@ -74,16 +73,13 @@ def by_load(
     *,
     have: int,
     coming: int,
-    leaving: int,
     now: float,
 ) -> tuple[Scaler, Decision]:
     """As many replicas as the present load fills by prefill, KV and slots, each to the share
     `target` (BlitzScale)."""
     load = fulls(demand, policy) / target
     why = f"the load fills {load:.1f} replicas; {have} serve, {coming} on their way"
-    return _follow(
-        math.ceil(load), why, scaler, policy, have=have, coming=coming, leaving=leaving, now=now
-    )
+    return _follow(math.ceil(load), why, scaler, policy, have=have, coming=coming, now=now)
 
 
 Scaling = Callable[[float], Decide]
@@ -97,6 +93,21 @@ def ours(_: float) -> Decide:
 
 def per_request(target: float) -> Decide:
     return partial(by_requests, target)
+
+
+def per_request_cached(target: float) -> Decide:
+    """With copies that stay in host memory for `CACHED_S` (λScale)."""
+
+    def rule(
+        scaler: Scaler, demand: Demand, policy: Policy, /, *, have: int, coming: int, now: float
+    ) -> tuple[Scaler, Decision]:
+        scaler, decision = by_requests(
+            target, scaler, demand, policy, have=have, coming=coming, now=now
+        )
+        cached = scaler.idle.kept(policy.max_instances, now, lambda _: CACHED_S)
+        return scaler, replace(decision, in_memory=cached)
+
+    return rule
 
 
 def per_load(target: float) -> Decide:

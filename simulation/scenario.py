@@ -74,6 +74,7 @@ class Scenario:
             f"links {spec.hardware.nic_bytes_per_s / 1e6:.1f} MB/s, "
             f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
             f"at least {spec.min_instances} instances, {spec.standbys} standbys, "
+            f"{'copies sleep as history says' if spec.anticipate else 'no history'}, "
             f"{spec.gateways} gateways",
             f"{len(self.requests)} requests, "
             f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up, "
@@ -84,7 +85,7 @@ class Scenario:
 
 def scenario(seed: int) -> Scenario:
     draw = random.Random(seed)
-    spec = _spec(draw)
+    spec = replace(_spec(draw), anticipate=seed % 2 == 0)
     requests = sorted(_requests(draw, spec), key=lambda request: request.at)
     faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
     if draw.random() < 0.2:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from services.gateway.core.routing import OURS, Routing
 from shared.errors import BadInput
 from simulation.scalers import (
+    CACHED_S,
     FEWEST_REQUESTS,
     FEWEST_TOKENS,
     Scaling,
     ours,
     per_load,
     per_request,
+    per_request_cached,
 )
 
 
@@ -48,7 +50,7 @@ class System:
     target: float = 1.0
     """The share of a replica that its scaler means to fill, unless a setting says otherwise."""
     routing: Routing = OURS
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = CACHED_S
     """Seconds that an idle model stays in a host's memory, where hosts cache models."""
     every_disk: bool = False
     """Whether every disk has every model, even where others have what was put there."""
@@ -110,9 +112,8 @@ _STRATEGIES = (
     ),
 )
 _OWN: Mapping[str, tuple[Scaling, Routing]] = {
-    **dict.fromkeys(
-        ("lambdapipe", "serverlessllm", "faasnet", "nccl"), (per_request, FEWEST_REQUESTS)
-    ),
+    **dict.fromkeys(("serverlessllm", "faasnet", "nccl"), (per_request, FEWEST_REQUESTS)),
+    "lambdapipe": (per_request_cached, FEWEST_REQUESTS),
     "blitzscale": (per_load, FEWEST_TOKENS),
 }
 OWN = "-own"

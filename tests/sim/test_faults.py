@@ -44,6 +44,7 @@ SPEC = ClusterSpec(
     blocks=4,
     chunks=4,
     slots=4,
+    anticipate=False,  # then copies that are not needed are known to leave memory
 )
 TOKENS = 30
 BURST = tuple(Arrival(1 + 0.02 * number, "model", 20, TOKENS) for number in range(48))

@@ -278,7 +278,7 @@ class Model:
     def check_in_time(self, requests: Sequence[Request], now: float) -> None:
         """CapacityExceeded for a call that would probably miss the model's objective, while the
         planner can add no replica. It names when a call would be in time."""
-        within_s = self.table.within_s
+        within_s = self.table.within_s if self._rules.routing.refuses else 0.0
         routes = self.table.routes.values()
         if not within_s or (not self.queue and any(route.takes(now) for route in routes)):
             return

@@ -357,6 +357,8 @@ class Routing:
     choose: Callable[
         [Iterable[Route], float, float, float, Mapping[InstanceId, float]], Route | None
     ] = choose
+    refuses: bool = True
+    """Whether requests are refused that would miss the model's objective."""
 
 
 OURS = Routing()

@@ -46,6 +46,9 @@ class Fleet:
         self.cause = Cause()
         self.within_s = 0.0
         """See InstanceSet. It is published with what changes next, or after a second."""
+        self.most_slots = 0
+        """The most slots that a replica may have, so that tokens come as fast as the model's
+        objective says. 0: no limit."""
         self._desk = desk
         self._record = record
         self._every = frozenset(range(record.n_blocks))
@@ -87,7 +90,7 @@ class Fleet:
         member = Member(
             node=info.node,
             address=info.address,
-            slots=info.slots,
+            slots=self._slots(info),
             held=self._held(info.node),
             speed=self._speed(info.node, 1.0),
             event=cause.event,
@@ -109,6 +112,22 @@ class Fleet:
         new = replace(member, held=self._held(node), speed=self._speed(node, member.speed))
         if new != member:
             self._change({**self.members, node: new})
+
+    def limit(self, most_slots: int) -> None:
+        """From now on a replica may have at most so many slots (0: as many as its node has). What
+        runs already goes on."""
+        self.most_slots = most_slots
+        nodes = self._desk.cluster.nodes
+        changed = {
+            node: replace(member, slots=self._slots(nodes[node]))
+            for node, member in self.members.items()
+            if node in nodes
+        }
+        if any(member != self.members[node] for node, member in changed.items()):
+            self._change({**self.members, **changed})
+
+    def _slots(self, info: NodeInfo) -> int:
+        return min(info.slots, self.most_slots) if self.most_slots else info.slots
 
     def drain(self, node: NodeId, draining: bool = True) -> None:
         self._change({**self.members, node: replace(self.members[node], draining=draining)})

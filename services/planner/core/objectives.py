@@ -13,9 +13,11 @@ are there. With n replicas, nine of ten requests wait at most
     wait(n) = due / n + prefill ln(10 r) / (2 (1 - r)),    r = rate x prefill / n
 
 (the second part: the tail of a queue whose services take equally long, M/D/1, in heavy traffic), if
-they find a slot: inside + Z sqrt(inside) <= n x slots. A replica is busy with prefills for r of its
+they find a slot and room for their KV: inside + Z sqrt(inside) <= n x slots, and as many times the
+tokens of an ordinary request <= n x KV positions. A replica is busy with prefills for r of its
 time. So its tokens come every step / (1 - r) seconds, and a request stays 1 / (1 - r) times as long
-as without. The least n is taken for which all three hold.
+as without. The least n is taken for which all hold. Of each replica only the share `fill` is
+counted; the rest is room for a burst.
 """
 
 from bisect import bisect_left
@@ -77,6 +79,12 @@ class Work:
     """How long a request is on an instance that does no prefills."""
     slots: int
     """Sequences that a replica runs at once."""
+    kv_each: float = 0.0
+    """KV positions of an ordinary request."""
+    kv_tokens: int = 0
+    """KV positions of a replica."""
+    fill: float = 1.0
+    """The share of a replica that the work is meant to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,7 @@ def due_s(work: Work, supply: Supply) -> float:
     return max(0.0, work.waiting_s + work.rate * horizon * work.prefill_s - served)
 
 
-def inside(work: Work, horizon_s: float, replicas: int) -> float:
+def inside(work: Work, horizon_s: float, replicas: float) -> float:
     """How many requests are there at the horizon, if this many replicas serve."""
     if work.stay_s <= 0:
         return work.inside + work.rate * horizon_s
@@ -115,9 +123,9 @@ def busy(work: Work, replicas: float) -> float:
     return due / replicas if replicas > 0 else inf if due else 0.0
 
 
-def wait_s(work: Work, due: float, replicas: int) -> float:
+def wait_s(work: Work, due: float, replicas: float) -> float:
     """How long nine of ten requests wait for their turn, at most, if `due` is due."""
-    if replicas < 1:
+    if replicas <= 0:
         return inf if work.rate or work.inside or due else 0.0
     share = busy(work, replicas)
     if share >= FULL:
@@ -126,28 +134,36 @@ def wait_s(work: Work, due: float, replicas: int) -> float:
     return due / replicas + tail
 
 
+def step_limit_s(work: Work, objectives: Objectives) -> float:
+    """How long a step of decoding may take: as the objective says, if that can be kept."""
+    return max(objectives.tpot_s, LEAST_STEP * work.step_s)
+
+
 def batch(work: Work, objectives: Objectives) -> int:
     """How many sequences a replica may run at once, so that a step of decoding takes no longer than
     the objective. At least 1."""
     if not (objectives.tpot_s and work.step_s and work.token_s):
         return work.slots
-    more = (objectives.tpot_s - work.step_s) / work.token_s
+    more = (step_limit_s(work, objectives) - work.step_s) / work.token_s
     return 1 + int(max(0.0, min(work.slots - 1.0, more)))
 
 
 def met(work: Work, supply: Supply, objectives: Objectives, replicas: int) -> bool:
     """Whether this many replicas keep the objectives. If they do, more of them do."""
-    there = inside(work, supply.horizon_s, replicas)
-    if there > 0 and there + Z * sqrt(there) > batch(work, objectives) * replicas:
+    counted = work.fill * replicas
+    there = inside(work, supply.horizon_s, counted)
+    most = there + Z * sqrt(there)
+    if there > 0 and most > batch(work, objectives) * counted:
+        return False
+    if work.kv_tokens and most * work.kv_each > work.kv_tokens * counted:
         return False
     if objectives.tpot_s and replicas:
-        step_s = work.step_s + max(0.0, there / replicas - 1) * work.token_s
-        limit_s = max(objectives.tpot_s, LEAST_STEP * work.step_s)
-        if step_s > limit_s * (1 - busy(work, replicas)):
+        step_s = work.step_s + max(0.0, there / counted - 1) * work.token_s
+        if step_s > step_limit_s(work, objectives) * (1 - busy(work, counted)):
             return False
     if not objectives.ttft_s:
         return True
-    return wait_s(work, due_s(work, supply), replicas) <= slack_s(work, objectives)
+    return wait_s(work, due_s(work, supply), counted) <= slack_s(work, objectives)
 
 
 def slack_s(work: Work, objectives: Objectives) -> float:

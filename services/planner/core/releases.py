@@ -87,9 +87,7 @@ class Releases:
         others = [
             other
             for other, held in holders.items()
-            if other != node
-            and len(held) == self._record.n_blocks
-            and self._standing.of(other) is None
+            if other != node and len(held) == self._record.n_blocks and self._stays(other)
         ]
         asleep = sum(other not in self._fleet.members for other in others)
         if others and asleep >= self.warm:
@@ -98,6 +96,11 @@ class Releases:
             return Tier.HOST
         info = self._desk.cluster.nodes.get(node)
         return Tier.CACHE if info is not None and info.host_bytes else None
+
+    def _stays(self, node: NodeId) -> bool:
+        """Whether the node's copy stays in memory, as far as is decided."""
+        known = self._standing.of(node)
+        return known is None or (known.state is not State.DRAINING and known.keep is Tier.HOST)
 
     def _elsewhere(self, node: NodeId) -> bool:
         """Whether another node that stays has the model whole, in any tier."""

@@ -164,10 +164,11 @@ class Replicas:
             self.record,
             have=have,
             coming=coming,
-            leaving=self._standing.count,
             fleet=self._fleet,
             event=self.event.record if self.event is not None and coming else None,
         )
+        if self.sizing.batch != self._fleet.most_slots:
+            self._fleet.limit(self.sizing.batch)
         if outgoing:
             decision = self._with_successors(decision, have + coming, len(outgoing))
         self._releases.warm = self.sizing.warm
@@ -323,15 +324,16 @@ class Replicas:
     # --- less ---
 
     def _shrink(self, decision: Decision) -> None:
-        """Drains the emptiest replica; among equals the one that joined last."""
+        """Drains the emptiest replicas; among equals those that joined last."""
 
         def load(member: Member) -> int:
             return self._fleet.requests_over(member.node)
 
-        stay = [m for m in self._fleet.replicas if not self._desk.cluster.leaves(m.node)]
-        victim = min(reversed(stay), key=load)
-        self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
-        self.drain(victim.node, f"drains: {decision.cause}")
+        replicas = reversed(self._fleet.replicas)
+        stay = [m for m in replicas if not self._desk.cluster.leaves(m.node)]
+        for victim in sorted(stay, key=load)[: len(stay) - decision.replicas]:
+            self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
+            self.drain(victim.node, f"drains: {decision.cause}")
 
     def drain(self, node: NodeId, why: str) -> None:
         self._tell(why, node)

@@ -20,6 +20,8 @@ from math import ceil, exp, frexp
 
 import msgspec
 
+from services.planner.core.keeping import Counts
+
 DAY_S = 86_400
 SLOT_S = 300
 SLOTS = DAY_S // SLOT_S
@@ -38,12 +40,15 @@ _PARTS = 255
 
 
 class History(msgspec.Struct, frozen=True):
-    """As it is stored. Small: 576 bytes for each of the last 14 days on which there was load."""
+    """As it is stored. Small: 576 bytes for each of the last 14 days on which there was load, and
+    some hundred for each replica that is needed now and then."""
 
     since: int
     """The first day that was seen. (Days count from 1 January 1970.)"""
     days: dict[int, bytes] = {}
     """For each slot of a day: replicas, then the time. A day without load is missing."""
+    gaps: Counts = ()
+    """For how long each replica was not needed between its uses."""
 
 
 @dataclass(frozen=True, slots=True)

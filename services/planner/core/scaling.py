@@ -7,19 +7,22 @@ are asked for only when work waits, and replicas on their way count, so a burst 
 little work must wait for a while, so that a blip moves no weights; a queue worth several instances
 is answered at once. While the load grows, the expected load at the time when more replicas are
 there is answered at once, too. A model with objectives gets the least number of replicas that keeps
-them (`objectives`). After an idle time fewer are asked for, one replica at a time:
-scaling back up is cheap here (BlitzScale, section 5.4).
+them (`objectives`). Each replica goes when it has not been needed for its keep-alive time: scaling
+back up is cheap here (BlitzScale, section 5.4). `keeping` says how long that is.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.planner.core.keeping import NOT_NEEDED, Idle, Keep
 from services.planner.core.objectives import (
     NO_OBJECTIVES,
     Objectives,
     Supply,
     Work,
+    batch,
     due_s,
     inside,
     needed,
@@ -74,11 +77,15 @@ class Policy:
     idle_s: float
     prefill_s_per_token: float = 0.0
     """Seconds, as nodes measured them. 0: not known, and prefill does not count."""
+    keep: Callable[[int], Keep] | None = None
+    """How long the replica of a number is kept that is not needed. None: each for `idle_s`."""
+    keep_asleep: Callable[[int], Keep] | None = None
+    """How long its copy is kept in memory meanwhile, asleep. None: not at all."""
     fixed: int | None = None
     """The operator's number of replicas, which overrules the load."""
     fill: float = 1.0
-    """The share of a replica that the load is meant to fill, where no objective says how many there
-    are. Less than 1: more are asked for before work waits."""
+    """The share of a replica that the load is meant to fill. Less than 1: more are asked for before
+    work waits."""
     floor_why: str = ""
     """Why `min_instances` is more than the model's own, in words."""
     objectives: Objectives = NO_OBJECTIVES
@@ -89,15 +96,24 @@ class Policy:
     """The replicas that serve and that are loading, for objectives. None: those that load are
     expected to serve after `horizon_s`."""
 
+    def kept(self, number: int) -> Keep:
+        """How long the replica of a number is kept that is not needed."""
+        if self.fixed is not None:
+            return Keep(0.0)
+        return self.keep(number) if self.keep is not None else Keep(self.idle_s)
+
+    def keep_s(self, number: int) -> float:
+        return self.kept(number).seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """Since when the model has had too few replicas, and too many."""
+    """Since when the model has had too few replicas, and which ones are not needed."""
 
     short_since: float | None = None
     short_from: float = 0.0
     """The instance-fulls at that time."""
-    surplus_since: float | None = None
+    idle: Idle = NOT_NEEDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,8 @@ class Decision:
     enough: int | None = None
     """How many replicas the load fills, or the objectives need, or the policy keeps. None: what the
     load fills."""
+    in_memory: int = 0
+    """How many replicas are to be in memory, asleep or not."""
 
 
 def fulls(demand: Demand, policy: Policy) -> float:
@@ -139,18 +157,32 @@ def decide(
     *,
     have: int,
     coming: int,
-    leaving: int,
     now: float,
 ) -> tuple[Scaler, Decision]:
-    """`have` replicas serve, `coming` are being loaded, and `leaving` drain or are being released
-    (and do not count). Times are in seconds, all of the same clock."""
+    """`have` replicas serve and `coming` are being loaded; those that drain count as neither. Times
+    are in seconds, all of the same clock."""
+    scaler, decision = _decide(scaler, demand, policy, have=have, coming=coming, now=now)
+    if policy.keep_asleep is None or policy.fixed is not None:
+        return scaler, decision
+    keep = policy.keep_asleep
+    in_memory = scaler.idle.kept(policy.max_instances, now, lambda number: keep(number).seconds)
+    cause = decision.cause
+    if decision.replicas < min(have, in_memory):
+        cause += f"; {in_memory} copies stay in memory, the last for {keep(in_memory)}"
+    return scaler, replace(decision, in_memory=in_memory, cause=cause)
+
+
+def _decide(
+    scaler: Scaler, demand: Demand, policy: Policy, *, have: int, coming: int, now: float
+) -> tuple[Scaler, Decision]:
     total = have + coming
     aim = _aim(demand, policy, have=have, coming=coming)
+    idle = scaler.idle.after(aim.keep, now, total)
     if aim.want > total and aim.short:
         since, origin = now, aim.load
         if scaler.short_since is not None:
             since, origin = scaler.short_since, scaler.short_from
-        scaler = Scaler(short_since=since, short_from=origin)
+        scaler = Scaler(since, origin, idle)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
         answer_at = (
             since if urgent else since + _hold_s(aim, demand, policy, grown=aim.load > origin)
@@ -160,19 +192,18 @@ def decide(
             if not aim.looks_ahead:
                 want = wanted(aim.load + _growth(scaler, aim.load, policy, now), policy)
             why = aim.why or _cause_up(demand, policy, have, coming, want)
+            scaler = replace(scaler, idle=idle.after(want, now, want))
             return scaler, Decision(want, why, since, enough=want)
         return scaler, Decision(total, "", now, answer_at, aim.keep)
-    if aim.keep < have and coming == 0:
-        since = scaler.surplus_since if scaler.surplus_since is not None else now
-        long_enough = policy.fixed is not None or now - since >= policy.idle_s
-        if long_enough and leaving == 0:
-            cause = _cause_down(demand, policy, have, aim.keep, now - since)
-            return Scaler(surplus_since=since), Decision(have - 1, cause, since, enough=aim.keep)
-        wake_at = None if long_enough else since + policy.idle_s
-        return Scaler(surplus_since=since), Decision(total, "", now, wake_at, aim.keep)
+    kept = have if coming else idle.kept(have, now, policy.keep_s)
+    if kept < have:
+        first = idle.since[kept]
+        cause = _cause_down(demand, policy, have, kept, now - first)
+        return Scaler(idle=idle), Decision(kept, cause, first, enough=aim.keep)
+    ends = None if coming else idle.ends(kept, policy.keep_s)
     if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
-        return replace(scaler, surplus_since=None), Decision(total, "", now, enough=aim.keep)
-    return Scaler(), Decision(total, "", now, enough=aim.keep)
+        return replace(scaler, idle=idle), Decision(total, "", now, enough=aim.keep)
+    return Scaler(idle=idle), Decision(total, "", now, ends, aim.keep)
 
 
 class Decide(Protocol):
@@ -187,7 +218,6 @@ class Decide(Protocol):
         *,
         have: int,
         coming: int,
-        leaving: int,
         now: float,
     ) -> tuple[Scaler, Decision]: ...
 
@@ -226,7 +256,7 @@ def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
     want = max(least, needed(work, supply, objectives, bound))
     keep = max(want, needed(work, supply, objectives.eased(), bound))
     slack = slack_s(work, objectives)
-    waits_s = wait_s(work, due_s(work, supply), total) if objectives.ttft_s else 0.0
+    waits_s = wait_s(work, due_s(work, supply), policy.fill * total) if objectives.ttft_s else 0.0
     return _Aim(
         load,
         want,
@@ -241,15 +271,20 @@ def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
 def work_of(demand: Demand, policy: Policy) -> Work:
     """The model's work in seconds of one replica."""
     arrivals = demand.arrivals
+    tokens = demand.queued_tokens + demand.running_tokens - demand.prompt_tokens
+    inside = demand.queued_requests + demand.running_requests
     return Work(
         waiting_s=_prefill_s(demand, policy),
-        inside=demand.queued_requests + demand.running_requests,
+        inside=inside,
         rate=arrivals.rate,
         prefill_s=arrivals.prompt_tokens * policy.prefill_s_per_token,
         token_s=policy.prefill_s_per_token,
         step_s=policy.decode_s,
         stay_s=arrivals.stay_s,
         slots=policy.slots,
+        kv_each=arrivals.prompt_tokens + max(0, tokens) / max(1, inside),
+        kv_tokens=policy.kv_tokens,
+        fill=policy.fill,
     )
 
 
@@ -261,7 +296,12 @@ def steady(demand: Demand, policy: Policy) -> float:
     if policy.objectives.any and work.prefill_s:
         ready = replace(work, waiting_s=0.0, inside=math.ceil(there))
         return needed(ready, Supply(0.0), policy.objectives, policy.max_instances)
-    return max(there / policy.slots, work.rate * work.prefill_s)
+    filled = max(
+        there / policy.slots,
+        there * work.kv_each / policy.kv_tokens if policy.kv_tokens else 0.0,
+        work.rate * work.prefill_s,
+    )
+    return filled / policy.fill
 
 
 def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:
@@ -312,14 +352,14 @@ def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int)
     )
 
 
-def _cause_down(demand: Demand, policy: Policy, have: int, keep: int, since_s: float) -> str:
+def _cause_down(demand: Demand, policy: Policy, have: int, kept: int, since_s: float) -> str:
     if policy.fixed is not None:
         return f"operator asked for {policy.fixed} replicas, {have} serve"
     arriving = demand.arrivals.rate
     rate = f", {arriving:.1f} requests a second" if arriving >= 0.05 else ""
     return (
-        f"{have} replicas serve, {keep} are enough for {since_s:.1f} s "
-        f"(keep-alive {policy.idle_s:g} s): {_in_words(demand, policy).rstrip(',')}{rate}"
+        f"{have} replicas serve, {kept} are enough for {since_s:.1f} s "
+        f"(keep-alive {policy.kept(kept + 1)}): {_in_words(demand, policy).rstrip(',')}{rate}"
     )
 
 
@@ -337,10 +377,13 @@ def _why_objective(work: Work, policy: Policy, want: int, supply: Supply) -> str
         for name, seconds in (("TTFT", objectives.ttft_s), ("TPOT", objectives.tpot_s))
         if seconds
     ]
-    there = inside(work, supply.horizon_s, want)
+    there = inside(work, supply.horizon_s, work.fill * want)
+    size = f"{batch(work, objectives)} slots"
+    if work.kv_tokens:
+        size += f" and {work.kv_tokens} KV positions"
     return (
         f"{work.rate:.1f} requests a second of {work.prefill_s:.3f} s prefill each; in "
         f"{supply.horizon_s:.1f} s {there:.0f} requests and {due_s(work, supply):.2f} s of prefill "
-        f"are expected, which takes {want} replicas of {policy.slots} slots to keep "
-        f"{' and '.join(aims)}; {supply.now:.1f} serve, {supply.coming} are on their way"
+        f"are expected, which takes {want} replicas of {size} to keep {' and '.join(aims)}; "
+        f"{supply.now:.1f} serve, {supply.coming} are on their way"
     )

@@ -2,11 +2,15 @@
 the rule)."""
 
 from dataclasses import replace
+from functools import partial
+
+import msgspec
 
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
+from services.planner.core.keeping import HOST_SHARE, Gaps, Idle
 from services.planner.core.load_reports import Asked
-from services.planner.core.objectives import FULL, Objectives, Supply, busy
+from services.planner.core.objectives import FULL, Objectives, Supply, batch, busy
 from services.planner.core.rhythm import Rhythm
 from services.planner.core.scaling import (
     Decision,
@@ -29,6 +33,8 @@ SPARE_S = 1.0
 """Seconds after which replicas that the load does not fill may give way to other models."""
 START_S = 0.1
 """Seconds of an event before its first bytes move, and after its last."""
+ABOUT = 1.15
+"""Batches that differ by less than this factor are about the same."""
 LEAD, LEAD_S = 1.2, 1.0
 """What a schedule asks for, or history lets expect, is begun earlier by this many times the time to
 load, and a second, in which idle models are looked at once."""
@@ -46,18 +52,24 @@ class Sizing:
         are expected to be needed."""
         self.warm = 0
         """How many sleeping copies are to be kept."""
+        self.batch = 0
+        """The most sequences that a replica may run at once, so that tokens come as fast as the
+        objective says. 0: as many as it can."""
         self.spare_at: float | None = None
         """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
         self._scaler = Scaler()
+        self._surplus_since: float | None = None
         self._traffic = Traffic()
         self._asked = Asked()
-        self._rhythm = Rhythm(desk.archive.histories.get(model))
+        known = desk.archive.histories.get(model)
+        self._rhythm = Rhythm(known)
+        self._gaps = Gaps(known.gaps if known is not None else ())
 
     @property
     def surplus(self) -> bool:
         """Whether there were more replicas than wanted at the last decision."""
-        return self._scaler.surplus_since is not None
+        return self._surplus_since is not None
 
     def decide(
         self,
@@ -65,7 +77,6 @@ class Sizing:
         *,
         have: int,
         coming: int,
-        leaving: int,
         fleet: Fleet,
         event: EventRecord | None,
     ) -> Decision:
@@ -76,22 +87,28 @@ class Sizing:
         self.most = policy.max_instances if policy.fixed is None else policy.fixed
         demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
         if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(demand, policy)):
-            archive, history = self._desk.archive, self._rhythm.history
+            archive = self._desk.archive
+            history = msgspec.structs.replace(self._rhythm.history, gaps=self._gaps.counts)
             self._desk.do(*archive.remember(record.model_id, history, self._desk.cause))
-        policy = self._ahead(policy, supply.horizon_s)
+        self._set_batch(demand, policy)
+        policy = self._ahead(self._with_history(policy, record), supply.horizon_s)
+        idle = self._scaler.idle
         self._scaler, decision = self._desk.settings.decide(
             self._scaler,
             demand,
             policy,
             have=have,
             coming=coming,
-            leaving=leaving,
             now=self._desk.at,
         )
+        self._learn(idle, policy)
+        self.warm = max(self.warm, decision.in_memory - have)
         filled = wanted(fulls(demand, policy), policy)
         self.wants = filled if decision.enough is None else decision.enough
-        surplus_since = self._scaler.surplus_since
-        self.spare_at = None if surplus_since is None else surplus_since + SPARE_S
+        idle = self._scaler.idle
+        surplus = coming == 0 and have > idle.need
+        self._surplus_since = idle.since[have - 1] if surplus else None
+        self.spare_at = self._surplus_since + SPARE_S if self._surplus_since is not None else None
         if self.spare_at is not None and self._desk.at < self.spare_at:
             self.wants = have
         elif decision.replicas > have + coming:
@@ -138,6 +155,15 @@ class Sizing:
         self._asked = asked
         return self._traffic.arrivals(at)
 
+    def _set_batch(self, demand: Demand, policy: Policy) -> None:
+        """Times as nodes measure them are never quite the same; the batch stays while it is about
+        right."""
+        found = batch(work_of(demand, policy), policy.objectives)
+        if not policy.objectives.tpot_s or found >= policy.slots:
+            self.batch = 0
+        elif not found / ABOUT <= self.batch <= found * ABOUT:
+            self.batch = found
+
     def _policy(self, record: ModelRecord, speed: float, supply: Supply) -> Policy:
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
@@ -162,6 +188,24 @@ class Sizing:
             decode_s=cluster.measured.decode_s(record.model_id) / speed,
             supply=supply,
         )
+
+    def _learn(self, before: Idle, policy: Policy) -> None:
+        """Takes in for how long what is needed again was not needed."""
+        if policy.fixed is None:
+            for number, seconds in before.ended(self._scaler.idle, self._desk.at):
+                self._gaps.note(number, seconds)
+
+    def _with_history(self, policy: Policy, record: ModelRecord) -> Policy:
+        """The policy with what is known of the gaps between bursts. A keep-alive time of the
+        model's own is kept to the second."""
+        if not self._desk.settings.anticipate:
+            return policy
+        price_s, host_s = policy.idle_s, policy.idle_s / HOST_SHARE
+        asleep = partial(self._gaps.keep, price_s=host_s, unknown_s=host_s)
+        if record.keep_alive_s is not None:
+            return replace(policy, keep_asleep=asleep)
+        keep = partial(self._gaps.keep, price_s=price_s, unknown_s=price_s)
+        return replace(policy, keep=keep, keep_asleep=asleep)
 
     def _ahead(self, policy: Policy, horizon_s: float) -> Policy:
         """The policy with what the model's history lets expect."""

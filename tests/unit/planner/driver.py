@@ -39,6 +39,7 @@ from shared.messages.pool import (
     Duty,
     Holding,
     ModelAdded,
+    ModelProfile,
     ModelRecord,
     NodeGone,
     NodeInfo,
@@ -185,14 +186,16 @@ class Driver:
         free: int = 500,
         load_bytes_per_s: float = 0.0,
         unfit: str = "",
+        ran: tuple[ModelProfile, ...] = (),
     ) -> None:
+        """`ran`: what the node measured of models."""
         status = NodeStatus(
             node=NodeId(node),
             generation=Generation(generation),
             seq=next(self._seq),
             arena_free=free,
             holdings=holdings,
-            profile=Profile(load_bytes_per_s=load_bytes_per_s),
+            profile=Profile(load_bytes_per_s=load_bytes_per_s, models=ran),
             unfit=unfit,
         )
         self.feed(status)

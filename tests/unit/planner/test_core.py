@@ -20,7 +20,15 @@ from shared.errors import BusTimeout, Conflict, LambdaScaleError
 from shared.ids import Generation, NodeId
 from shared.messages import Ok
 from shared.messages.instances import InstanceSet
-from shared.messages.pool import Holding, ModelRemoved, NodeGone, NodeJoined, Reserved, Tier
+from shared.messages.pool import (
+    Holding,
+    ModelProfile,
+    ModelRemoved,
+    NodeGone,
+    NodeJoined,
+    Reserved,
+    Tier,
+)
 from shared.messages.scaling import EventState, PeerSuspect, SetInstances
 from tests.unit.planner.driver import (
     EPOCH,
@@ -33,7 +41,7 @@ from tests.unit.planner.driver import (
     settings,
     thought,
 )
-from tests.unit.planner.scripted import BLOCKS, MODEL, NAME
+from tests.unit.planner.scripted import BLOCKS, MODEL, NAME, record
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -555,3 +563,22 @@ def test_a_target_that_went_may_be_chosen_again_once_it_is_back(taken: bool) -> 
     driver.status("b", generation=2)
     driver.load(queued=4, a=4)
     assert set(driver.asked(commands.Reserve).message.exclude) == {"a"}
+
+
+# --- what replicas are granted ---
+
+
+def test_replicas_get_no_more_sequences_than_keep_the_objective_for_tokens() -> None:
+    """A step takes 20 ms, and 10 ms more for each further sequence."""
+    driver = Driver()
+    driver.join("a")
+    driver.publish(msgspec.structs.replace(record(min_instances=1), tpot_s=0.041))
+    driver.holds("a")
+    driver.wait(1.0)
+    assert [i.slots for i in driver.sets[-1].instances] == [4], "nothing is measured yet"
+    for further_s, slots in ((0.01, 3), (0.02, 2), (0.001, 4)):
+        ran = ModelProfile(model_id=MODEL, decode_s=0.02, prefill_s_per_token=further_s)
+        driver.status("a", Holding(MODEL, Tier.GPU, EVERY), ran=(ran,))
+        driver.load(0, a=1)
+        driver.wait(1.0)
+        assert [i.slots for i in driver.sets[-1].instances] == [slots]

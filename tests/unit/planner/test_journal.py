@@ -38,7 +38,9 @@ async def test_more_and_fewer_say_for_what_load(cluster: Cluster) -> None:
     assert (fewer.verdict, fewer.replicas, fewer.wanted) == (Verdict.FEWER, 2, 1)
     assert len(fewer.nodes) == 1
     assert fewer.why.startswith("2 replicas serve, 1 are enough for ")
-    assert fewer.why.endswith("0 requests queued and 0 running")
+    assert fewer.why.endswith(
+        "0 requests queued and 0 running; 2 copies stay in memory, the last for 200 s"
+    )
     newest = DecisionsQuery(name=ModelName(NAME), limit=1)
     one = await cluster.ask(subjects.PLANNER_DECISIONS, newest, Decisions)
     assert one.decisions == (fewer,)

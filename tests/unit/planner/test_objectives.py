@@ -67,8 +67,25 @@ def test_a_tighter_tpot_is_a_smaller_batch_and_less_prefill_beside_it() -> None:
     loose, tight = Objectives(0, 0.2), Objectives(0, 0.03)
     assert (batch(slow, loose), batch(slow, tight)) == (32, 3)
     assert needed(slow, Supply(1), tight, MOST) > needed(slow, Supply(1), loose, MOST)
-    assert batch(slow, Objectives(0, 0.001)) == 1, "an objective that nothing keeps"
+    assert batch(slow, Objectives(0, 0.001)) == 2, "nothing keeps it: a quarter more than a step"
     assert needed(slow, Supply(1), Objectives(0, 0.001), MOST) < MOST
+
+
+def test_requests_need_room_for_their_kv_beside_a_slot() -> None:
+    long = replace(IDLE, inside=20, rate=4.0, stay_s=5.0, kv_each=4000.0, kv_tokens=20_000)
+    assert needed(replace(long, kv_tokens=0), Supply(1), HALF_SECOND, MOST) == 1
+    # 20 requests and 1.28 standard deviations, with 4000 positions each
+    assert needed(long, Supply(1), HALF_SECOND, MOST) == 6
+    assert needed(replace(long, kv_each=400.0), Supply(1), HALF_SECOND, MOST) == 1
+
+
+def test_half_of_each_replica_takes_about_twice_as_many() -> None:
+    busy_ = replace(IDLE, inside=60, rate=15.0, kv_each=100.0, kv_tokens=10_000)
+    for aims in (HALF_SECOND, Objectives(0.5, 0.04)):
+        whole = needed(busy_, Supply(4), aims, MOST)
+        half = needed(replace(busy_, fill=0.5), Supply(4), aims, MOST)
+        assert 2 * whole - 1 <= half <= 2 * whole
+    assert needed(replace(IDLE, fill=0.5), Supply(0), HALF_SECOND, MOST) == 0
 
 
 def test_an_objective_that_no_number_keeps_does_not_take_every_node() -> None:
@@ -86,6 +103,9 @@ works = st.builds(
     step_s=st.floats(0, 0.2),
     stay_s=st.floats(0, 60),
     slots=st.integers(1, 64),
+    kv_each=st.floats(0, 10_000),
+    kv_tokens=st.just(0) | st.integers(1000, 100_000),
+    fill=st.floats(0.1, 1),
 )
 supplies = st.builds(
     Supply, st.floats(0, 20), st.integers(0, 20), st.floats(0, 10), st.floats(0, 10)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.core.keeping import Idle, Keep
 from services.planner.core.objectives import Objectives, Supply
 from services.planner.core.scaling import (
     GROWTH,
@@ -48,9 +49,9 @@ def test_replicas_that_are_meant_to_have_room_are_asked_for_before_work_waits() 
     busy = demand(running=3)
     for fill, wanted_then in ((1.0, 1), (0.75, 1), (0.5, 2)):
         rules = replace(policy(), fill=fill)
-        scaler, first = decide(Scaler(), busy, rules, have=1, coming=0, leaving=0, now=0.0)
+        scaler, first = decide(Scaler(), busy, rules, have=1, coming=0, now=0.0)
         assert first.replicas == 1  # a blip moves nothing
-        _, decision = decide(scaler, busy, rules, have=1, coming=0, leaving=0, now=0.2)
+        _, decision = decide(scaler, busy, rules, have=1, coming=0, now=0.2)
         assert decision.replicas == wanted_then
 
 
@@ -72,11 +73,10 @@ def ask(
     *,
     have: int = 0,
     coming: int = 0,
-    leaving: int = 0,
     now: float = 0.0,
     scaler: Scaler = Scaler(),  # noqa: B008 - frozen
 ) -> tuple[Scaler, Decision]:
-    return decide(scaler, load, rules, have=have, coming=coming, leaving=leaving, now=now)
+    return decide(scaler, load, rules, have=have, coming=coming, now=now)
 
 
 def test_the_first_request_is_answered_at_once() -> None:
@@ -92,7 +92,7 @@ def test_a_blip_moves_nothing_a_queue_that_stays_does() -> None:
     scaler, decision = ask(load, rules, have=1, now=10.0)
     assert (decision.replicas, decision.cause) == (1, "")
     scaler, decision = ask(demand(running=4), rules, have=1, now=10.05, scaler=scaler)
-    assert scaler == Scaler()
+    assert scaler.short_since is None
     scaler, _ = ask(load, rules, have=1, now=10.2, scaler=scaler)
     scaler, decision = ask(load, rules, have=1, now=10.4, scaler=scaler)
     assert (decision.replicas, decision.detected_at) == (2, 10.2)
@@ -140,7 +140,7 @@ def test_when_less_is_due_is_said() -> None:
     scaler, decision = ask(demand(running=1), policy(), have=3, now=1.0)
     assert (decision.replicas, decision.wake_at) == (3, 3.0)
     _, decision = ask(demand(running=1), policy(), have=3, now=3.0, scaler=scaler)
-    assert (decision.replicas, decision.wake_at) == (2, None)
+    assert (decision.replicas, decision.wake_at) == (1, None)
 
 
 def test_what_is_on_its_way_counts() -> None:
@@ -185,20 +185,56 @@ def test_load_that_grows_is_looked_ahead_at() -> None:
     assert decision.replicas == math.ceil(2.5 * (1 + GROWTH)), "25 if it went on like this"
 
 
-def test_less_after_the_idle_time_and_one_at_a_time() -> None:
-    load, rules = demand(running=1), policy()
-    scaler, decision = ask(load, rules, have=3, now=0.0)
-    assert decision.replicas == 3
-    scaler, decision = ask(load, rules, have=3, now=1.9, scaler=scaler)
-    assert decision.replicas == 3
-    scaler, decision = ask(load, rules, have=3, now=2.0, scaler=scaler)
-    assert (decision.replicas, decision.detected_at) == (2, 0.0)
-    scaler, decision = ask(load, rules, have=2, leaving=1, now=2.1, scaler=scaler)
-    assert decision.replicas == 2
-    scaler, decision = ask(load, rules, have=2, now=2.4, scaler=scaler)
+def test_each_replica_goes_when_it_was_not_needed_for_the_idle_time() -> None:
+    rules = policy()
+    scaler, decision = ask(demand(running=12), rules, have=4, now=0.0)
+    assert (decision.replicas, decision.wake_at) == (4, 2.0)
+    scaler, decision = ask(demand(running=1), rules, have=4, now=1.5, scaler=scaler)
+    assert (decision.replicas, decision.wake_at) == (4, 2.0)
+    scaler, decision = ask(demand(running=1), rules, have=4, now=2.0, scaler=scaler)
+    assert (decision.replicas, decision.detected_at) == (3, 0.0)
+    assert decision.cause == (
+        "4 replicas serve, 3 are enough for 2.0 s (keep-alive 2 s): 0 requests queued and 1 running"
+    )
+    scaler, decision = ask(demand(running=5), rules, have=3, now=3.0, scaler=scaler)
+    assert (decision.replicas, decision.wake_at) == (3, 3.5)
+    scaler, decision = ask(demand(running=1), rules, have=3, now=3.5, scaler=scaler)
+    assert (decision.replicas, decision.detected_at) == (2, 1.5), "the second was needed at 3.5"
+    scaler, decision = ask(demand(running=1), rules, have=2, now=5.5, scaler=scaler)
     assert decision.replicas == 1
-    scaler, decision = ask(load, rules, have=1, now=9.0, scaler=scaler)
+    scaler, decision = ask(demand(running=1), rules, have=1, now=9.0, scaler=scaler)
     assert decision.replicas == 1
+
+
+def test_replicas_that_came_for_growth_count_as_needed_when_they_were_asked_for() -> None:
+    scaler, first = ask(demand(queued=8, running=4), policy(), have=1, now=0.0)
+    assert first.replicas == 3
+    scaler, decision = ask(demand(running=4), policy(), have=1, coming=2, now=1.0, scaler=scaler)
+    assert decision.replicas == 3
+    scaler, decision = ask(demand(running=4), policy(), have=3, now=2.9, scaler=scaler)
+    assert (decision.replicas, decision.wake_at) == (3, 3.0)
+
+
+def test_history_says_how_long_each_is_kept_and_how_many_copies_sleep() -> None:
+    rules = replace(
+        policy(),
+        keep=lambda number: Keep(0.5, 9, 10) if number == 3 else Keep(4.0),
+        keep_asleep=lambda number: Keep(100.0),
+    )
+    scaler, decision = ask(demand(running=12), rules, have=3, now=0.0)
+    assert decision.in_memory == 3
+    scaler, decision = ask(demand(running=1), rules, have=3, now=1.0, scaler=scaler)
+    assert decision.wake_at == 1.5
+    scaler, decision = ask(demand(running=1), rules, have=3, now=1.5, scaler=scaler)
+    assert (decision.replicas, decision.in_memory) == (2, 3)
+    assert "2 are enough for 0.5 s (keep-alive 0.5 s: 9 of its last 10 gaps" in decision.cause
+    assert decision.cause.endswith("; 3 copies stay in memory, the last for 100 s")
+    scaler, decision = ask(demand(running=1), rules, have=1, now=100.9, scaler=scaler)
+    assert decision.in_memory == 3
+    _, decision = ask(demand(running=1), rules, have=1, now=101.0, scaler=scaler)
+    assert decision.in_memory == 1
+    _, decision = ask(demand(), replace(rules, fixed=2), have=3, now=50.0, scaler=scaler)
+    assert (decision.replicas, decision.in_memory) == (2, 0), "an operator's number is no history"
 
 
 def test_nothing_goes_while_something_comes() -> None:
@@ -206,7 +242,7 @@ def test_nothing_goes_while_something_comes() -> None:
     assert decision.replicas == 4
 
 
-@pytest.mark.parametrize(("have", "want"), [(0, 2), (1, 2), (2, 2), (4, 3)])
+@pytest.mark.parametrize(("have", "want"), [(0, 2), (1, 2), (2, 2), (4, 2)])
 def test_the_operators_number_is_followed_at_once(have: int, want: int) -> None:
     _, decision = ask(demand(), policy(fixed=2), have=have)
     assert decision.replicas == want
@@ -234,26 +270,22 @@ policies = st.builds(
 )
 
 
-@given(loads, policies, st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.booleans())
-def test_never_beyond_the_limits_and_down_by_one(
-    load: Demand, rules: Policy, have: int, coming: int, leaving: int, waited: bool
+LONG_AGO = Scaler(short_since=-100.0, idle=Idle(0, 16, (-100.0,) * 16))
+
+
+@given(loads, policies, st.integers(0, 8), st.integers(0, 8), st.booleans())
+def test_never_beyond_the_limits(
+    load: Demand, rules: Policy, have: int, coming: int, waited: bool
 ) -> None:
-    since = -100.0 if waited else None
-    _, decision = ask(
-        load,
-        rules,
-        have=have,
-        coming=coming,
-        leaving=leaving,
-        scaler=Scaler(short_since=since, surplus_since=since),
-    )
+    scaler = LONG_AGO if waited else Scaler()
+    _, decision = ask(load, rules, have=have, coming=coming, scaler=scaler)
     total = have + coming
     if decision.replicas > total:
         assert decision.replicas <= rules.max_instances
         assert decision.cause
     elif decision.replicas < total:
-        assert decision.replicas == have - 1
-        assert (coming, leaving) == (0, 0)
+        assert coming == 0
+        assert decision.cause
         lower = rules.min_instances if rules.fixed is None else rules.fixed
         assert decision.replicas >= min(lower, rules.max_instances)
 
@@ -277,12 +309,12 @@ def test_a_constant_load_is_answered_in_one_direction_and_then_left_alone(
 
 def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning() -> None:
     first = Demand(queued_requests=8, queued_tokens=0, running_requests=4, running_tokens=0)
-    scaler, begun = decide(Scaler(), first, policy(), have=1, coming=0, leaving=0, now=0.0)
+    scaler, begun = decide(Scaler(), first, policy(), have=1, coming=0, now=0.0)
     assert begun.replicas == 3
-    scaler, still = decide(scaler, first, policy(), have=1, coming=2, leaving=0, now=0.1)
+    scaler, still = decide(scaler, first, policy(), have=1, coming=2, now=0.1)
     assert still.replicas == 3
     more = replace(first, queued_requests=10)
-    _, grown = decide(scaler, more, policy(), have=1, coming=2, leaving=0, now=0.5)
+    _, grown = decide(scaler, more, policy(), have=1, coming=2, now=0.5)
     assert grown.replicas == math.ceil(3.5 + 0.5 / 0.5 * 1.0)
 
 
@@ -291,7 +323,7 @@ def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning
 
 def with_objective(ttft_s: float = 0.5, **changes: Any) -> Policy:
     """A prompt of 1000 tokens takes 50 ms."""
-    known = replace(policy(most=20), prefill_s_per_token=5e-5, decode_s=0.02, slots=32)
+    known = replace(policy(most=20), prefill_s_per_token=5e-5, decode_s=0.02, slots=32, kv_tokens=0)
     return replace(known, objectives=Objectives(ttft_s), **changes)
 
 
@@ -302,7 +334,7 @@ WAITING = Demand(10, 0, 15, 0, prompt_tokens=20_000)
 def aim(
     load: Demand, rules: Policy, arrivals: Arrivals, supply: Supply, **state: Any
 ) -> tuple[Scaler, Decision]:
-    state = {"have": 1, "coming": supply.coming, "leaving": 0, "now": 5.0} | state
+    state = {"have": 1, "coming": supply.coming, "now": 5.0} | state
     scaler = state.pop("scaler", Scaler())
     return decide(scaler, replace(load, arrivals=arrivals), replace(rules, supply=supply), **state)
 
@@ -318,6 +350,19 @@ def test_an_objective_asks_at_once_for_what_a_burst_will_need_when_it_is_there()
     assert loose.replicas < decision.replicas
     _, far = aim(WAITING, with_objective(), BURST, Supply(1.0, horizon_s=2.0))
     assert far.replicas > decision.replicas
+
+
+def test_room_for_a_burst_and_for_kv_is_kept_with_an_objective_too() -> None:
+    alone = Supply(1.0, horizon_s=0.7)
+    steady = Demand(0, 0, 20, 20 * 200)
+    quiet = replace(BURST, rate=5.0)
+    rules = replace(with_objective(), scale_up_hold_s=0.0)
+    assert aim(steady, rules, quiet, alone)[1].replicas == 1
+    _, roomy = aim(steady, replace(rules, fill=0.5), quiet, alone)
+    assert roomy.replicas == 2
+    _, large = aim(steady, replace(rules, kv_tokens=12_000), quiet, alone)
+    assert large.replicas == 3, "26 requests of 1000 tokens, and 200 to generate"
+    assert "3 replicas of 32 slots and 12000 KV positions" in large.cause
 
 
 def test_what_is_coming_counts_for_when_it_comes() -> None:
@@ -340,13 +385,13 @@ def test_replicas_stay_while_fewer_would_just_keep_the_objective() -> None:
     busy, quiet = Demand(0, 0, 60, 0), replace(BURST, rate=15.0)
     needs = [aim(busy, rules, quiet, Supply(float(n)), have=n)[1] for n in range(1, 9)]
     enough = next(n for n, decision in enumerate(needs, 1) if decision.replicas <= n)
-    scaler = Scaler(surplus_since=0.0)
-    _, decision = aim(busy, rules, quiet, Supply(8.0), have=8, scaler=scaler)
-    assert decision.replicas == 7
-    assert decision.cause.startswith("8 replicas serve, ")
+    surplus = Scaler(idle=LONG_AGO.idle)
+    _, decision = aim(busy, rules, quiet, Supply(8.0), have=8, scaler=surplus)
+    assert decision.replicas < 8
+    assert decision.cause.startswith(f"8 replicas serve, {decision.replicas} are enough for ")
     assert "15.0 requests a second" in decision.cause
     assert "(keep-alive 2 s)" in decision.cause
-    _, decision = aim(busy, rules, quiet, Supply(float(enough)), have=enough, scaler=scaler)
+    _, decision = aim(busy, rules, quiet, Supply(float(enough)), have=enough, scaler=surplus)
     assert decision.cause == ""
 
 
@@ -374,11 +419,10 @@ def test_objectives_stay_within_the_limits_too(
     load = Demand(queued, 0, running, 0, prompt_tokens=1000 * queued)
     arrivals = Arrivals(rate, 1000.0, stay_s)
     supply = Supply(float(have), coming, 0.5, 1.0)
-    long_ago = Scaler(short_since=-100.0, surplus_since=-100.0)
-    _, decision = aim(load, rules, arrivals, supply, have=have, scaler=long_ago)
+    _, decision = aim(load, rules, arrivals, supply, have=have, scaler=LONG_AGO)
     if decision.replicas > have + coming:
         assert decision.replicas <= rules.max_instances
         assert decision.cause
     elif decision.replicas < have + coming:
-        assert decision.replicas == have - 1
         assert coming == 0
+        assert decision.cause

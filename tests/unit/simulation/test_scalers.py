@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.core.routing import PROMPTS_AHEAD, Route, Table
+from services.planner.core.keeping import Keep
 from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler
-from simulation.scalers import FEWEST_REQUESTS, FEWEST_TOKENS, per_load, per_request
+from simulation.scalers import (
+    FEWEST_REQUESTS,
+    FEWEST_TOKENS,
+    per_load,
+    per_request,
+    per_request_cached,
+)
 from tests.unit.gateway.support import replica
 from tests.unit.gateway.test_routing import instance_set, route
 
@@ -27,12 +34,11 @@ def ask(
     *,
     have: int,
     coming: int = 0,
-    leaving: int = 0,
     now: float = 0.0,
     scaler: Scaler = START,
     policy: Policy = POLICY,
 ) -> tuple[Scaler, Decision]:
-    return rule(scaler, demand, policy, have=have, coming=coming, leaving=leaving, now=now)
+    return rule(scaler, demand, policy, have=have, coming=coming, now=now)
 
 
 def test_a_platform_has_a_replica_for_every_so_many_requests() -> None:
@@ -55,18 +61,29 @@ def test_limits_and_the_operator_overrule_the_load(rule: Decide) -> None:
     assert ask(rule, load(), have=0, policy=replace(POLICY, fixed=5))[1].replicas == 5
 
 
-def test_a_replica_goes_after_the_keep_alive_time_one_at_a_time() -> None:
+def test_each_replica_goes_after_the_keep_alive_time() -> None:
     rule = per_request(0.5)
-    scaler, decision = ask(rule, load(), have=3, now=10.0)
-    assert (decision.replicas, decision.wake_at) == (3, 25.0)
+    scaler, decision = ask(rule, load(running=20), have=4, now=8.0)
+    assert (decision.replicas, decision.wake_at) == (4, 23.0)
+    scaler, decision = ask(rule, load(), have=4, now=10.0, scaler=scaler)
+    scaler, decision = ask(rule, load(), have=4, now=23.0, scaler=scaler)
+    assert (decision.replicas, decision.cause) == (3, "4 replicas, 3 wanted for 15.0 s")
     scaler, decision = ask(rule, load(), have=3, now=24.9, scaler=scaler)
-    assert decision.replicas == 3
-    scaler, decision = ask(rule, load(), have=3, now=25.0, scaler=scaler)
-    assert decision.replicas == 2
-    assert ask(rule, load(), have=2, leaving=1, now=25.1, scaler=scaler)[1].replicas == 2
+    assert (decision.replicas, decision.wake_at) == (3, 25.0)
     # What is needed again counts anew.
-    scaler, _ = ask(rule, load(running=20), have=3, now=24.9, scaler=scaler)
-    assert scaler.surplus_since is None
+    _, again = ask(rule, load(running=20), have=3, now=24.9, scaler=scaler)
+    assert again.replicas == 3
+    assert ask(rule, load(), have=3, now=25.0, scaler=scaler)[1].replicas == 1
+
+
+def test_the_history_is_ours_and_copies_in_memory_are_lambda_scales() -> None:
+    learnt = replace(POLICY, keep=lambda _: Keep(0.0), keep_asleep=lambda _: Keep(100.0))
+    for rule, cached in ((per_request(0.5), 0), (per_request_cached(0.5), 3)):
+        scaler, _ = ask(rule, load(running=20), have=3, now=10.0, policy=learnt)
+        scaler, decision = ask(rule, load(), have=3, now=24.0, scaler=scaler, policy=learnt)
+        assert (decision.replicas, decision.in_memory) == (3, cached)
+        _, decision = ask(rule, load(), have=1, now=39.0, scaler=scaler, policy=learnt)
+        assert decision.in_memory == min(1, cached)
 
 
 def test_a_gateway_without_a_limit_on_prompts_takes_the_free_instance_with_the_fewest() -> None:
