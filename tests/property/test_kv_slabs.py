@@ -42,6 +42,27 @@ class Machine(RuleBasedStateMachine):
         model = data.draw(st.sampled_from(sorted(self.open)))
         self.grow(model, use)
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        """A model takes all that it may: what others do not use, but for a part of their shares,
+        and what they wait for within them."""
+        model = data.draw(st.sampled_from(sorted(self.open)))
+        grown = False
+        while self.grow(model):
+            grown = True
+        others = self.open - {model}
+        least = COUNT - sum(map(self.left_to, others))
+        assert len(self.slabs.of(model)) >= least, "memory that nobody needs lies idle"
+        assert not grown or len(self.slabs.of(model)) == least, "it took what another waits for"
+
+    def left_to(self, model: ModelId) -> int:
+        share, used = self.slabs.share(model), self.used(model)
+        return max(1, share // 8, used, min(share, used + self.wanted.get(model, 0)))
+
+    def used(self, model: ModelId) -> int:
+        return sum(map(self.slabs.is_used, self.slabs.of(model)))
+
     def grow(self, model: ModelId, use: bool = True) -> bool:
         """One more slab, if the model may have one: then there is one."""
         if self.slabs.takeable(model) <= 0:
@@ -79,7 +100,12 @@ class Machine(RuleBasedStateMachine):
         self.vacate()
 
     def vacate(self) -> None:
-        for slab in self.slabs.want(self.wanted):
+        vacated = self.slabs.want(self.wanted)
+        for owner in {self.slabs.owner(slab) for slab in vacated}:
+            assert owner is not None
+            stays = [s for s in self.slabs.of(owner) if not self.slabs.is_leaving(s)]
+            assert len(stays) >= self.slabs.share(owner), "it gives more than it has borrowed"
+        for slab in vacated:
             if not self.slabs.is_used(slab):
                 self.slabs.give(slab)
 
@@ -100,13 +126,6 @@ class Machine(RuleBasedStateMachine):
                 self.finish(slab)
         while len(self.slabs.of(waits)) < self.slabs.share(waits):
             assert self.grow(waits), "a model that waits has less than its share"
-        self.slabs.want({})
-        for model in sorted(self.open):
-            while self.grow(model):
-                pass
-        kept = [max(1, self.slabs.share(model) // 8) for model in self.open]
-        idle = COUNT - sum(len(self.slabs.of(model)) for model in self.open)
-        assert idle <= sum(kept), "memory that a model waits for lies idle"
 
 
 TestSlabs = Machine.TestCase

@@ -126,21 +126,27 @@ class Slabs:
         be vacated now, for models that are below their shares: all of it or as much as the share
         allows."""
         self._wanted = wanted
-        due = sum(
-            max(0, min(slabs, self.share(model) - self._owned[model]))
-            for model, slabs in wanted.items()
-        )
-        # A slab without used pages can change hands at once.
-        soon = self.count - self._used.total() + sum(1 for s in self._leaving if self._pages[s])
+        missing = sum(map(self._claim, self._weights)) - self.count
         vacated: list[int] = []
-        while len(vacated) < due - soon:
-            loser = max(self._weights, key=self._excess)
-            if self._excess(loser) <= 0:
+        while len(vacated) < missing:
+            losers = [m for m in self._weights if self._excess(m) > 0 and self._staying(m)]
+            if not losers:
                 break
-            slabs = [slab for slab in self.of(loser) if slab not in self._leaving]
-            vacated.append(min(slabs, key=lambda slab: self._pages[slab]))
+            slabs = self._staying(max(losers, key=self._excess))
+            vacated.append(min(slabs, key=self._pages.__getitem__))
             self._leaving.add(vacated[-1])
         return vacated
+
+    def _claim(self, model: ModelId) -> int:
+        """The slabs that the model will have, if each one that waits gets its share."""
+        share, wanted = self.share(model), self._wanted.get(model, 0)
+        due = min(share, self._owned[model] + wanted) if wanted else max(int(share * KEPT), 1)
+        return max(due, len(self._staying(model)))
+
+    def _staying(self, model: ModelId) -> list[int]:
+        """The model's slabs that sequences use, and that it does not vacate."""
+        slabs = self.of(model)
+        return [slab for slab in slabs if self._pages[slab] and slab not in self._leaving]
 
     def _excess(self, model: ModelId) -> int:
         """How many slabs the model has beyond its share, less those that it vacates."""
