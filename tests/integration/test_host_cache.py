@@ -1,7 +1,9 @@
 """Host caches with real processes: models take turns in one arena, and no idle model is lost from
 memory with its node."""
 
+import asyncio
 import dataclasses
+import signal
 from pathlib import Path
 
 from services.local.demo_model import make_checkpoint
@@ -9,10 +11,11 @@ from services.local.publishing import import_model
 from shared import subjects
 from shared.bus.base import On
 from shared.ids import ModelId, ModelName, NodeId
+from shared.messages.copies import CopiesQuery, PoolCopies
 from shared.messages.pool import Tier
 from shared.messages.scaling import BlockArrived, ImportModel
 from shared.messages.story import StoryQuery, Told
-from tests.support.cluster import MODEL, Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, MODEL, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 SETTINGS = {
@@ -81,10 +84,16 @@ async def test_two_models_share_one_arena_in_turns(
         assert any("comes up from the host cache" in step.text for step in told.steps)
 
 
-async def test_the_node_with_the_only_copy_in_memory_is_killed(
+async def test_the_only_copy_in_memory_is_made_anew_after_a_kill_and_handed_over_before_an_end(
     tmp_path: Path, checkpoint: Path, oracle: Oracle
 ) -> None:
-    settings = SETTINGS | {"LAMBDASCALE_REGISTRY_DURABLE_COPIES": "2"}
+    """A copy takes 2 s, and a quarter of that while its only holder is about to end. A node that
+    did not wait for it would be gone before it is there."""
+    settings = SETTINGS | {
+        "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "2",
+        "LAMBDASCALE_REGISTRY_COPY_BYTES_PER_S": "300000",
+        "LAMBDASCALE_NODE_EVACUATE_S": "200",
+    }
     (prompt,) = prompts(1, TINY.vocab_size)
     async with running(tmp_path, checkpoint, nodes=3, settings=settings, min_instances=0) as up:
         model = up.record.model_id
@@ -94,9 +103,17 @@ async def test_the_node_with_the_only_copy_in_memory_is_killed(
             return tiers.count(Tier.DISK)
 
         await up.until(lambda: durable() == 2 and len(cached(up, model)) == 1, "copies")
-        (holder,) = cached(up, model)
-        up.kill(holder)
-        del up.statuses[holder]
-        await up.until(lambda: len(cached(up, model) - {holder}) == 1, "a new copy in memory")
+        (killed,) = cached(up, model)
+        up.kill(killed)
+        del up.statuses[killed]
+        await up.until(lambda: len(cached(up, model) - {killed}) == 1, "a new copy in memory")
+        (ending,) = cached(up, model) - {killed}
+
+        up.kill(ending, signal.SIGTERM)
+        async with asyncio.timeout(LIMIT_S):
+            assert await up.cluster.ended(ending) == 0
+        said = await up.bus.request(subjects.REGISTRY_COPIES, CopiesQuery(), PoolCopies, timeout=60)
+        (copies,) = said.models
+        assert copies.host == tuple(up.statuses.keys() - {killed, ending})
         answer = await up.ask(prompt, TOKENS)
         assert (answer.error, [answer.tokens]) == ("", oracle.tokens([prompt], TOKENS))
