@@ -156,7 +156,7 @@ class RegistryService(Service):
                 return Ok()
             before = self.pool.catalog.get(record.model_id)
             await self._store.model(record.model_id, record, before)
-            self.pool.catalog.put(record)
+            self.pool.model_put(record, request.origin)
         self.log.info("model added", model=record.name, model_id=record.model_id)
         self._publish(record, request)
         return Ok()
@@ -167,7 +167,7 @@ class RegistryService(Service):
             record = self.pool.catalog.changed(request)
             if record != before:
                 await self._store.model(record.model_id, record, before)
-                self.pool.catalog.put(record)
+                self.pool.model_put(record, request.origin)
         if record != before:
             changed = {field: getattr(record, field) for field in WISHES}
             self.log.info("model changed", model=record.name, **changed)
@@ -325,7 +325,7 @@ class RegistryService(Service):
             sources=order.sources,
             bytes_per_s=order.bytes_per_s,
             tier=order.tier,
-            cause="tick",
+            cause=order.cause,
         )
         subject = subjects.node_keep(info.node)
         try:
@@ -342,7 +342,7 @@ class RegistryService(Service):
             generation=info.generation,
             model_id=dropped.model_id,
             why=dropped.why,
-            cause="tick",
+            cause=dropped.cause,
         )
         subject = subjects.node_drop(info.node)
         try:

@@ -13,6 +13,7 @@ FREE_SHARE = 0.02
 
 class DurableCopies(KeptCopies):
     tier = Tier.DISK
+    counted = frozenset({Tier.DISK})
     least_handed_over = 2
     """Who wants one copy only takes the loss of it."""
 

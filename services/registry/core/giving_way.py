@@ -55,9 +55,11 @@ class GiveWay:
     """Seconds that its going is expected to cost."""
     why: str
     """In words and numbers."""
+    cause: str = ""
+    """What made the room needed."""
 
-    def for_(self, name: ModelName) -> "GiveWay":
-        return replace(self, why=f"makes room for {name}: {self.why}")
+    def for_(self, name: ModelName, cause: str) -> "GiveWay":
+        return replace(self, why=f"makes room for {name}: {self.why}", cause=cause)
 
 
 def make_room(nbytes: int, free: int, residents: Iterable[Resident]) -> tuple[GiveWay, ...]:

@@ -31,10 +31,13 @@ LARGE = 64 * PAGE
 """Blocks of at least this size begin at pages (services/node/memory/arena.py)."""
 DROPPING_S = 3.0
 """Seconds in which an ordered eviction shows in its node's report."""
+SCHEDULE = "schedule"
+"""The cause of copies that are wanted because a window of the model's schedule has begun."""
 
 
 class HostCopies(KeptCopies):
     tier = Tier.CACHE
+    counted = frozenset(MEMORY)
     least_handed_over = 1
 
     def __init__(
@@ -58,6 +61,9 @@ class HostCopies(KeptCopies):
     def look(self, now: float, wall_ns: int) -> None:
         """Takes note of what is in use, and decides which models are kept."""
         since = now - self._looked_at if self._looked_at is not None else 0.0
+        for record in self._catalog.records if self._looked_at is not None else ():
+            if record.schedule and _warm(record, wall_ns) > _warm(record, self._wall_ns):
+                self.changed(record.model_id, SCHEDULE)
         self._looked_at, self._wall_ns = now, wall_ns
         left = exp(-max(0.0, since) / ASKED_S)
         records = self._catalog.records
@@ -119,7 +125,8 @@ class HostCopies(KeptCopies):
                     rooms, key=lambda room: (sum(w.worth for w in room[0]), room[1].node)
                 )
                 self._dropping[info.node, info.generation] = now
-                ordered += [(info, way.for_(record.name)) for way in ways]
+                cause = self.cause(record.model_id)
+                ordered += [(info, way.for_(record.name, cause)) for way in ways]
         return ordered
 
     def _without_room(self) -> Iterator[tuple[ModelRecord, list[NodeInfo]]]:
@@ -152,9 +159,8 @@ class HostCopies(KeptCopies):
     def _asked_for(self, record: ModelRecord) -> int:
         """How many machines are to have a copy if there is room: one while it is idle, and the warm
         copies beside what is in use."""
-        warm = least(record.schedule, record.min_instances, record.warm, (self._wall_ns,))[1]
         used = {machine_of(info) for info in self._in_use(record)}
-        return max(self.settings.copies, len(used) + warm)
+        return max(self.settings.copies, len(used) + _warm(record, self._wall_ns))
 
     def _in_use(self, record: ModelRecord) -> Iterator[NodeInfo]:
         for info in self.there(record):
@@ -183,3 +189,8 @@ class HostCopies(KeptCopies):
             if status is not None and info.host_bytes:
                 drafts = self._drafts(status)
                 yield Place(info, status.host_free, 0, info.node in busy, drafts)
+
+
+def _warm(record: ModelRecord, wall_ns: int) -> int:
+    """How many warm copies are wanted at that time."""
+    return least(record.schedule, record.min_instances, record.warm, (wall_ns,))[1]

@@ -16,7 +16,7 @@ from services.registry.core.catalog import Catalog
 from services.registry.core.goals import Choice, Goals, Need, Place, goals, machine_of
 from services.registry.core.holdings import Holdings, Key
 from services.registry.core.leases import Leases
-from services.registry.core.orders import Order, Orders
+from services.registry.core.orders import REPORTED, Order, Orders
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.pool import (
     CopyProgress,
@@ -38,6 +38,8 @@ LINK_SHARE = 4
 """A copy takes 1 / LINK_SHARE of a link's rate."""
 UNKNOWN_RATE = 100_000_000
 """bytes/s of a copy where no link's rate is known."""
+RESTART = "restart"
+"""The cause of copies that are lacking when the registry starts."""
 
 
 class Keeping(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,8 @@ class CopyOrdered:
     sources: tuple[Source, ...]
     bytes_per_s: int
     tier: Tier
+    cause: str
+    """What last made copies of the model needed, see `KeptCopies.cause`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +78,15 @@ class _Left:
 
     info: NodeInfo
     models: frozenset[ModelId]
-    """What it held in the tier."""
+    """What it held of what counts."""
     drafts: frozenset[ModelId]
     until: float
 
 
 class KeptCopies(ABC):
     tier: ClassVar[Tier]
+    counted: ClassVar[frozenset[Tier]]
+    """The tiers whose blocks make up a copy."""
     least_handed_over: ClassVar[int]
     """A node that is about to end waits for its copy to be made elsewhere, if at least this many
     are wanted."""
@@ -104,6 +110,8 @@ class KeptCopies(ABC):
         self._known: dict[NodeId, NodeInfo] = {}
         """Nodes that are not gone."""
         self._orders = Orders(self.tier.value, story)
+        self._causes: dict[ModelId, str] = {}
+        """See `cause`. A model that has all its copies has no entry."""
         self._left: dict[NodeId, _Left] = {}
         self._patient_until: dict[ModelId, float] = {}
         """Models from before a restart: nodes that held them may not be back yet."""
@@ -116,6 +124,17 @@ class KeptCopies(ABC):
         self._next_at = now
         for record in self._catalog.records:
             self._patient_until[record.model_id] = now + self.settings.after_s
+            self._causes.setdefault(record.model_id, RESTART)
+
+    def changed(self, model: ModelId, cause: str) -> None:
+        """The model was added, or other copies of it are wanted than before."""
+        self._causes[model] = cause
+
+    def leaves(self, node: NodeId) -> None:
+        """The node drains or is about to end: its copies count no more."""
+        info = self._known.get(node)
+        for model in self._models_of(info) if info is not None else ():
+            self.changed(model, node)
 
     def look_soon(self, now: float) -> None:
         """What nodes may be used for has changed. What draining nodes hold counts no more, and can
@@ -167,14 +186,10 @@ class KeptCopies(ABC):
         if info is None or info.generation != generation:
             return
         del self._known[node]
-        models = self._holdings.models(info.node, info.generation)
-        status = self._holdings.of(info)
-        self._left[info.node] = _Left(
-            info,
-            frozenset(model for model, tiers in models.items() if self.tier in tiers),
-            self._drafts(status),
-            now + self.settings.after_s,
-        )
+        models, drafts = self._models_of(info), self._drafts(self._holdings.of(info))
+        self._left[node] = _Left(info, models, drafts, now + self.settings.after_s)
+        for model in models | drafts:
+            self.changed(model, node)
 
     def failed(self, order: CopyOrdered, why: str, now: float) -> None:
         """The node refused, or did not answer. Late answers to older orders change nothing."""
@@ -209,7 +224,8 @@ class KeptCopies(ABC):
         self.reasons = dict(found.reasons)
         for choice in found.choices:
             info = choice.info
-            self._orders.ask(Order(choice.model_id, info.node, info.generation), now)
+            order = Order(choice.model_id, info.node, info.generation)
+            self._orders.ask(order, self.cause(choice.model_id), now)
         return found
 
     def settle(self, now: float) -> None:
@@ -219,6 +235,9 @@ class KeptCopies(ABC):
             info = self._leases.info(node)
             if now >= left.until or (info is not None and self._holdings.of(info) is not None):
                 del self._left[node]
+        for model in list(self._causes):
+            if self.attempt(model, partial(self._is_settled, model), False):
+                del self._causes[model]
         reported = {
             Order(progress.model_id, info.node, info.generation): progress
             for info, progress in self.copying()
@@ -226,6 +245,11 @@ class KeptCopies(ABC):
         for order in {**dict.fromkeys(self._orders.known), **reported}:
             look = partial(self._look, order, reported.get(order), now)
             self.attempt(order.model_id, look, None)
+
+    def _is_settled(self, model: ModelId) -> bool:
+        """Whether nothing is lacking of the model, or it was removed."""
+        record = self._catalog.get(model)
+        return record is None or self._is_complete(record)
 
     def _look(self, order: Order, progress: CopyProgress | None, now: float) -> None:
         """Takes in what has become of one copy."""
@@ -253,14 +277,25 @@ class KeptCopies(ABC):
 
     def lacking(self, record: ModelRecord, now: float) -> bool:
         """Whether the model is on fewer machines than wanted, and that is to be changed now."""
-        machines: set[str] = set()
-        for info in self._staying(record):
-            machines.add(machine_of(info))
-            if len(machines) >= self.wanted(record):
-                return False
-        if self.wanted(record) == 0:
+        if self._is_complete(record):
             return False
-        return not machines or now >= self._patient_until.get(record.model_id, now)
+        patient_until = self._patient_until.get(record.model_id, now)
+        return now >= patient_until or not any(self._staying(record))
+
+    def _is_complete(self, record: ModelRecord) -> bool:
+        """Whether as many machines as are wanted have a copy."""
+        wanted, machines = self.wanted(record), set[str]()
+        for info in self._staying(record) if wanted else ():
+            machines.add(machine_of(info))
+            if len(machines) >= wanted:
+                return True
+        return wanted == 0
+
+    def cause(self, model: ModelId) -> str:
+        """What last made copies of the model needed: a node that went or leaves, a request that
+        added or changed the model, its schedule, or the registry's restart. If none of these did,
+        what nodes report: a copy is gone, or the model is in use."""
+        return self._causes.get(model, REPORTED)
 
     def there(self, record: ModelRecord) -> Iterator[NodeInfo]:
         """Nodes that are not gone and have a copy, in no order."""
@@ -305,6 +340,11 @@ class KeptCopies(ABC):
             for progress in status.copying if status else ():
                 if progress.tier is self.tier:
                     yield info, progress
+
+    def _models_of(self, info: NodeInfo) -> frozenset[ModelId]:
+        """The models of which the node holds something that counts."""
+        models = self._holdings.models(info.node, info.generation)
+        return frozenset(model for model, tiers in models.items() if tiers.keys() & self.counted)
 
     def _drafts(self, status: NodeStatus | None) -> frozenset[ModelId]:
         """Models of which a part lies on a node."""

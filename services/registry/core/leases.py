@@ -13,8 +13,9 @@ anybody, it is the registry that was cut off: silence counts from when it hears 
 A generation that is over stays over; should it show up again, it is told so again.
 
 Causes, as changes and the story name them: a lease was put, deleted, found expired, or was missing
-when a watch began (`lease_put`, `lease_deleted`, `lease_expired`, `lease_watch`); time passed
-(`tick`); the registry started again (`restart`); a report came (`node_status`).
+when a watch began (`lease_put`, `lease_deleted`, `lease_expired`, `lease_watch`); the registry
+started again (`restart`); a report came (`node_status`). What ends in doubt ends by the cause of
+the doubt.
 """
 
 import enum
@@ -71,6 +72,8 @@ class _Lease:
     state: State | None = None
     ended: float = float("-inf")
     """When its key was seen to be gone. It counts while the lease is in doubt."""
+    doubted_by: str = ""
+    """The cause of the doubt. It counts while the lease is in doubt."""
     announced: bool = False
 
 
@@ -99,9 +102,9 @@ class Leases:
     def restore(self, info: NodeInfo, now: float) -> None:
         """Takes in a node from before this process. It is in doubt until its lease shows."""
         info = self._duties.with_duty(info)
-        lease = self._leases[info.node] = _Lease(info, renewed=now, heard=now, ended=now)
+        lease = self._leases[info.node] = _Lease(info, renewed=now, heard=now)
         self._lists = None
-        self._step(lease, State.IN_DOUBT, now, "restart")
+        self._doubt(lease, now, "restart")
 
     def put(self, info: NodeInfo, now: float) -> list[Change]:
         """A lease was made or renewed."""
@@ -155,16 +158,16 @@ class Leases:
             gone = self._end(lease, now, "lease_deleted", "it gave its lease back")
             return [msgspec.structs.replace(gone, graceful=True)]
         self._doubt(lease, now, "lease_expired")
-        return self.overdue(now, "lease_expired")
+        return self.overdue(now)
 
     def only(self, nodes: Collection[NodeId], now: float) -> list[Change]:
         """Only these nodes have leases (as a new watch tells)."""
         for node, lease in self._leases.items():
             if node not in nodes and lease.state is State.STANDING:
                 self._doubt(lease, now, "lease_watch")
-        return self.overdue(now, "lease_watch")
+        return self.overdue(now)
 
-    def overdue(self, now: float, cause: str = "tick") -> list[Change]:
+    def overdue(self, now: float) -> list[Change]:
         """Ends the leases whose doubt has lasted too long."""
         ended: list[Change] = []
         for lease in list(self._leases.values()):
@@ -172,10 +175,10 @@ class Leases:
                 continue
             if now - max(lease.heard, self._hears_since) >= SILENCE_S:
                 reason = "its lease expired and it is silent"
-                ended.append(self._end(lease, now, cause, reason))
+                ended.append(self._end(lease, now, lease.doubted_by, reason))
             elif now - lease.ended >= LEASELESS_S:
                 reason = f"it reports, but has renewed no lease for {LEASELESS_S:.0f} s"
-                ended.append(self._end(lease, now, cause, reason))
+                ended.append(self._end(lease, now, lease.doubted_by, reason))
         return ended
 
     def is_over(self, node: NodeId, generation: Generation) -> bool:
@@ -233,7 +236,7 @@ class Leases:
 
     def _doubt(self, lease: _Lease, now: float, cause: str) -> None:
         self._step(lease, State.IN_DOUBT, now, cause)
-        lease.ended = now
+        lease.ended, lease.doubted_by = now, cause
 
     def _end(self, lease: _Lease, now: float, cause: str, reason: str) -> NodeGone:
         self._step(lease, State.OVER, now, cause, reason)

@@ -38,6 +38,8 @@ ASKED_S = 15.0
 STALL_S = 60.0
 REFUSED_S = 60.0
 """Seconds for which a node that refused, or makes no progress, is passed over."""
+REPORTED = "node_status"
+"""The cause of what follows from nodes' reports alone."""
 
 
 class State(enum.Enum):
@@ -77,6 +79,8 @@ class _Known:
     """Until when the node is passed over, in the states of PASSED_OVER."""
     why: str = ""
     """Why it is passed over."""
+    cause: str = REPORTED
+    """What made the copy needed. Of a copy that was not asked for, only the report is known."""
     hurried: bool = False
     """Whether the order was given once more, at a higher rate."""
 
@@ -122,8 +126,10 @@ class Orders:
 
     # --- what happens ---
 
-    def ask(self, order: Order, now: float) -> None:
+    def ask(self, order: Order, cause: str, now: float) -> None:
+        """`cause`: the id of what made the copy needed."""
         self._to(order, State.ASKED, now)
+        self._orders[order].cause = cause
 
     def refuse(self, order: Order, why: str, now: float) -> None:
         """The node answered with an error, or not at all. Late answers to older orders change
@@ -187,7 +193,9 @@ class Orders:
         if state is not State.ASKED:  # the pool tells of what it asks for
             change = f"copy on {self._tier} {state.value if state else 'is no order any more'}"
             text = f"{change}: {why}" if why else change
-            self._story.tell(now, "tick", text, order.node, order.model_id)
+            known = self._orders.get(order)
+            cause = known.cause if known is not None else REPORTED
+            self._story.tell(now, cause, text, order.node, order.model_id)
         if state is None:
             del self._orders[order]
             return

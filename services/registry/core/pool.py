@@ -82,6 +82,8 @@ class CopyDropped(msgspec.Struct, frozen=True):
     info: NodeInfo
     model_id: ModelId
     why: str
+    cause: str
+    """What made the room needed."""
 
 
 CopyEffect = CopyOrdered | CopyDropped | ModelSkipped
@@ -117,6 +119,15 @@ class Pool:
         self.at = 0.0
         """The time of what happens, for the story. The shell sets it before a request. Other events
         bring their time along."""
+
+    # --- what happens to models ---
+
+    def model_put(self, record: ModelRecord, cause: str) -> None:
+        """A record that the catalog has admitted, or changed, holds from now on. `cause`: the
+        request's."""
+        self.catalog.put(record)
+        for tier in self._tiers:
+            tier.changed(record.model_id, cause)
 
     # --- what happens to nodes ---
 
@@ -209,16 +220,20 @@ class Pool:
         return models, effects
 
     def _duty_changed(self, node: NodeId, cause: str, now: float) -> list[Effect]:
+        effects = self._after(self.leases.duty_changed(node, cause), now)
+        info = self.leases.info(node)
         for tier in self._tiers:
+            if info is not None and info.duty.leaves:
+                tier.leaves(node)
             tier.look_soon(now)
-        return self._after(self.leases.duty_changed(node, cause), now)
+        return effects
 
     def _copies_to_drop(self, now: float) -> list[CopyDropped]:
         dropped = []
         for info, way in self.host.evictions(now):
-            dropped.append(CopyDropped(info, way.model_id, way.why))
+            dropped.append(CopyDropped(info, way.model_id, way.why, way.cause))
             text = f"leaves the host cache: {way.why}"
-            self.story.tell(now, "tick", text, info.node, way.model_id)
+            self.story.tell(now, way.cause, text, info.node, way.model_id)
         return dropped
 
     def _copies_to_order(self, kept: KeptCopies, now: float) -> list[CopyEffect]:
@@ -252,8 +267,9 @@ class Pool:
         kind = "durable copy" if kept.tier is Tier.DISK else "copy in the host cache"
         givers = ", ".join(s.info.node for s in best)
         why = f"is ordered a {kind} from {givers} at {rate / 1e6:.1f} MB/s"
-        self.story.tell(now, "tick", why, info.node, model)
-        return CopyOrdered(info, model, best, rate, kept.tier)
+        cause = kept.cause(model)
+        self.story.tell(now, cause, why, info.node, model)
+        return CopyOrdered(info, model, best, rate, kept.tier, cause)
 
     def order_failed(self, order: CopyOrdered, why: str, now: float) -> None:
         """A node refused an order, or did not answer."""

@@ -16,7 +16,7 @@ from services.registry.core.orders import ASKED_S, REFUSED_S, STALL_S
 from services.registry.core.pool import Effect, Pool
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.copies import Leave, ModelCopies
-from shared.messages.pool import CopyProgress, ModelRecord, NodeInfo, Tier
+from shared.messages.pool import CopyProgress, Duty, ModelRecord, NodeInfo, SetDuty, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
 WHOLE = holding(Tier.DISK, 0, 1, 2, 3)
@@ -42,7 +42,7 @@ class Nodes:
         self.stored = set(stored)
         self.report()
         self.pool.durable.start(self.now)
-        self.pool.catalog.put(record())
+        self.pool.model_put(record(), "model_add")
         return self
 
     def join(self, name: str, generation: int = 1, link: int = 0) -> None:
@@ -266,7 +266,7 @@ def test_a_model_that_is_removed_is_forgotten() -> None:
     up.pool.validate()
 
 
-@pytest.mark.parametrize("method", ["_need_of", "lacking", "_is_made", "rate"])
+@pytest.mark.parametrize("method", ["_need_of", "lacking", "_is_settled", "_is_made", "rate"])
 def test_a_bug_at_one_model_s_copies_holds_up_no_other_model_s(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,3 +285,43 @@ def test_a_bug_at_one_model_s_copies_holds_up_no_other_model_s(
     effects = [effect for _ in range(5) for effect in up.second()]
     assert OTHER in {each.model_id for each in effects if isinstance(each, CopyOrdered)}
     assert {each.model_id for each in effects if isinstance(each, ModelSkipped)} == {MODEL}
+
+
+def told(up: Nodes) -> list[tuple[str, str]]:
+    """The causes of orders of copies, as the model's story tells them, and their nodes."""
+    story = up.pool.story.of(MODEL)
+    return [(t.cause, t.subjects[0]) for t in story if t.text.startswith("is ordered")]
+
+
+def causes(orders: list[CopyOrdered]) -> list[str]:
+    return [order.cause for order in orders]
+
+
+def test_an_order_names_what_made_the_copy_needed() -> None:
+    up = Nodes("a", "b", "c").start("a")
+    assert causes(up.tick()) == ["model_add"]
+    up.stored = {"a", "b"}
+    up.tick(3)
+    up.leave("b")
+    assert causes(up.tick(AFTER_S + 2)) == ["b"], "the node that went"
+    assert told(up) == [("model_add", "b"), ("b", "c")]
+    up.stored = {"a", "c"}
+    up.join("d")
+    up.tick(3)
+    up.pool.set_duty(SetDuty(node=NodeId("c"), duty=Duty.DRAINING), up.now, 0)
+    assert causes(up.tick(2)) == ["c"], "the node that leaves"
+    up.stored |= {"d"}
+    up.tick(3)
+    up.stored = {"d"}
+    assert causes(up.tick(2)) == ["node_status"], "the copy was lost on a node that stays"
+
+
+def test_what_is_lacking_when_the_registry_starts_is_caused_by_that() -> None:
+    up = Nodes("a", "b", "c").start("a")
+    later = Nodes("a", "b", "c")
+    later.pool.catalog.put(record())
+    later.stored = {"a"}
+    later.report()
+    later.pool.start(later.now)
+    assert causes(later.tick(AFTER_S + 2))[:1] == ["restart"]
+    assert causes(up.tick())[:1] == ["model_add"]

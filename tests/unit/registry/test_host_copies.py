@@ -22,6 +22,9 @@ class Nodes:
     def __init__(self, *names: str, room: int = 2 * SIZE, copies: int = 1) -> None:
         self.pool = Pool(DURABLE, Keeping(copies=copies, after_s=0.0))
         self.now, self.seq = 0.0, 0
+        self.wall_ns = 0
+        self.causes: list[tuple[str, str, str]] = []
+        """(model, node, cause) of each copy in memory that was ordered or dropped."""
         self.infos: dict[str, NodeInfo] = {}
         self.held: dict[str, list[Holding]] = {}
         for name in names:
@@ -63,13 +66,15 @@ class Nodes:
                     host_free=each.host_bytes - cached * SIZE,
                 )
                 self.pool.status(said, self.now)
-            for effect in self.pool.tick(self.now):
+            for effect in self.pool.tick(self.now, self.wall_ns):
                 if isinstance(effect, CopyOrdered) and effect.tier is Tier.CACHE:
                     made.append((effect.model_id, effect.info.node))
                     self.sources = [s.info.node for s in effect.sources]
+                    self.causes.append((effect.model_id, effect.info.node, effect.cause))
                 if isinstance(effect, CopyDropped):
                     dropped.append((effect.model_id, effect.info.node))
                     self.why = effect.why
+                    self.causes.append((effect.model_id, effect.info.node, effect.cause))
         return made, dropped
 
     def view(self) -> ModelCopies:
@@ -193,3 +198,34 @@ def test_a_node_that_is_about_to_end_hands_over_the_only_copy_in_memory() -> Non
     up.holds("a", Tier.CACHE)
     up.tick()
     assert up.pool.leave(Leave(node=NodeId("b"), generation=Generation(1)), up.now, 0)[0] == ()
+
+
+def test_a_copy_and_what_gives_way_for_it_name_what_made_the_copy_needed() -> None:
+    up = Nodes("a", "b", "c", room=SIZE)
+    up.publish()
+    up.publish(OTHER, "other")
+    for node in ("a", "c"):
+        up.holds(node, Tier.DISK)
+        up.holds(node, Tier.DISK, OTHER)
+        up.holds(node, Tier.CACHE, OTHER)
+    up.holds("b", Tier.CACHE)
+    assert up.tick(3) == ([], [])
+    up.leave("b")
+    assert up.tick() == ([], [(OTHER, "a")])
+    assert up.causes == [(OTHER, "a", "b")], "the node that went"
+    assert "b" in [told.cause for told in up.pool.story.of(OTHER)]
+    up.lacks("a", Tier.CACHE, OTHER)
+    assert up.tick() == ([(MODEL, "a")], [])
+    assert up.causes[1:] == [(MODEL, "a", "b")]
+
+
+def test_a_warm_copy_is_caused_by_the_schedule_that_asks_for_it() -> None:
+    up = Nodes("a", "b")
+    window = msgspec.structs.replace(record(), schedule="daily 01:00-02:00 warm=2")
+    up.pool.model_put(window, "model_set")
+    up.holds("a", Tier.DISK)
+    up.holds("a", Tier.CACHE)
+    assert up.tick(2) == ([], [])
+    up.wall_ns = 3600 * 10**9
+    assert up.tick() == ([(MODEL, "b")], [])
+    assert up.causes == [(MODEL, "b", "schedule")]

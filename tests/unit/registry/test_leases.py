@@ -102,7 +102,7 @@ def test_the_story_says_what_became_of_a_node_and_why() -> None:
     assert [(t.cause, t.text) for t in story.of("a")] == [
         ("lease_put", "generation 1 standing"),
         ("lease_expired", "generation 1 in doubt"),
-        ("tick", "generation 1 over: its lease expired and it is silent"),
+        ("lease_expired", "generation 1 over: its lease expired and it is silent"),
     ]
 
 
@@ -119,7 +119,7 @@ def test_what_is_over_has_no_next_state(leases: Leases, to: State) -> None:
     lease = leases._leases[A]
     leases.put(info(generation=2), 1.0)
     with pytest.raises(IllegalTransition, match=f"a: over -> {to.value} is not a step"):
-        leases._step(lease, to, 2.0, "tick")
+        leases._step(lease, to, 2.0, "lease_watch")
 
 
 def test_what_is_over_is_not_remembered_of_ever_more_names() -> None:
@@ -156,7 +156,7 @@ def test_reports_alone_do_not_keep_a_node_for_ever(leases: Leases) -> None:
     (gone,) = leases.overdue(LATE + LEASELESS_S)
     assert isinstance(gone, NodeGone)
     assert "renewed no lease" in gone.reason
-    assert gone.cause == "tick"
+    assert gone.cause == "lease_expired", "what brought the doubt"
 
 
 def test_reports_of_another_generation_do_not_count(leases: Leases) -> None:

@@ -14,7 +14,7 @@ ORDER = Order(MODEL, NodeId("a"), Generation(1))
 
 def orders() -> Orders:
     made = Orders("disk", Story())
-    made.ask(ORDER, 0.0)
+    made.ask(ORDER, "model_add", 0.0)
     return made
 
 
@@ -71,4 +71,18 @@ def test_a_node_is_not_asked_twice_for_a_copy() -> None:
     each = orders()
     hear(each, 1.0, done=10)
     with pytest.raises(IllegalTransition, match="running -> asked"):
-        each.ask(ORDER, 2.0)
+        each.ask(ORDER, "model_add", 2.0)
+
+
+def test_every_step_of_a_copy_names_what_made_it_needed() -> None:
+    story = Story()
+    each = Orders("disk", story)
+    each.ask(ORDER, "model_add", 0.0)
+    for step, done in enumerate((10, None)):
+        hear(each, 1.0 + step, done=done)
+    hear(each, 5.0, done=10)
+    assert [(t.cause, t.text) for t in story.of("a")] == [
+        ("model_add", "copy on disk running"),
+        ("model_add", "copy on disk is no order any more"),
+        ("node_status", "copy on disk running"),
+    ], "nobody has asked for the last one"

@@ -15,8 +15,9 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.clock import wall_ns
 from shared.config import RegistryConfig
 from shared.errors import BadInput, BadMessage, BusTimeout, Conflict, NotFound
-from shared.ids import EventId, ModelName
+from shared.ids import EventId, ModelName, NodeId
 from shared.messages import Message, Ok
+from shared.messages.copies import KeepCopy
 from shared.messages.pool import (
     ModelAdd,
     ModelAdded,
@@ -40,7 +41,7 @@ from shared.messages.pool import (
 )
 from shared.messages.story import StoryQuery, Told
 from shared.pool_pages import read_pool
-from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve
+from tests.unit.registry.builders import EVENT, MODEL, holding, info, record, reserve, status
 from tests.unit.registry.cluster import WAIT_S, FailingBus, Node, Observer
 
 pytestmark = pytest.mark.virtual_time
@@ -366,3 +367,31 @@ async def test_the_registry_tells_the_story_of_a_node(
     (_, step) = [step for step in told.steps if step.text == "reserved"]
     assert step.cause == EVENT
     assert before <= step.at_ns <= wall_ns()
+
+
+async def test_a_node_is_told_which_request_made_its_copy_needed(
+    bus: MemoryBus, registry: RegistryService
+) -> None:
+    ordered: asyncio.Future[KeepCopy] = asyncio.get_running_loop().create_future()
+
+    async def keep(order: KeepCopy) -> Ok:
+        ordered.set_result(order)
+        return Ok()
+
+    whole = (holding(Tier.DISK, 0, 1, 2, 3),)
+    for name, held in (("n1", whole), ("n2", ())):
+        here = msgspec.structs.replace(info(name), host=name)
+        await Node(bus, here, *held).join()
+        said = msgspec.structs.replace(status(name, *held, seq=9), disk_bytes=9000, disk_free=9000)
+        await bus.publish(subjects.POOL_STATUS, said)
+    await bus.serve(subjects.node_keep(NodeId("n2")), KeepCopy, keep)
+    assert len((await pool(bus)).nodes) == 2, "what is added now is no model from before"
+    add = ModelAdd(record=record(), cause="import-7")
+    await bus.request(subjects.REGISTRY_MODEL_ADD, add, Ok, timeout=WAIT_S)
+    order = await asyncio.wait_for(ordered, WAIT_S)
+    assert order.cause == "import-7"
+    query = StoryQuery(subject="import-7")
+    told = await bus.request(subjects.REGISTRY_STORY, query, Told, timeout=WAIT_S)
+    assert [step.text.split(" at ")[0] for step in told.steps] == [
+        "is ordered a durable copy from n1"
+    ]
