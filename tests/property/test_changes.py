@@ -15,7 +15,7 @@ from services.registry.core.holdings import Holdings, Taken
 from shared.ids import GatewayId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import Holding, NodeStatus, Tier
-from tests.unit.registry.builders import info
+from tests.unit.registry.builders import info, record
 
 MODELS = [ModelId(name) for name in "abcd"]
 HELD = st.dictionaries(
@@ -61,6 +61,8 @@ def test_statuses(history: list[tuple[dict[tuple[ModelId, Tier], tuple[int, ...]
             asked = asked or gaps[0]
         planner.validate()
         registry.validate()
+        for model in MODELS:  # what is remembered of an answer has to hold after the next status
+            planner.whole_on_disk(record(model, model, n_blocks=2))
         if arriving and not asked:
             expected: dict[ModelId, dict[Tier, frozenset[int]]] = {}
             for (model, tier), blocks in held.items():

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from services.planner.core.classes import Freest
 from services.planner.core.packing import Packing
 
 NODES = 5
@@ -42,3 +43,24 @@ def test_entering_what_gains_until_nothing_does_ends_at_the_optimum(
     for row in matrix:
         assert sum(row[i] * amount for i, amount in solution) <= 1 + 1e-9
     assert min(packing.prices) >= -1e-6
+
+
+@given(
+    st.lists(st.integers(0, 5).map(float), min_size=4, max_size=12),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(1, 3)), max_size=30),
+)
+def test_the_freest_members_of_a_class_are_those_that_a_look_at_all_finds(
+    free: list[float], taken: list[tuple[int, int, int]]
+) -> None:
+    half = len(free) // 2
+    members = [list(range(half)), list(range(half, len(free)))]
+    freest = Freest(members, free)
+    for first, second, most in taken:
+        expected: list[int] = []
+        for i in (first, second):
+            left = (node for node in members[i] if node not in expected)
+            expected.append(max(left, key=free.__getitem__))
+        path = freest.path(((first, 0, 1), (second, 1, 2)))
+        assert [node for node, _, _ in path] == expected
+        for node in expected:
+            free[node] -= most

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import heapify, heappop, heappush, heapreplace
 
 from services.planner.core.multicast.groups import balanced
 from services.planner.core.pricing import Stage, Stages, loads
@@ -67,6 +68,7 @@ class Classes:
         """
         left = dict(packed)
         hand = _Hand(self._blocks, free)
+        order = Freest(self.members, free)
         # First as much as they had, so that no path takes a node from another; then more.
         for most in previous, dict.fromkeys(previous, _INF):
             for stages, limit in most.items():
@@ -78,7 +80,7 @@ class Classes:
             turn = left[of] / self._turns(of)
             given = _INF
             while left[of] > LEAST and given > _TINY:
-                given = hand.give(self._freest(of, free), min(turn, left[of]))
+                given = hand.give(order.path(of), min(turn, left[of]))
                 left[of] -= given
         return hand.weights
 
@@ -88,13 +90,40 @@ class Classes:
         classes = [i for i, _, _ in of]
         return max(len(self.members[i]) if classes.count(i) > 1 else 1 for i in classes)
 
-    def _freest(self, of: Stages, free: Sequence[float]) -> Stages:
+
+class Freest:
+    """Finds the freest member of a class, the first among equals. Members only become less free, so
+    an entry that is out of date stands too early, and is put back when its turn comes."""
+
+    def __init__(self, members: Sequence[Sequence[int]], free: Sequence[float]) -> None:
+        self._free = free
+        self._heaps = [
+            [(-free[node], index, node) for index, node in enumerate(nodes)] for nodes in members
+        ]
+        for heap in self._heaps:
+            heapify(heap)
+
+    def path(self, of: Stages) -> Stages:
+        """The path over the freest nodes of these classes, no node twice."""
         stages: list[Stage] = []
         for i, start, stop in of:
             used = {node for node, _, _ in stages}
-            ways = (node for node in self.members[i] if node not in used)
-            stages.append((max(ways, key=free.__getitem__), start, stop))
+            stages.append((self._of_class(self._heaps[i], used), start, stop))
         return tuple(stages)
+
+    def _of_class(self, heap: list[tuple[float, int, int]], used: AbstractSet[int]) -> int:
+        passed: list[tuple[float, int, int]] = []
+        while True:
+            known, index, node = heap[0]
+            if -known != self._free[node]:
+                heapreplace(heap, (-self._free[node], index, node))
+            elif node in used:
+                passed.append(heappop(heap))
+            else:
+                break
+        for each in passed:
+            heappush(heap, each)
+        return node
 
 
 class _Hand:

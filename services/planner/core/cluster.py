@@ -84,6 +84,11 @@ class Cluster:
         """The nodes, of any generation, that say they hold something of the model."""
         self._in_memory: dict[ModelId, set[NodeId]] = {}
         """Those of them that hold something of it in memory."""
+        self._whole_on_disk: dict[ModelId, tuple[int, frozenset[NodeId]]] = {}
+        """Answers of `whole_on_disk` that still hold, with the number of the model's blocks. Disks
+        have many models and change seldom."""
+        self._disks: list[tuple[float, NodeId]] | None = None
+        """The known rates of live nodes' disks, the fastest first; None: to be found anew."""
         self._slots: int | None = None
         """The median of the nodes' slots; None: it has to be found anew."""
         self.over: dict[NodeId, Generation] = {}
@@ -98,7 +103,7 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
-        self._slots = None
+        self._forget_answers()
         if before is None or before.generation == info.generation:
             return None
         self.measured.on_gone(info.node)
@@ -136,8 +141,13 @@ class Cluster:
             return False
         del self.nodes[node]
         self.measured.on_gone(node)
-        self._slots = None
+        self._forget_answers()
         return True
+
+    def _forget_answers(self) -> None:
+        """The live nodes are others now."""
+        self._whole_on_disk.clear()
+        self._slots = self._disks = None
 
     def on_revived(self, info: NodeInfo) -> None:
         """The registry says that this generation lives, although it was asked after the planner
@@ -161,6 +171,8 @@ class Cluster:
             self.measured.on_profile(status.node, status.profile)
         was = said.on_device if said is not None else {}
         again = said is not None and known is not None and known.generation == status.generation
+        if not again or _load_rate(known) != _load_rate(status):
+            self._disks = None
         before = was if again else {}
         if said is not None and again:
             self._sort_again(said, whole, now, named_by(status) if status.since else None)
@@ -228,7 +240,9 @@ class Cluster:
         tiers = said.models.setdefault(model, {})
         tiers[tier] = tiers.get(tier, frozenset()).union(blocks)
         self._holders.setdefault(model, set()).add(said.status.node)
-        if tier is not Tier.DISK:
+        if tier is Tier.DISK:
+            self._whole_on_disk.pop(model, None)
+        else:
             self._in_memory.setdefault(model, set()).add(said.status.node)
         if tier is Tier.GPU:
             said.on_device = {**said.on_device, model: tiers[tier]}
@@ -238,6 +252,7 @@ class Cluster:
             self._unlist(said.status.node, model)
 
     def _unlist(self, node: NodeId, model: ModelId) -> None:
+        self._whole_on_disk.pop(model, None)
         for index in (self._holders, self._in_memory):
             nodes = index.get(model, set())
             nodes.discard(node)
@@ -334,10 +349,28 @@ class Cluster:
     def load_s(self, model: ModelRecord) -> float:
         """About how many seconds it takes to bring a copy of the model back from the fastest disk
         that has it."""
-        holders = self.holders(model.model_id, [Tier.DISK])
-        rates = [self.profile(node).load_bytes_per_s for node in holders]
-        known = [rate for rate in rates if 0 < rate < inf]
-        return model.nbytes / max(known, default=LOAD_BYTES_PER_S)
+        holders = self._holders.get(model.model_id, ())
+        if self._disks is None:
+            self._disks = self._known_disks()
+        for rate, node in self._disks:
+            if node in holders and self.held(node, model.model_id, [Tier.DISK]):
+                return model.nbytes / rate
+        return model.nbytes / LOAD_BYTES_PER_S
+
+    def _known_disks(self) -> list[tuple[float, NodeId]]:
+        rates = ((self.profile(node).load_bytes_per_s, node) for node in self.nodes)
+        return sorted(((rate, node) for rate, node in rates if 0 < rate < inf), reverse=True)
+
+    def whole_on_disk(self, model: ModelRecord) -> frozenset[NodeId]:
+        """The live nodes whose disks have all of the model."""
+        id_, blocks = model.model_id, model.n_blocks
+        if (known := self._whole_on_disk.get(id_)) is None:
+            known = self._whole_on_disk[id_] = blocks, self._with_whole(id_, blocks)
+        return known[1]
+
+    def _with_whole(self, model: ModelId, blocks: int) -> frozenset[NodeId]:
+        holders = self.holders(model, [Tier.DISK]).items()
+        return frozenset(node for node, held in holders if len(held) == blocks)
 
     def out_bytes_per_s(self, node: NodeId) -> float:
         """The rate at which a live node sends, as it states or has measured it; 0: not known."""
@@ -366,6 +399,9 @@ class Cluster:
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
         assert self.over.keys() == self._over_at.keys()
+        assert self._disks in (None, self._known_disks())
+        for model, (blocks, nodes) in self._whole_on_disk.items():
+            assert nodes == self._with_whole(model, blocks)
         holders: dict[ModelId, set[NodeId]] = {}
         for node, said in self._said.items():
             assert said.status.node == node
@@ -404,6 +440,10 @@ def _by_model(
         if named is None or holding.model_id in named:
             found.setdefault(holding.model_id, []).append(holding)
     return found
+
+
+def _load_rate(status: NodeStatus | None) -> float:
+    return status.profile.load_bytes_per_s if status is not None else 0.0
 
 
 def _in_arena(status: NodeStatus) -> tuple[Holding, ...]:

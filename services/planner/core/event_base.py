@@ -5,6 +5,7 @@ goes well) and `mending` (what is done when it does not).
 """
 
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -64,6 +65,9 @@ class EventBase:
         self._waits: dict[int, NodeId | None] = {}
         """The open questions of this phase, with the node that each is about, if any."""
         self._roles: Roles | None = None
+        self._targets_of: tuple[NodeId, ...] = ()
+        self._targets: AbstractSet[NodeId] = frozenset()
+        """Those of `_targets_of`."""
         self._counted: set[tuple[NodeId, int]] = set()
         """Arrivals whose bytes have been counted."""
         self._incomplete: dict[NodeId, None] = {}
@@ -85,9 +89,17 @@ class EventBase:
     def over(self) -> bool:
         return self.phase is Phase.OVER
 
+    @property
+    def targets(self) -> AbstractSet[NodeId]:
+        """The record's targets: a thousand of them are asked for at each block."""
+        if self._targets_of is not self.record.targets:
+            self._targets_of = self.record.targets
+            self._targets = frozenset(self._targets_of)
+        return self._targets
+
     def loads(self, node: NodeId) -> bool:
         """Whether the event is not over and the node is a target of it."""
-        return not self.over and node in self.record.targets
+        return not self.over and node in self.targets
 
     @property
     def lacking(self) -> tuple[NodeId, ...]:
@@ -187,7 +199,7 @@ class EventBase:
     def _drop(self, nodes: Collection[NodeId], fit: Collection[NodeId] = ()) -> None:
         """Goes on without these nodes. `fit`: those with which nothing is wrong, such as nodes that
         are gone: the next process of the name may be used at once."""
-        if reserved := tuple(node for node in sorted(nodes) if node in self.record.targets):
+        if reserved := tuple(node for node in sorted(nodes) if node in self.targets):
             self._unreserve(reserved)
         for node in sorted(nodes):
             self._out.add(node)
@@ -315,6 +327,7 @@ class EventBase:
         if planned:
             lacking = {n for n in self.record.targets if self._held(n) != self._every}
             assert lacking == set(self._incomplete)
+        assert self.targets == set(self.record.targets)
         assert not self._out & set(self.record.targets)
         assert self._promoting.keys() <= set(self.record.targets)
         waiting = (Phase.RESERVING, Phase.PLANNING, Phase.JUDGING, Phase.REPAIRING)

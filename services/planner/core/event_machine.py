@@ -244,10 +244,12 @@ class EventMachine(Growing):
 
     def on_block(self, message: BlockArrived) -> None:
         """A target says that it has a block. Its report may have said so already."""
-        if message.node in self.record.targets:
-            nbytes = message.nbytes if message.source != message.node else 0
-            self._count(message.node, message.block, nbytes)
-            self._noted(events.arrived(self.record, message))
+        if message.node in self.targets:
+            moved = 0
+            if (message.node, message.block) not in self._counted:
+                self._counted.add((message.node, message.block))
+                moved = message.nbytes if message.source != message.node else 0
+            self._noted(events.arrived(self.record, message, moved))
 
     def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int) -> None:
         """What a node holds has changed: the blocks `gained` are new."""
@@ -296,7 +298,7 @@ class EventMachine(Growing):
         if self.over:
             return
         self._troubles.append(trouble)
-        if trouble.node in self.record.targets:
+        if trouble.node in self.targets:
             self._look(trouble.node)
         if self.phase is Phase.LOADING:
             self._go_on()

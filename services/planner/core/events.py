@@ -101,31 +101,43 @@ def _settled(record: EventRecord) -> EventRecord:
 def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
     """Sets a field of `actual`, in seconds after the decision. Of several reports the earliest
     counts, since they come in any order."""
-    return _noted(record, **{timing: (at_ns - record.decided_ns) / 1e9})
+    return _noted(record, timing, (at_ns - record.decided_ns) / 1e9)
 
 
-def arrived(record: EventRecord, message: BlockArrived) -> EventRecord:
-    """Takes down when a block came to a target."""
-    since = record.decided_ns
-    ends = (message.finished_ns - since) / 1e9, (message.ready_ns - since) / 1e9
-    known = record.actual.last_block_s, record.actual.ready_s
-    last, ready = (
-        end if old is None else max(old, end) for end, old in zip(ends, known, strict=True)
-    )
-    actual = msgspec.structs.replace(record.actual, last_block_s=last, ready_s=ready)
-    return _noted(
-        msgspec.structs.replace(record, actual=actual),
-        asked_s=(message.started_ns - since) / 1e9,
-        first_byte_s=(message.first_byte_ns - since) / 1e9,
-    )
-
-
-def _noted(record: EventRecord, **seconds: float) -> EventRecord:
-    earlier = {
-        name: at
-        for name, at in seconds.items()
-        if (known := getattr(record.actual, name)) is None or at < known
+def arrived(record: EventRecord, message: BlockArrived, moved: int) -> EventRecord:
+    """Takes down when a block came to a target, and that it brought `moved` bytes over links. A
+    large event takes in thousands of blocks a second."""
+    since, actual = record.decided_ns, record.actual
+    news = {
+        **_earlier(actual, "asked_s", (message.started_ns - since) / 1e9),
+        **_earlier(actual, "first_byte_s", (message.first_byte_ns - since) / 1e9),
+        **_later(actual, "last_block_s", (message.finished_ns - since) / 1e9),
+        **_later(actual, "ready_s", (message.ready_ns - since) / 1e9),
     }
+    if not news and not moved:
+        return record
+    return _settled(
+        msgspec.structs.replace(
+            record,
+            actual=msgspec.structs.replace(actual, **news) if news else actual,
+            bytes_moved=record.bytes_moved + moved,
+        )
+    )
+
+
+def _earlier(actual: Timings, name: str, at: float) -> dict[str, float]:
+    known = getattr(actual, name)
+    return {name: at} if known is None or at < known else {}
+
+
+def _later(actual: Timings, name: str, at: float) -> dict[str, float]:
+    known = getattr(actual, name)
+    return {name: at} if known is None or at > known else {}
+
+
+def _noted(record: EventRecord, name: str, seconds: float) -> EventRecord:
+    if not (earlier := _earlier(record.actual, name, seconds)):
+        return record
     actual = msgspec.structs.replace(record.actual, **earlier)
     return _settled(msgspec.structs.replace(record, actual=actual))
 

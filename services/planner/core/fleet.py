@@ -40,8 +40,11 @@ class Cause:
 
 class Fleet:
     def __init__(self, desk: Desk, record: ModelRecord) -> None:
-        self.members: Mapping[NodeId, Member] = {}
-        """Replaced, never changed, because a plan may be reading it in its thread."""
+        self._members: dict[NodeId, Member] = {}
+        self._partial: set[NodeId] = set()
+        """Members that lack blocks."""
+        self._changes = 0
+        """How often the members have changed."""
         self.instances: tuple[Instance, ...] = ()
         self.cause = Cause()
         self.within_s = 0.0
@@ -77,14 +80,20 @@ class Fleet:
     # --- the members ---
 
     @property
+    def members(self) -> Mapping[NodeId, Member]:
+        """The members of this moment. Plans, which threads make, are given copies."""
+        return self._members
+
+    @property
     def replicas(self) -> list[Member]:
         """Complete members that take requests, in the order in which they joined."""
         blocks = self._record.n_blocks
-        return [m for m in self.members.values() if len(m.held) == blocks and not m.draining]
+        return [m for m in self._members.values() if len(m.held) == blocks and not m.draining]
 
     @property
     def loading(self) -> bool:
-        return instances.loading(self.members, self._record.n_blocks)
+        """Whether some member is not complete yet."""
+        return bool(self._partial)
 
     def join(self, info: NodeInfo, cause: Cause) -> None:
         member = Member(
@@ -102,42 +111,46 @@ class Fleet:
             info.node,
             self._record.model_id,
         )
-        self._change(instances.joined(self.members, member, self._record.n_blocks))
+        if not self._closed:
+            instances.join(self._members, member, self._record.n_blocks)
+            self._note(self._members[info.node])
 
     def look(self, node: NodeId) -> None:
         """What the node holds, or how fast it is, may have changed."""
-        member = self.members.get(node)
+        member = self._members.get(node)
         if member is None:
             return
         new = replace(member, held=self._held(node), speed=self._speed(node, member.speed))
         if new != member:
-            self._change({**self.members, node: new})
+            self._put(new)
 
     def limit(self, most_slots: int) -> None:
         """From now on a replica may have at most so many slots (0: as many as its node has). What
         runs already goes on."""
         self.most_slots = most_slots
         nodes = self._desk.cluster.nodes
-        changed = {
-            node: replace(member, slots=self._slots(nodes[node]))
-            for node, member in self.members.items()
-            if node in nodes
-        }
-        if any(member != self.members[node] for node, member in changed.items()):
-            self._change({**self.members, **changed})
+        for node, member in list(self._members.items()):
+            if node in nodes and member.slots != (slots := self._slots(nodes[node])):
+                self._put(replace(member, slots=slots))
 
     def _slots(self, info: NodeInfo) -> int:
         return min(info.slots, self.most_slots) if self.most_slots else info.slots
 
     def drain(self, node: NodeId, draining: bool = True) -> None:
-        self._change({**self.members, node: replace(self.members[node], draining=draining)})
+        self._put(replace(self._members[node], draining=draining))
 
     def leave(self, node: NodeId) -> Member | None:
-        member = self.members.get(node)
+        member = self._members.get(node)
         if member is not None:
             self._desk.tell("no member any more", node, self._record.model_id)
-            self._change({n: m for n, m in self.members.items() if n != node})
+            self._remove(node)
         return member
+
+    def _remove(self, node: NodeId) -> None:
+        if not self._closed:
+            del self._members[node]
+            self._partial.discard(node)
+            self._changed()
 
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._record.model_id) & self._every
@@ -156,25 +169,34 @@ class Fleet:
         speeds = [member.speed for member in self.replicas]
         return sum(speeds) / len(speeds) if speeds else 1.0
 
-    def _change(self, members: Mapping[NodeId, Member]) -> None:
+    def _put(self, member: Member) -> None:
         if self._closed:
             return
-        self.members = members
-        if self.loading:
-            self._outdated = True
-            self._plan()
+        self._members[member.node] = member
+        self._note(member)
+
+    def _note(self, member: Member) -> None:
+        if member.held == self._every:
+            self._partial.discard(member.node)
         else:
-            self._planned = instances.plan(self.instances, members, self._rules)
+            self._partial.add(member.node)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._outdated = True
+        self._plan()
         self.touch()
 
     # --- paths ---
 
     def _plan(self) -> None:
         """Asks for paths, again and again until there is a plan for the current members. The more
-        members there are, the longer a plan takes, and the longer it is good enough."""
+        members there are, the longer a plan takes, and the longer it is good enough. While nothing
+        loads, each replica serves by itself, which needs no asking (`_revise`)."""
         if self._planning or not self._outdated or not self.loading or self._closed:
             return
-        plan_at = self._planned_at + PACE_PER_MEMBER_S * len(self.members)
+        plan_at = self._planned_at + PACE_PER_MEMBER_S * len(self._members)
         if self._desk.at < plan_at:
             self._plan_at = min(self._plan_at, plan_at)
             return
@@ -187,7 +209,7 @@ class Fleet:
             PlanPaths(
                 ticket=ticket,
                 previous=self.instances,
-                members=self.members,
+                members=dict(self._members),
                 rules=self._rules,
                 cause=self._desk.cause,
             )
@@ -239,7 +261,7 @@ class Fleet:
 
     def touch(self) -> None:
         """Notes that the basis of the instances has changed."""
-        pace = PACE_S + PACE_PER_MEMBER_S * len(self.members)
+        pace = PACE_S + PACE_PER_MEMBER_S * len(self._members)
         self._revise_by(max(self._desk.at, self._revised_at + pace))
 
     def _revise_by(self, at: float) -> None:
@@ -270,13 +292,16 @@ class Fleet:
         """Drops instances that are no longer used, and makes those that the plan wants."""
         at = self._desk.at
         self._revised_at, self._revise_at = at, NEVER
-        basis = self.members, self._planned
+        if self._outdated and not self.loading:
+            self._outdated = False
+            self._planned = instances.plan(self.instances, self._members, self._rules)
+        basis = self._changes, self._planned
         if not self._retired and basis == self._basis:
             return
         self._basis = basis
         self.instances = instances.revise(
             self.instances,
-            self.members,
+            self._members,
             self._planned,
             self._record.n_blocks,
             busy=self.busy,
@@ -301,7 +326,7 @@ class Fleet:
             epoch=self._desk.settings.epoch,
             revision=self._revision,
             instances=self.instances,
-            node_slots=instances.node_slots(self.instances, self.members),
+            node_slots=instances.node_slots(self.instances, self._members),
             fixed=self._desk.archive.fixed.get(model),
             within_s=self.within_s,
             decode_s=cluster.measured.decode_s(model),
@@ -326,8 +351,10 @@ class Fleet:
         if self._closed:
             assert self.instances == ()
             return
-        for node, member in self.members.items():
+        for node, member in self._members.items():
             assert member.held == self._held(node), f"{node} holds something else"
+        blocks = self._record.n_blocks
+        assert self._partial == {n for n, m in self._members.items() if len(m.held) < blocks}
         assert self._retired.keys() == {
             i.id for i in self.instances if i.state is not InstanceState.SERVING
         }

@@ -54,13 +54,13 @@ class Rules:
     strategy: ServingStrategy
 
 
-def joined(members: Mapping[NodeId, Member], member: Member, blocks: int) -> dict[NodeId, Member]:
-    """The members, with `member` among them. Complete members become sources when a loading
-    begins."""
+def join(members: dict[NodeId, Member], member: Member, blocks: int) -> None:
+    """Puts `member` among the members. Complete members become sources when a loading begins."""
     if not loading(members, blocks):
-        members = {node: replace(known, source=True) for node, known in members.items()}
+        for node, known in members.items():
+            members[node] = replace(known, source=True)
     complete = len(member.held) == blocks
-    return {**members, member.node: replace(member, source=complete)}
+    members[member.node] = replace(member, source=complete)
 
 
 def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:

@@ -87,15 +87,17 @@ class Machines:
             if other.record.model_id not in self.broken:
                 self._break(other, why)
 
-    def tell_load(self, model: ModelMachine) -> None:
-        """Tells a model that its load has changed. At a thousand reports a second hardly any of
-        them makes something due at once."""
+    def mention(self, model: ModelMachine, act: Callable[[ModelMachine], float]) -> None:
+        """Tells a model what is heard thousands of times a second, such as loads and blocks. `act`
+        returns when something follows from it, which is mostly later."""
         id_ = model.record.model_id
         if id_ in self.broken:
             return
+        mark = len(self._desk.out)
         try:
-            due = model.on_load()
+            due = act(model)
         except Exception as error:
+            del self._desk.out[mark:]
             self._break(model, error)
             return
         if due <= self._desk.at:

@@ -8,7 +8,7 @@ every participant holds.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from services.planner.core import commands, events
 from services.planner.core.desk import ASK_S
@@ -93,12 +93,23 @@ class Mending(EventBase):
     def _look_for_slow_nodes(self) -> None:
         """Plans again if nodes are slow, so that others send in their stead where they can."""
         held, transfers = self._of_targets(), self.record.transfers
-        slow = self._trust.slow(
-            transfers, held, self._links().expected(self._model.block_bytes), self._desk.at
-        )
+        slow = self._trust.slow(transfers, held, self._expected_s(), self._desk.at)
         if slow and self.revisions_left > 0 and self._receiving():
             why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
             self._replan(Case(why, slow=frozenset(slow)))
+
+    def _expected_s(self) -> Callable[[Transfer], float]:
+        """What a transfer should take. The links are looked at once somebody asks, which is seldom:
+        they are all nodes'."""
+        seconds: Callable[[Transfer], float] | None = None
+
+        def expected(transfer: Transfer) -> float:
+            nonlocal seconds
+            if seconds is None:
+                seconds = self._links().expected(self._model.block_bytes)
+            return seconds(transfer)
+
+        return expected
 
     # --- who can go on ---
 

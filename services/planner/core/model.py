@@ -93,21 +93,30 @@ class ModelMachine:
             self.fleet.join(self._desk.cluster.nodes[node], Cause())
             self.decide_soon()
 
-    def on_block(self, message: BlockArrived, gained: bool) -> None:
+    def on_block(self, message: BlockArrived, gained: bool) -> float:
+        """Returns when something follows from it."""
         if self.event is not None and self.event.record.id == message.event:
             self.event.on_block(message)
         if gained:
             self.on_holdings(message.node, (message.block,), message.finished_ns)
+        return self._due()
 
     def on_settings(self, record: ModelRecord) -> None:
         """Takes in that the operator has changed the model's settings. Its weights are the same."""
         self._replicas.record = record
 
     def on_load(self) -> float:
-        """Returns when something follows from it. The last request over a node that drains may
-        have ended."""
-        decide_at = self._replicas.on_load()
-        return self._desk.at if self.standing.in_state(State.DRAINING) else decide_at
+        """Returns when something follows from it."""
+        self._replicas.on_load()
+        return self._due()
+
+    def _due(self) -> float:
+        """When something follows from what was just heard. At once if nodes leave: they may have
+        waited for it."""
+        event = self.event
+        if self.standing.count or (event is not None and event.effects):
+            return self._desk.at
+        return min(self._replicas.next_wake, self.fleet.next_wake)
 
     def on_joined(self) -> None:
         self._replicas.on_joined()
@@ -264,7 +273,6 @@ class ModelMachine:
         leaving = {*self.standing.released, *draining}
         on_host = cluster.holders(id_, [Tier.HOST]).items()
         asleep = {n for n, held in on_host if len(held) == every and not self._in_event(n)}
-        on_disk = {n for n, held in cluster.holders(id_, [Tier.DISK]).items() if len(held) == every}
         cached = any(len(held) == every for held in cluster.holders(id_, [Tier.CACHE]).values())
         return Claim(
             model=id_,
@@ -288,7 +296,7 @@ class ModelMachine:
             in_memory=self.scaling
             or cached
             or bool(self.fleet.replicas or draining or asleep.difference(leaving)),
-            on_disk=frozenset(on_disk),
+            on_disk=cluster.whole_on_disk(record),
             attained=self._replicas.usage.attained(self._desk.at),
             cost=self._replicas.usage.chance(self._desk.at) * cluster.load_s(record),
             starved=self._replicas.usage.starved(self._desk.at),

@@ -229,12 +229,12 @@ class Planner:
     def _on_load(self, load: GatewayLoad) -> None:
         for name in sorted(self._cluster.loads.on_load(load, self._desk.at)):
             if model := self._machines.named.get(name):
-                self._machines.tell_load(model)
+                self._machines.mention(model, ModelMachine.on_load)
 
     def _on_block(self, message: BlockArrived) -> None:
         gained = self._cluster.on_arrived(message, self._desk.at)
         if model := self._machines.by_id.get(message.model_id):
-            self._machines.tell(model, lambda model: model.on_block(message, gained))
+            self._machines.mention(model, lambda model: model.on_block(message, gained))
 
     def _on_news(self, message: PullFailed | FirstPartialToken) -> None:
         self._cluster.loads.on_sign_of_life(self._desk.at)

@@ -71,8 +71,11 @@ class Replicas:
 
     @property
     def next_wake(self) -> float:
-        event = self.event.next_wake if self.event is not None else NEVER
-        return min(self._decide_at, event)
+        if self.event is None:
+            return self._decide_at
+        if self.event.over and not self._ended:
+            return self._desk.at
+        return min(self._decide_at, self.event.next_wake)
 
     @property
     def scaling(self) -> bool:
@@ -91,15 +94,13 @@ class Replicas:
 
     # --- when ---
 
-    def on_load(self) -> float:
-        """The load has changed. If requests wait, the number of replicas is decided at once.
-        Returns when it is decided."""
+    def on_load(self) -> None:
+        """The load has changed. If requests wait, the number of replicas is decided at once."""
         demand = self._desk.cluster.loads.demand(self.record.name)
         if demand.queued_requests or demand.prompt_tokens:
             self.decide_soon()
         else:
             self._decide_by(self._decided_at + self._desk.settings.tick_s)
-        return self._decide_at
 
     def on_holdings(self) -> None:
         """A member holds more or less than before. In a large event that happens all the time."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.planner.core.instances import (
     Member,
     Rules,
-    joined,
+    join,
     loading,
     node_slots,
     plan,
@@ -226,13 +226,13 @@ def test_requests_that_move_find_the_slots_of_the_replicas_they_move_to() -> Non
 
 
 def test_complete_members_become_sources_when_a_loading_begins() -> None:
-    members = joined({}, full("a"), BLOCKS)
-    members = joined(members, member("b", 0), BLOCKS)
-    members = joined(members, member("c"), BLOCKS)
+    members: dict[NodeId, Member] = {}
+    for each in (full("a"), member("b", 0), member("c")):
+        join(members, each, BLOCKS)
     members[B] = full("b")
     assert {m.node for m in members.values() if m.source} == {A}
     members[C] = full("c")
-    members = joined(members, member("d"), BLOCKS)
+    join(members, member("d"), BLOCKS)
     assert {m.node for m in members.values() if m.source} == {A, B, C}
 
 
@@ -243,7 +243,9 @@ def test_the_strategy_is_told_who_the_sources_are() -> None:
         seen.append(asked)
         return ()
 
-    members = joined(joined({}, full("a"), BLOCKS), member("b", 0, 1), BLOCKS)
+    members: dict[NodeId, Member] = {}
+    for each in (full("a"), member("b", 0, 1)):
+        join(members, each, BLOCKS)
     assert plan((), members, Rules(BLOCKS, max_stages=3, hop_cost=0.1, strategy=spy)) == {}
     (asked,) = seen
     assert (asked.sources, asked.max_stages, asked.hop_cost) == ({0}, 3, 0.1)
