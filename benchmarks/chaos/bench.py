@@ -73,6 +73,8 @@ class Run:
     """From the last answer until all was well again; None: it was not within WELL_S."""
     stalls_s: dict[Fault, list[float]] = field(default_factory=dict)
     """What each stream waited for its next token when the fault came, if it was alone."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Where half of the nodes got a notice: the longest time between two tokens of each stream."""
     silences_s: dict[Fault, float] = field(default_factory=dict)
     """How long no block arrived anywhere after the fault, if it was alone and blocks moved before
     and after."""
@@ -171,9 +173,7 @@ async def _torment(
 
     async def suffer(fault: Fault) -> None:
         await asyncio.sleep(run.began_at + fault.at_s - time.monotonic())
-        up.strike(fault)
-        await asyncio.sleep(fault.for_s)
-        up.relieve(fault)
+        await up.suffer(fault)
 
     async with asyncio.TaskGroup() as group:
         for fault in run.faults:
@@ -183,6 +183,8 @@ async def _torment(
         for number in range(round(PER_S * FOR_S)):
             group.create_task(send(AT_ONCE + number, number / PER_S))
     ended = time.monotonic()
+    if any(fault.kind is Kind.NOTICE for fault in run.faults):
+        run.gaps_s = [answer.longest_gap for answer in run.answers]
     for fault in run.faults:
         if alone(fault, run.faults):
             at = run.began_at + fault.at_s

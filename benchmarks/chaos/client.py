@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import aiohttp
 
@@ -48,9 +49,14 @@ class Answered:
     came_at: list[float] = field(default_factory=list)
     """When each token came for the first time (time.monotonic())."""
 
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two tokens, at most."""
+        return max((after - before for before, after in pairwise(self.came_at)), default=0.0)
+
     def gap_over(self, at: float) -> float:
         """Seconds between the tokens before and after a time; 0 if it was not amid them."""
-        pairs = zip(self.came_at, self.came_at[1:], strict=False)
+        pairs = pairwise(self.came_at)
         return next((after - before for before, after in pairs if before <= at < after), 0.0)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 MOST = 3
 """Faults in a run."""
 HALF = 0.1
-"""The share of runs in which half of the nodes are killed at the same time, and nothing else."""
+"""The share of runs in which half of the nodes are killed at the same time, and nothing else; and
+of runs in which they are told at the same time that their machines are taken away in NOTICE_S."""
+NOTICE_S = 30.0
 FELT_S = 3.0
 """A fault is felt for about this long after its beginning."""
 
@@ -16,13 +18,15 @@ FELT_S = 3.0
 class Kind(enum.Enum):
     KILL = "killed"
     END = "told to end"
+    NOTICE = "told that it is taken away"
+    """SIGTERM, and SIGKILL after NOTICE_S."""
     PAUSE = "stopped"
     CUT = "cut off"
     SLOW = "on a slow link"
 
 
 LASTING = (Kind.PAUSE, Kind.CUT, Kind.SLOW)
-SIGNALS = (Kind.KILL, Kind.END, Kind.PAUSE)
+SIGNALS = (Kind.KILL, Kind.END, Kind.NOTICE, Kind.PAUSE)
 """What needs no network of its own."""
 
 
@@ -34,10 +38,12 @@ class Fault:
     process: str
     role: str
     for_s: float
-    """0 for a death: the process is started again a second later."""
+    """0 for a death: the process is started again a second later. After a notice: when it is killed
+    at the latest."""
 
     def __str__(self) -> str:
-        lasting = f" for {self.for_s:.0f} s" if self.for_s else ""
+        word = "within" if self.kind is Kind.NOTICE else "for"
+        lasting = f" {word} {self.for_s:.0f} s" if self.for_s else ""
         return f"{self.process} {self.kind.value} at {self.at_s:.2f} s{lasting}"
 
 
@@ -50,16 +56,17 @@ def draw(
     lasting_s: float,
 ) -> tuple[Fault, ...]:
     """One to MOST faults, in order of time, each on a process of its own; or half of the nodes are
-    killed at the same time.
+    killed, or given notice, at the same time.
 
     `processes`: the role of each. Of each role enough stay untouched for the cluster to go on: a
     majority of the NATS servers, half of the nodes, and one process of any other role that has
     several. A slow link is a node's.
     """
     rng = random.Random(seed)
-    if random.Random(f"half {seed}").random() < HALF:
-        return _half(rng, processes, rng.uniform(0.0, within_s))
-    kinds = sorted(kinds, key=lambda kind: kind.name)
+    if (chance := random.Random(f"half {seed}").random()) < 2 * HALF:
+        kind = Kind.KILL if chance < HALF else Kind.NOTICE
+        return _half(rng, processes, rng.uniform(0.0, within_s), kind)
+    kinds = sorted(set(kinds) - {Kind.NOTICE}, key=lambda kind: kind.name)
     left = {
         role: _may_fail(role, list(processes.values()).count(role)) for role in processes.values()
     }
@@ -78,10 +85,13 @@ def draw(
     return tuple(sorted(found, key=lambda fault: fault.at_s))
 
 
-def _half(rng: random.Random, processes: Mapping[str, str], at_s: float) -> tuple[Fault, ...]:
+def _half(
+    rng: random.Random, processes: Mapping[str, str], at_s: float, kind: Kind
+) -> tuple[Fault, ...]:
     nodes = sorted(name for name, role in processes.items() if role == "node")
     hit = sorted(rng.sample(nodes, len(nodes) // 2))
-    return tuple(Fault(at_s, Kind.KILL, name, "node", 0.0) for name in hit)
+    for_s = NOTICE_S if kind is Kind.NOTICE else 0.0
+    return tuple(Fault(at_s, kind, name, "node", for_s) for name in hit)
 
 
 def alone(fault: Fault, faults: Iterable[Fault]) -> bool:

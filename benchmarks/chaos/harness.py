@@ -33,6 +33,7 @@ SETTINGS = {
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
     "LAMBDASCALE_NODE_SLOTS": "4",
     "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "300000",
+    "LAMBDASCALE_NODE_EVACUATE_S": "20",
     "LAMBDASCALE_PLANNER_IDLE_S": "1",
 }
 """So that a copy takes 2 s, an answer too, and two cores carry it all."""
@@ -54,11 +55,23 @@ class Harness:
         names = [name for name, role in roles().items() if role == "gateway"]
         return dict(zip(names, self.cluster.state.gateway_urls, strict=True))
 
-    def strike(self, fault: Fault) -> None:
+    async def suffer(self, fault: Fault) -> None:
+        """Makes the fault happen. Returns when it is over."""
+        self._strike(fault)
+        if fault.kind is Kind.NOTICE:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(fault.for_s):
+                    await self.cluster.ended(fault.process)
+                    return
+        else:
+            await asyncio.sleep(fault.for_s)
+        self._relieve(fault)
+
+    def _strike(self, fault: Fault) -> None:
         match fault.kind:
             case Kind.KILL:
                 self.cluster.signal(fault.process, signal.SIGKILL)
-            case Kind.END:
+            case Kind.END | Kind.NOTICE:
                 self.cluster.signal(fault.process, signal.SIGTERM)
             case Kind.PAUSE:
                 self.cluster.signal(fault.process, signal.SIGSTOP)
@@ -67,8 +80,10 @@ class Harness:
             case Kind.SLOW:
                 self._network().shape(self._hosts[fault.process], SLOW_MBIT)
 
-    def relieve(self, fault: Fault) -> None:
+    def _relieve(self, fault: Fault) -> None:
         match fault.kind:
+            case Kind.NOTICE:  # it has not left in time
+                self.cluster.signal(fault.process, signal.SIGKILL)
             case Kind.PAUSE:
                 self.cluster.signal(fault.process, signal.SIGCONT)
             case Kind.CUT:

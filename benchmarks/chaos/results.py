@@ -11,6 +11,7 @@ from benchmarks.machine import machine
 from benchmarks.multicast.bars import Bar
 
 STALL_S = 1.5
+GAP_S = 2.0
 SILENCE_S = {"node": 2.0, "planner": 3.0, "registry": 3.0}
 
 
@@ -44,6 +45,9 @@ def bars(results: Results) -> Iterator[Bar]:
     yield Bar(f"runs after which the cluster did not get well: {ill} (bar 0)", ill == 0)
     if found := stalls(results, "node", Kind.KILL):
         yield _most("stall of a stream when a node is killed, p99", p99(found), STALL_S)
+    if gaps := [gap for run in runs for gap in run.gaps_s]:
+        what = "longest gap of a stream when half of the nodes are taken away after a notice"
+        yield _most(what, max(gaps), GAP_S)
     for role, most in SILENCE_S.items():
         if found := silences(results, role, Kind.KILL):
             yield _most(f"no block arrives after a {role} is killed, worst", max(found), most)
@@ -123,6 +127,7 @@ def document(results: Results) -> dict[str, Any]:
                 ],
                 "requests": {end.name.lower(): run.count(end) for end in End},
                 "hung": run.hung,
+                "gaps_s": [round(gap, 3) for gap in run.gaps_s],
                 "well_s": run.well_s,
             }
             for run in results.runs

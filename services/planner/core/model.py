@@ -204,10 +204,10 @@ class ModelMachine:
         for node in self.standing.due(at):
             self._releases.again(node)
         for node in self.standing.in_state(State.DRAINING):
-            if not self._in_event(node):
+            if self._in_event(node):
+                self._drain_in_event(node)
+            else:
                 self._releases.drain(node)
-            elif self._desk.cluster.left_s(node, self._desk.now.wall_ns) <= 0:
-                self._replicas.end(node, Verdict.FEWER, "the time of its node is over")
         self._replicas.settle()
         if self._take_effects():  # the event goes on without a node that leaves
             self._replicas.settle()
@@ -215,6 +215,14 @@ class ModelMachine:
             self._desk.span("path_formed", self.fleet.cause.trace, attributes=describe(path))
             if self.event is not None:
                 self.event.on_path()
+
+    def _drain_in_event(self, node: NodeId) -> None:
+        """Lets a draining node go that has a part in the running event, once it sends nothing to
+        others and no request runs over it, or its time is over."""
+        if self._desk.cluster.left_s(node, self._desk.now.wall_ns) <= 0:
+            self._replicas.end(node, Verdict.FEWER, "the time of its node is over")
+        elif not (self._sends(node) or self.fleet.uses(node)):
+            self._replicas.end(node, Verdict.FEWER, "its requests have ended")
 
     def _take_effects(self) -> bool:
         """Returns whether there were any."""
@@ -316,7 +324,7 @@ class ModelMachine:
         """Whether what a node holds of the model in memory is there for a reason."""
         if node in self.fleet.members or self.standing.of(node) or self._loads(node):
             return True
-        if self.event is not None and self.event.sends(node):
+        if self._sends(node):
             return True
         if len(holding.blocks) < self.record.n_blocks:
             return False
@@ -336,6 +344,9 @@ class ModelMachine:
 
     def _in_event(self, node: NodeId) -> bool:
         return self.event is not None and self.event.needs(node)
+
+    def _sends(self, node: NodeId) -> bool:
+        return self.event is not None and self.event.sends(node)
 
     def _loads(self, node: NodeId) -> bool:
         return self.event is not None and self.event.loads(node)

@@ -247,13 +247,19 @@ class Replicas:
                 self._decide_by(now.at + left_s)
 
     def _load_elsewhere(self) -> None:
-        """Ends what loads on nodes that leave: they will not serve for long."""
+        """Drains what loads on nodes that leave: it is given no more requests, since it will not
+        serve for long."""
         if self.event is None or self.event.over:
             return
         for node in self.event.lacking:
-            if self._desk.cluster.leaves(node):
-                duty = self._desk.cluster.nodes[node].duty.value
-                self.end(node, Verdict.FEWER, f"loads no more: its node is {duty}")
+            if not self._desk.cluster.leaves(node) or self._standing.draining(node):
+                continue
+            why = f"loads for no replica: its node is {self._desk.cluster.nodes[node].duty.value}"
+            if node in self._fleet.members:
+                self.note(Verdict.FEWER, self.sizing.wants, why, node)
+                self.drain(node, why)
+            else:
+                self.end(node, Verdict.FEWER, why)
 
     def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
         """Lets the running event grow, unless it cannot now."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos.faults import LASTING, MOST, SIGNALS, Fault, Kind, draw
+from benchmarks.chaos.faults import LASTING, MOST, NOTICE_S, SIGNALS, Fault, Kind, draw
 from benchmarks.chaos.harness import roles
 
 
@@ -34,23 +34,27 @@ def test_a_seed_says_it_all(seed: int) -> None:
     for fault in faults:
         assert roles()[fault.process] == fault.role
         assert 0 <= fault.at_s <= 4
-        assert fault.for_s == (10.0 if fault.kind in LASTING else 0.0)
+        lasting = {Kind.NOTICE: NOTICE_S, **dict.fromkeys(LASTING, 10.0)}
+        assert fault.for_s == lasting.get(fault.kind, 0.0)
 
 
 def test_every_kind_hits_every_role() -> None:
     found = {(fault.role, fault.kind) for seed in range(400) for fault in drawn(seed)}
     everything = {(role, kind) for role in roles().values() for kind in Kind}
-    assert everything - found == {(role, Kind.SLOW) for role in roles().values() if role != "node"}
+    of_nodes = Kind.SLOW, Kind.NOTICE
+    others = set(roles().values()) - {"node"}
+    assert everything - found == {(role, kind) for role in others for kind in of_nodes}
 
 
-def test_in_some_runs_half_of_the_nodes_die_at_once() -> None:
+@pytest.mark.parametrize("kind", [Kind.KILL, Kind.NOTICE])
+def test_in_some_runs_half_of_the_nodes_go_at_once(kind: Kind) -> None:
     nodes = {name for name, role in roles().items() if role == "node"}
     found = [
         faults
         for faults in map(drawn, range(200))
         if len(faults) == len(nodes) // 2
         and {fault.process for fault in faults} <= nodes
-        and {(fault.kind, fault.at_s) for fault in faults} == {(Kind.KILL, faults[0].at_s)}
+        and {(fault.kind, fault.at_s) for fault in faults} == {(kind, faults[0].at_s)}
     ]
     assert 10 <= len(found) <= 40
 

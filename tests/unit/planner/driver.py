@@ -1,7 +1,7 @@
 """The planner's core driven by hand: explicit times, and answers when the test gives them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -212,6 +212,18 @@ class Driver:
         **on: int,
     ) -> list[Command]:
         """`on`: requests by replica's node. `since_ns`: see ModelLoad.waiting_since_ns."""
+        replicas = {InstanceId(f"replica-{node}"): count for node, count in on.items()}
+        return self.load_on(replicas, queued, name, gateway, since_ns)
+
+    def load_on(
+        self,
+        on: Mapping[InstanceId, int],
+        queued: int = 0,
+        name: str = NAME,
+        gateway: str = "gateway-0",
+        since_ns: int = 0,
+    ) -> list[Command]:
+        """`on`: requests by instance."""
         of_model = ModelLoad(
             model=ModelName(name),
             queued_requests=queued,
@@ -219,7 +231,7 @@ class Driver:
             running_requests=sum(on.values()),
             running_tokens=10 * sum(on.values()),
             waiting_since_ns=since_ns,
-            instance_requests={InstanceId(f"replica-{n}"): count for n, count in on.items()},
+            instance_requests=dict(on),
         )
         return self.feed(GatewayLoad(gateway=GatewayId(gateway), models=(of_model,)))
 

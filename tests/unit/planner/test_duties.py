@@ -7,6 +7,7 @@ from services.planner.core.events import TERMINAL
 from shared.messages import Ok
 from shared.messages.instances import InstanceState
 from shared.messages.pool import Duty, Tier
+from shared.messages.scaling import EventState
 from tests.unit.planner.driver import EVERY, WALL_NS, Driver, settings
 
 LEAVING = pytest.mark.parametrize("duty", [Duty.DRAINING, Duty.ENDING], ids=lambda duty: duty.value)
@@ -139,16 +140,36 @@ def growing(*nodes: str) -> Driver:
     return driver
 
 
-def test_what_loads_on_a_node_that_leaves_loads_elsewhere() -> None:
+def test_a_node_that_leaves_while_it_loads_goes_when_nobody_needs_it() -> None:
     driver = growing("b", "c")
-    driver.join("d")
-    driver.status("d")
+    assert {t.src for t in driver.event.transfers if t.dst == "c"} == {"b"}
     driver.duty("b", Duty.DRAINING)
     driver.load(queued=40, a=4)
     driver.wait(0.5)
+    assert driver.event.targets == ("b", "c"), "c loads from it"
+    driver.holds("b", EVERY[:-1])
+    driver.wait(0.1)
+    assert "b" not in serving(driver)
+    driver.holds("c", EVERY)
     assert driver.event.targets == ("c",)
+    assert driver.event.state is EventState.COMPLETE
     assert driver.asked(commands.Release).message.node == "b"
-    assert driver.event.state not in TERMINAL
+
+
+def test_requests_on_a_path_over_a_node_that_leaves_stay_on_it() -> None:
+    driver = growing("b", "c")
+    half = EVERY[: len(EVERY) // 2]
+    driver.holds("b", half)
+    driver.holds("c", half)
+    for _ in range(3):
+        driver.wait(0.1)
+        driver.think()
+    (path,) = [i for i in driver.sets[-1].instances if "b" in {s.node for s in i.stages}]
+    driver.load_on({path.id: 2})
+    driver.duty("b", Duty.DRAINING)
+    driver.wait(0.5)
+    (after,) = [i for i in driver.sets[-1].instances if "b" in {s.node for s in i.stages}]
+    assert (after.id, after.state) == (path.id, InstanceState.DRAINING)
 
 
 def test_a_time_that_is_over_ends_a_target_that_has_all_while_the_event_goes_on() -> None:
