@@ -89,6 +89,8 @@ class Request:
     failures: int = 0
     cleared_at: int | None = None
     """Set while it is a suspect: it is cleared when it is due to get the token of this index."""
+    surely: bool = False
+    """Whether a node is known to have died, or its engine to have failed, since it is a suspect."""
     in_doubt: bool = False
     """Whether its last nodes are being asked if they live. Until then it is not tried again."""
     tried: bool = False

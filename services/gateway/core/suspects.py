@@ -16,8 +16,8 @@ A suspect is cleared when it has the tokens that the node may have come to befor
 takes a prefill and a few steps, and the next suspect has its turn.
 
 What looks like a death may be a cut link or a paused process. That makes suspects, too, since they
-lose little. But a suspect is refused only if its node had said that it has the request, and the
-node says that its engine failed, or the bus says that the node's process is connected no longer.
+lose little. But a suspect is refused only if its node had said that it has the request, and both
+times the node said that its engine failed, or the bus says that its process is connected no longer.
 The gateway asks this itself (`AskWhetherAlive`), unless registry or planner have said that a node
 is gone. A node that is found dead gets nothing more, or its death would count twice.
 """
@@ -72,9 +72,12 @@ class Suspects:
         tried = request.suspect and (request.begun or isinstance(error, EngineFailed))
         self._attempts.take_off(route, request, why, now)
         request.tried = tried
-        if request.tried and isinstance(error, EngineFailed):
+        failed = isinstance(error, EngineFailed)
+        if request.tried and failed and request.surely:
             self._attempts.fail(request, _refusal(why))
             return
+        if failed or not request.tried:  # else the answer says it
+            request.surely = failed or reason == "gone"
         if not request.tried:
             request.cleared_at = request.due + PAST + _unheard(request, route, now)
         if request.tried or reason != "gone":
@@ -96,9 +99,10 @@ class Suspects:
         if not request.in_doubt or request.attempt != attempt:
             return False
         request.in_doubt = False
-        guilty = request.tried and bool(dead)
+        guilty = request.tried and request.surely and bool(dead)
         if guilty:
             self._attempts.fail(request, _refusal(f"{', '.join(dead)} died"))
+        request.surely = request.surely or bool(dead)
         return guilty
 
     def clear(self, request: Request) -> bool:

@@ -135,7 +135,11 @@ class Growing(Mending):
         ticket = self._ticket(THINK_S)
         wanted.asked, wanted.revision = ticket.number, self.record.revision
         lacked = {node: self._every - self._held(node) for node in receiving}
-        can_send = {n: blocks for n, blocks in self._to_send().items() if n not in newcomers}
+        can_send = {
+            node: blocks
+            for node, blocks in self._to_send().items()
+            if node not in newcomers and self._may_send(node)
+        }
         self._append(ticket, self._to_come(), lacked, can_send)
 
     def _with_copies(self, newcomers: Iterable[NodeId]) -> set[NodeId]:
@@ -154,16 +158,20 @@ class Growing(Mending):
 
         return {node for node in newcomers if has_own(node)}
 
+    def _may_send(self, node: NodeId) -> bool:
+        """Whether newcomers may be told to load from the node. Targets that drain still send what
+        others were told to load from them."""
+        return node in self._desk.cluster.nodes and self._standing.fit(node, self._desk.at)
+
     def _fits(self, wanted: _Wanted, plan: Plan) -> bool:
         """Whether the plan still holds: for this revision, with senders and newcomers that are
         there."""
-        cluster, at = self._desk.cluster, self._desk.at
-        senders = {t.src for t in plan.transfers}
+        meets = self._desk.cluster.meets
         return (
             self.phase is Phase.LOADING
             and self.record.revision == wanted.revision
-            and all(cluster.meets(info) and info.node not in self._out for info in wanted.infos)
-            and all(n in cluster.nodes and self._standing.fit(n, at) for n in senders)
+            and all(meets(info) and info.node not in self._out for info in wanted.infos)
+            and all(map(self._may_send, {t.src for t in plan.transfers}))
         )
 
     def _take_in(self, wanted: _Wanted, plan: Plan) -> None:

@@ -187,7 +187,7 @@ class Mending(EventBase):
     ) -> None:
         """Asks how nodes get `wanted` blocks beside what is `running`. `can_send`: the nodes that
         may send besides, with what they can send."""
-        named = {*(t.src for t in running), *wanted}
+        named = {*(n for t in running for n in (t.src, t.dst)), *wanted}
         append = commands.Append(
             ticket=ticket,
             held={node: self._held(node) for node in named} | dict(can_send),

@@ -6,9 +6,9 @@ from services.planner.core import commands
 from services.planner.core.events import TERMINAL
 from shared.messages import Ok
 from shared.messages.instances import InstanceState
-from shared.messages.pool import Duty, Tier
+from shared.messages.pool import Duty, Reserved, Tier
 from shared.messages.scaling import EventState
-from tests.unit.planner.driver import EVERY, WALL_NS, Driver, settings
+from tests.unit.planner.driver import EVERY, WALL_NS, Driver, info, settings
 
 LEAVING = pytest.mark.parametrize("duty", [Duty.DRAINING, Duty.ENDING], ids=lambda duty: duty.value)
 
@@ -151,9 +151,32 @@ def test_a_node_that_leaves_while_it_loads_goes_when_nobody_needs_it() -> None:
     driver.wait(0.1)
     assert "b" not in serving(driver)
     driver.holds("c", EVERY)
-    assert driver.event.targets == ("c",)
+    assert list(driver.event.targets) == ["c"]
     assert driver.event.state is EventState.COMPLETE
     assert driver.asked(commands.Release).message.node == "b"
+
+
+def test_an_event_that_grows_loads_nothing_more_from_a_node_that_leaves() -> None:
+    driver = growing("b")
+    driver.holds("b", EVERY[:-1])
+    driver.load_on({})
+    for _ in range(3):
+        driver.wait(0.1)
+        driver.think()
+    (path,) = [i for i in driver.sets[-1].instances if "b" in {s.node for s in i.stages}]
+    driver.load_on({path.id: 1}, queued=40)
+    driver.duty("b", Duty.DRAINING)
+    driver.join("c", "d")
+    driver.status("c")
+    driver.status("d")
+    driver.load_on({path.id: 1}, queued=40)
+    driver.wait(0.2)
+    newcomers = Reserved(targets=(info("c"), info("d")))
+    driver.answer(driver.asked(commands.Reserve), newcomers)
+    driver.think()
+    assert not driver.all_asked(commands.Append), "the answer is taken"
+    assert driver.event.targets == ("b", "c", "d")
+    assert "b" not in {t.src for t in driver.event.transfers}
 
 
 def test_requests_on_a_path_over_a_node_that_leaves_stay_on_it() -> None:

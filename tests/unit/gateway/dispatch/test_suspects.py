@@ -87,6 +87,22 @@ def test_a_node_that_lives_convicts_nobody() -> None:
     assert judge(driver, ask, dead=True) == [], "it was answered before"
 
 
+def test_silence_and_then_a_death_are_one_death() -> None:
+    """A gateway that was stopped, say, finds its nodes silent when it goes on. They live."""
+    driver = Driver()
+    driver.publish(replica(1))
+    driver.admit("a")
+    (ask,) = asked(fails(driver, "a", 1, BusTimeout.code))
+    judge(driver, ask, dead=False)
+    driver.publish(replica(2), replica(3), replica(4))
+    for number, attempt in (2, 2), (3, 3):
+        driver.take("a", attempt)
+        (ask,) = asked(dies(driver, number))
+        convicted = judge(driver, ask, dead=True)
+        assert refused(convicted) == (["a"] if number == 3 else [])
+    driver.dispatch.validate()
+
+
 def test_suspects_are_tried_one_by_one_where_nothing_else_begins() -> None:
     driver = Driver()
     suspects(driver, "a", "b")
