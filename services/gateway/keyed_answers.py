@@ -18,17 +18,15 @@ from services.gateway.api_error import ApiError, of_error
 from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End, Piece
 from services.gateway.core.key_limits import KeyLimits
-from services.gateway.core.keyed import (
-    MAX_BYTES,
+from services.gateway.core.keyed import MAX_BYTES, KeyedAnswer, State
+from services.gateway.core.keyed_record import (
     Ask,
     Effect,
     Fail,
     Generate,
     Kept,
-    KeyedAnswer,
     Look,
     Record,
-    State,
     Stop,
     Tell,
     Work,

@@ -9,10 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.gateway.core.keyed import (
-    FLUSH_S,
-    LINGER_S,
-    SILENT_S,
+from services.gateway.core.keyed import FLUSH_S, LINGER_S, SILENT_S, State
+from services.gateway.core.keyed_record import (
     Ask,
     Effect,
     Fail,
@@ -20,7 +18,6 @@ from services.gateway.core.keyed import (
     Kept,
     Look,
     Record,
-    State,
     Stop,
     Tell,
     Work,

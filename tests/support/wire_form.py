@@ -14,7 +14,7 @@ from typing import Any, Union
 import msgspec
 from msgspec import inspect
 
-from services.gateway.core import keyed
+from services.gateway.core.keyed_record import Record
 from services.node.core.microbatches import Admit, Admitted, Failed, Forward, Free, Sampled
 from services.planner.core.rhythm import History
 from services.registry.core.reservations import Reservation
@@ -34,7 +34,7 @@ STORED: dict[str, Any] = {
     "model": ModelRecord,
     "node": NodeInfo,
     "reservation": Reservation,
-    "answer": keyed.Record,
+    "answer": Record,
     "lease of a role": LeaseRecord,
 }
 ROOTS = SPOKEN | {f"stored {name}": kind for name, kind in STORED.items()}

@@ -4,18 +4,8 @@ import msgspec
 import pytest
 
 from services.gateway.core.key_limits import KeyLimits
-from services.gateway.core.keyed import (
-    FLUSH_S,
-    Fail,
-    Generate,
-    Kept,
-    KeyedAnswer,
-    Look,
-    Record,
-    State,
-    Stop,
-    Write,
-)
+from services.gateway.core.keyed import FLUSH_S, KeyedAnswer, State
+from services.gateway.core.keyed_record import Fail, Generate, Kept, Look, Record, Stop, Write
 from shared.errors import BusTimeout, CapacityExceeded, Conflict, RequestKillsNodes
 from shared.ids import GatewayId, ModelId
 from shared.story import Story
