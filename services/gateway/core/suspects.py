@@ -5,21 +5,25 @@
     suspect    --the same happens while it is tried----> refused (`RequestKillsNodes`)
 
 When a node dies, one of the requests that ran there may be the reason, and nobody knows which: all
-are suspects. A suspect goes on at once, but alone: on an instance over whose nodes nothing runs, if
-there is one. If all are busy it joins requests that have run there before, and the gateway and the
-nodes (`Submit.alone_until`) let nothing else begin there meanwhile, no other suspect above all. So
-if that node dies too, at most one suspect was there. It has killed two nodes, and is refused, also
-to whoever comes again with its Idempotency-Key. The requests beside it are suspects for the first
-time.
+are suspects. Each goes on at once, but alone:
 
-A suspect is cleared when it has the tokens that the node may have come to before it died. That
-takes a prefill and a few steps, and the next suspect has its turn.
+- It goes to an instance over whose nodes nothing runs, if there is one. If all are busy, it goes to
+  an instance that runs requests already. In both cases the gateway and the nodes
+  (`Submit.alone_until`) let nothing else begin there meanwhile, and no other suspect above all.
+- So if that node dies too, at most one suspect was there. That suspect has killed two nodes. It is
+  refused, also if its client asks again with the same Idempotency-Key. The requests beside it are
+  suspects for the first time.
+- A suspect is cleared when it has the tokens that the node may have come to before it died. That
+  takes a prefill and a few steps. Then the next suspect has its turn.
 
-What looks like a death may be a cut link or a paused process. That makes suspects, too, since they
-lose little. But a suspect is refused only if its node had said that it has the request, and both
-times the node said that its engine failed, or the bus says that its process is connected no longer.
-The gateway asks this itself (`AskWhetherAlive`), unless registry or planner have said that a node
-is gone. A node that is found dead gets nothing more, or its death would count twice.
+What looks like a death may be a cut link or a paused process. That makes suspects too, since they
+lose little by it. But a suspect is refused only if its node had said that it has the request, and
+
+- the node says that its engine failed, or
+- the bus says that the node's process is connected no longer. The gateway asks this itself
+  (`AskWhetherAlive`), unless registry or planner have said that the node is gone.
+
+A node that is found dead gets nothing more. Otherwise its one death would count twice.
 """
 
 from collections.abc import Callable, Collection
