@@ -4,6 +4,7 @@ from services.gateway.core.commands import Command, Emit, End, Scored, Send, Wit
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request
+from services.gateway.core.routing import OURS, Routing
 from shared.errors import CapacityExceeded
 from shared.ids import GatewayId, ModelId, ModelName, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
@@ -22,8 +23,8 @@ QUEUE, QUEUE_S = 50, 60.0
 class Driver:
     """A dispatch core with one model and its own time."""
 
-    def __init__(self, *instances: Instance) -> None:
-        rules = Rules(lambda: 0.0, QUEUE, QUEUE_S, STALL_S, 3)
+    def __init__(self, *instances: Instance, routing: Routing = OURS) -> None:
+        rules = Rules(lambda: 0.0, QUEUE, QUEUE_S, STALL_S, 3, routing=routing)
         self.dispatch = Dispatch(rules)
         self.dispatch.take_id(GatewayId("g"), 0.0)
         self.dispatch.add_model(NAME, MODEL)

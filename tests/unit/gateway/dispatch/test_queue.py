@@ -4,7 +4,7 @@ import pytest
 
 from services.gateway.core.admission import MARGIN
 from services.gateway.core.commands import Emit, End
-from services.gateway.core.routing import AVOID_S
+from services.gateway.core.routing import AVOID_S, Routing
 from shared.errors import CapacityExceeded, NotFound, NotReady
 from shared.ids import RequestId
 from shared.messages.instances import InstanceState
@@ -71,6 +71,17 @@ def test_who_would_miss_the_objective_is_refused_at_once_while_nothing_can_be_ad
     assert caught.value.retry_after_s == pytest.approx(1.0)
     driver.publish(replica(1, slots=2), step_s=0.1)  # now replicas can be added
     assert ended(driver.admit("g")) == []
+
+
+def test_a_comparison_of_systems_refuses_nobody() -> None:
+    driver = Driver(replica(1, slots=2), routing=Routing(refuses=False))
+    driver.admit("a", "b")
+    driver.now += 2.0
+    driver.give("a", 1, 0, "stop")
+    driver.give("b", 1, 0, "stop")
+    driver.admit("c", "d")
+    full(driver, within_s=0.001)
+    assert ended(driver.admit("e", "f", "g")) == []
 
 
 def test_who_can_begin_at_once_is_never_refused() -> None:
