@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from services.node.checkpoints.families import FAMILIES
 from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER, Experts, Family, Flag
-from services.node.checkpoints.raw_config import RawConfig, flag, integer, number
+from services.node.checkpoints.raw_config import (
+    MOST_EXPERTS,
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_LAYERS,
+    RawConfig,
+    flag,
+    integer,
+    number,
+)
 from services.node.checkpoints.rope_config import RopeConfig, read_rope
 from shared.errors import CorruptCheckpoint, UnsupportedModel
 from shared.vision import CLASSIFIER
@@ -80,7 +89,7 @@ class ModelConfig:
         family = _family(config)
         _refuse_unsupported(config)
         hidden_size = integer(config, "hidden_size")
-        n_heads = integer(config, "num_attention_heads")
+        n_heads = integer(config, "num_attention_heads", most=MOST_HEADS)
         rope = read_rope(config, family.rope_theta)
         context_length = _context_length(config, rope)
         return cls(
@@ -89,7 +98,7 @@ class ModelConfig:
             intermediate_size=integer(config, "intermediate_size"),
             layers=tuple(
                 _layer(config, family, layer, context_length)
-                for layer in range(integer(config, "num_hidden_layers"))
+                for layer in range(integer(config, "num_hidden_layers", most=MOST_LAYERS))
             ),
             n_heads=n_heads,
             n_kv_heads=_kv_heads(config, n_heads),
@@ -247,7 +256,7 @@ def _layer(config: RawConfig, family: Family, layer: int, context_length: int) -
 
 def _experts(config: RawConfig, experts: Experts) -> ExpertsConfig:
     given = [key for key in experts.count if config.get(key) is not None]
-    count = integer(config, given[0] if given else experts.count[0])
+    count = integer(config, given[0] if given else experts.count[0], most=MOST_EXPERTS)
     per_token = integer(config, experts.per_token)
     if per_token > count:
         raise CorruptCheckpoint(
@@ -265,7 +274,7 @@ def _experts(config: RawConfig, experts: Experts) -> ExpertsConfig:
 def _kv_heads(config: RawConfig, n_heads: int) -> int:
     if config.get("num_key_value_heads") is None:
         return n_heads
-    kv_heads = integer(config, "num_key_value_heads")
+    kv_heads = integer(config, "num_key_value_heads", most=MOST_HEADS)
     if n_heads % kv_heads:
         raise CorruptCheckpoint(
             f"config.json: num_attention_heads {n_heads} is not a multiple of "
@@ -286,6 +295,8 @@ def _head_dim(config: RawConfig, family: Family, hidden_size: int, n_heads: int)
         )
     else:
         head_dim = hidden_size // n_heads
+    if head_dim > MOST_HEAD_DIM:
+        raise CorruptCheckpoint(f"config.json: heads of {head_dim}, at most {MOST_HEAD_DIM} works")
     if head_dim % 2:
         raise CorruptCheckpoint(f"config.json: head_dim {head_dim} is odd; RoPE needs an even one")
     return head_dim

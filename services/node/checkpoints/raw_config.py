@@ -4,12 +4,19 @@ A key that is null counts as missing, because exporters mean it so. `within` nam
 has the key, for the message.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import CorruptCheckpoint
 
 RawConfig = Mapping[str, Any]
+MOST = 1 << 24
+"""No size in a config is larger: it would take the memory of whoever reads it, before it can be
+held against the tensors that are there."""
+MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+MOST_HEADS, MOST_HEAD_DIM = 1024, 1024
+"""Kernels keep a head's numbers on the stack."""
 
 
 def given(config: RawConfig) -> dict[str, Any]:
@@ -17,17 +24,23 @@ def given(config: RawConfig) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def integer(config: RawConfig, key: str, within: str = "", *, least: int = 1) -> int:
+def integer(
+    config: RawConfig, key: str, within: str = "", *, least: int = 1, most: int = MOST
+) -> int:
     value = _required(config, key, within)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise CorruptCheckpoint(f"config.json: {_path(key, within)} must be {kind}, not {value!r}")
+    if value > most:
+        raise CorruptCheckpoint(
+            f"config.json: {_path(key, within)} is {value}, at most {most} works"
+        )
     return value
 
 
 def number(config: RawConfig, key: str, within: str = "") -> float:
     value = _required(config, key, within)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CorruptCheckpoint(
             f"config.json: {_path(key, within)} must be a positive number, not {value!r}"
         )

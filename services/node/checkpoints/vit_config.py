@@ -6,7 +6,16 @@ Its units are the embeddings of the patches, the layers, and the final norm with
 from dataclasses import dataclass
 
 from services.node.checkpoints.config import Shapes, linears, read_dtype, refuse_quantized
-from services.node.checkpoints.raw_config import RawConfig, flag, given, integer, number
+from services.node.checkpoints.raw_config import (
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_LAYERS,
+    RawConfig,
+    flag,
+    given,
+    integer,
+    number,
+)
 from shared.errors import CorruptCheckpoint, UnsupportedModel
 from shared.vision import CHANNELS, PREPROCESSOR, ImageInput, image_input, labels
 
@@ -69,16 +78,20 @@ class VitConfig:
         _refuse_unsupported(config)
         image = image_input(config)
         hidden_size = integer(config, "hidden_size")
-        n_heads = integer(config, "num_attention_heads")
+        n_heads = integer(config, "num_attention_heads", most=MOST_HEADS)
         if hidden_size % n_heads:
             raise CorruptCheckpoint(
                 f"config.json: hidden_size {hidden_size} is not a multiple of "
                 f"num_attention_heads {n_heads}"
             )
+        if hidden_size // n_heads > MOST_HEAD_DIM:
+            raise CorruptCheckpoint(
+                f"config.json: heads of {hidden_size // n_heads}, at most {MOST_HEAD_DIM} works"
+            )
         return cls(
             hidden_size=hidden_size,
             intermediate_size=integer(config, "intermediate_size"),
-            n_layers=integer(config, "num_hidden_layers"),
+            n_layers=integer(config, "num_hidden_layers", most=MOST_LAYERS),
             n_heads=n_heads,
             norm_eps=number(config, "layer_norm_eps"),
             qkv_bias=flag(config, "qkv_bias"),

@@ -95,6 +95,8 @@ def test_unsupported_by_name(own: Path, changes: dict[str, Any], says: str) -> N
         ({"layer_norm_eps": -1}, "layer_norm_eps must be a positive number"),
         ({"id2label": {"1": "one"}}, "id2label must name the classes from 0 on"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000, at most 1024 works"),
+        ({"hidden_size": 8192, "num_attention_heads": 2}, "heads of 4096, at most 1024 works"),
     ],
 )
 def test_damaged_by_name(own: Path, changes: dict[str, Any], says: str) -> None:
