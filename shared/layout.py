@@ -5,18 +5,21 @@ are the decoder layers and unit L+1 is the final norm with the head. All tensors
 one contiguous region (tensor packing: FaaScale, section 4.4), each aligned to ALIGN bytes. So a
 block fits in one arena and one registered region, and nothing is copied after it has arrived. A
 *chunk* is the unit of transfer and of checking: `chunk_bytes` long (the last chunk of a block may
-be shorter), with an xxh3-128 digest of its own.
+be shorter), with a digest of its own (BLAKE3, cryptographic, because relays are
+not trusted with the bytes).
 """
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from shared.errors import BadInput
 from shared.ids import ModelId
 
 ALIGN = 256
+DIGEST_BYTES = 32
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -37,8 +40,8 @@ class BlockSpec(msgspec.Struct, frozen=True):
     """Inclusive. The module's docstring says what the units are."""
     nbytes: int
     tensors: tuple[TensorSpec, ...]
-    digests: tuple[bytes, ...]
-    """xxh3-128 of each chunk, 16 bytes each, in order."""
+    digests: tuple[Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)], ...]
+    """BLAKE3 of each chunk, in order."""
 
 
 class Manifest(msgspec.Struct, frozen=True):

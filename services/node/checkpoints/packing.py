@@ -6,17 +6,20 @@ run its units and nothing depends on which blocks a node happens to hold.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import xxhash
+from blake3 import blake3
 
 from shared.errors import BadInput
 from shared.layout import ALIGN, BlockSpec, TensorSpec
 
 DEFAULT_BLOCKS = 16
 MIN_CHUNK, MAX_CHUNK = 256 << 10, 4 << 20
+MANY_CORES = 16
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -48,9 +51,9 @@ def default_blocks(units: int) -> int:
 def chunk_bytes(nbytes: int) -> int:
     """Chunk size for a model of `nbytes`: a power of two from 256 KiB to 4 MiB.
 
-    A model gets about 4096 chunks, whose digests take 64 KiB of manifest. At 256 KiB the fixed cost
-    of a read (tens of microseconds) is already small, and a relay, which holds back one chunk to
-    check it, adds 0.2 ms on a 10 Gbit/s link. Above 4 MiB the relay's delay would exceed a
+    A model gets about 4096 chunks, whose digests take 128 KiB of manifest. At 256 KiB the fixed
+    cost of a read (tens of microseconds) is already small, and a relay, which holds back one chunk
+    to check it, adds 0.2 ms on a 10 Gbit/s link. Above 4 MiB the relay's delay would exceed a
     millisecond on 25 Gbit/s, for no gain.
     """
     size = MIN_CHUNK
@@ -142,9 +145,10 @@ def _block(index: int, first: int, last: int, units: Sequence[Sequence[UnitTenso
 
 
 def digest(chunk: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128, 16 bytes, as in manifests."""
-    return xxhash.xxh3_128_digest(chunk)
+    """BLAKE3, DIGEST_BYTES long, as in manifests."""
+    return blake3(chunk).digest()
 
 
-Digest = xxhash.xxh3_128
-"""The same digest for bytes that come in parts: call `update`, then `digest`."""
+Digest = partial(blake3, max_threads=blake3.AUTO if (os.cpu_count() or 1) >= MANY_CORES else 1)
+"""The same digest for bytes that come in parts: call `update`, then `digest`. A core takes 5 GB/s,
+and the links of large machines bring more, so threads share a large part there."""

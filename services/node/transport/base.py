@@ -35,7 +35,7 @@ class Chunks(ABC):
     chunk_bytes: int
     """The last chunk may be shorter."""
     digests: bytes
-    """The chunks' digests (xxh3-128), one after the other."""
+    """The chunks' digests (BLAKE3), one after the other."""
     region: str
     """The region of our own in which the bytes land, at the same offset as they have at the
     peer."""

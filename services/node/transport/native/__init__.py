@@ -5,15 +5,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import xxhash._xxhash  # type: ignore[import-not-found]
-
 from services.node.compiling import CompileFailed, library
 from services.node.transport import pacing, stream, wire
 from shared import telemetry
+from shared.layout import DIGEST_BYTES
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.c" for name in ("hub", "ports", "receiving", "sending"))
-HEADERS = tuple(HERE / f"{name}.h" for name in ("internal", "relay"))
+SOURCES = tuple(HERE / f"{name}.c" for name in ("digest", "hub", "ports", "receiving", "sending"))
+HEADERS = tuple(HERE / f"{name}.h" for name in ("digest", "internal", "relay"))
 SCRATCH = 64 * 1024
 _CONSTANTS = {
     "PREFIX_BYTES": wire.PREFIX_BYTES,
@@ -28,6 +27,7 @@ _CONSTANTS = {
     "PATIENCE_S": pacing.PATIENCE_S,
     "AT_ONCE": stream.AT_ONCE,
     "SCRATCH": SCRATCH,
+    "DIGEST_BYTES": DIGEST_BYTES,
 }
 FLAGS = (
     "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
@@ -36,10 +36,6 @@ FLAGS = (
 )  # fmt: skip
 FRAME, LOST, CHUNKS, READ, SERVED = range(5)
 """`EVENT_...` in relay.h."""
-_DIGEST_CALLS = (
-    "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update",
-    "XXH3_128bits_digest",
-)  # fmt: skip
 
 
 class Event(ctypes.Structure):
@@ -51,13 +47,9 @@ class Event(ctypes.Structure):
     )
 
 
-class DigestCalls(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in _DIGEST_CALLS)
-
-
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "hub_new": (_P, (_D, ctypes.c_char_p, _P)),
+    "hub_new": (_P, (_D, ctypes.c_char_p)),
     "hub_free": (None, (_P,)),
     "hub_run": (None, (_P,)),
     "hub_stop": (None, (_P,)),
@@ -82,6 +74,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "serve_begin": (_I, (_P, _I, _P, _I, _I, _I, _I)),
     "serve_stop": (None, (_P, _I)),
     "encode_data": (None, (ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint64)),
+    "digest_new": (_P, (_I,)),
+    "digest_free": (None, (_P,)),
+    "digest_update": (None, (_P, ctypes.c_char_p, ctypes.c_size_t)),
+    "digest_end": (None, (_P, ctypes.c_char_p)),
     "decode_data": (_I, (ctypes.c_char_p, _P, _P)),
 }
 
@@ -94,21 +90,12 @@ def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
-def digest_calls() -> DigestCalls:
-    """The addresses of the digest's functions. AttributeError: this build of xxhash hides them."""
-    exported = ctypes.CDLL(xxhash._xxhash.__file__)
-    return DigestCalls(
-        *(ctypes.cast(getattr(exported, name), ctypes.c_void_p).value for name in _DIGEST_CALLS)
-    )
-
-
 @cache
 def load() -> ctypes.CDLL | None:
     """The library, or None (which is logged) if it cannot be compiled here."""
     try:
-        digest_calls()
         return declared(library("relay", SOURCES, HEADERS, FLAGS))
-    except (CompileFailed, AttributeError) as error:
+    except CompileFailed as error:
         telemetry.logger("transport").warning(
             "the relay loop was not compiled: relaying costs more processor time", error=str(error)
         )

@@ -145,12 +145,11 @@ void conn_free(conn *c) {
 
 enum { WAKE = 0, TIMER = -1 };
 
-hub *hub_new(double bytes_per_s, const uint8_t *heartbeat, const digest_calls *digest) {
+hub *hub_new(double bytes_per_s, const uint8_t *heartbeat) {
     hub *h = calloc(1, sizeof *h);
     if (!h) return NULL;
     pthread_mutex_init(&h->lock, NULL);
     memcpy(h->heartbeat, heartbeat, PREFIX_BYTES);
-    h->digest = *digest;
     h->in.rate = h->out.rate = bytes_per_s;
     h->in.due = h->out.due = h->timer_at = INFINITY;
     h->epoll = epoll_create1(EPOLL_CLOEXEC);

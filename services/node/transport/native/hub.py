@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from services.node.memory.views import address
-from services.node.transport import native, sockets
+from services.node.transport import sockets
 from services.node.transport.connection import Connection
 from services.node.transport.native import Event
 from services.node.transport.regions import Region
@@ -25,9 +25,8 @@ class Hub:
 
     def __init__(self, library: ctypes.CDLL, bytes_per_s: int) -> None:
         self.library = library
-        self._digest = native.digest_calls()
         heartbeat = encode_prefix(Kind.HEARTBEAT)
-        self.handle = library.hub_new(bytes_per_s, heartbeat, ctypes.byref(self._digest))
+        self.handle = library.hub_new(bytes_per_s, heartbeat)
         if not self.handle:
             raise TransportError("no relay loop: out of memory or file descriptors")
         self._told = int(library.hub_told(self.handle))

@@ -18,6 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "digest.h"
 #include "relay.h"
 
 #define BUCKETS 64
@@ -56,7 +57,7 @@ typedef struct reading {
     int64_t first_ns;
     int64_t chunk_bytes, chunk, chunk_come; /* chunk_bytes 0: nothing is checked */
     uint8_t *digests;
-    void *state;
+    digest *digest; /* of the chunk that is coming */
     region *shows; /* may be NULL */
     int64_t offset; /* of the read in that region */
 } reading;
@@ -115,7 +116,6 @@ struct hub {
     size_t n_events, room;
     bool eager, stopping;
     uint8_t heartbeat[PREFIX_BYTES];
-    digest_calls digest;
     uint8_t scratch[SCRATCH];
 };
 

@@ -31,11 +31,11 @@ static reading **find(conn *c, int64_t id) {
     return at;
 }
 
-static void let_go(reading *r, hub *h) {
-    if (r->state) h->digest.release(r->state);
+static void let_go(reading *r) {
+    digest_free(r->digest);
     if (r->shows) region_unref(r->shows);
     free(r->digests);
-    r->state = NULL;
+    r->digest = NULL;
     r->shows = NULL;
     r->digests = NULL;
 }
@@ -43,7 +43,7 @@ static void let_go(reading *r, hub *h) {
 static void forget(conn *c, reading *r) {
     *find(c, r->id) = r->next;
     if (c->current == r) c->current = NULL;
-    let_go(r, c->hub);
+    let_go(r);
     free(r);
 }
 
@@ -62,19 +62,13 @@ static void tell_chunk(conn *c, const reading *r, bool right) {
 
 /* The chunk is whole: tells whether it is right, and shows it to others if it is. */
 static void chunk_came(conn *c, reading *r) {
-    hub *h = c->hub;
-    hash128 found = h->digest.digest(r->state);
-    const uint8_t *wanted = r->digests + 16 * r->chunk;
-    bool right = true;
-    for (int i = 0; i < 8; i++) {
-        right &= wanted[i] == (uint8_t)(found.high >> (56 - 8 * i));
-        right &= wanted[8 + i] == (uint8_t)(found.low >> (56 - 8 * i));
-    }
+    uint8_t found[DIGEST_BYTES];
+    digest_end(r->digest, found);
+    bool right = memcmp(found, r->digests + DIGEST_BYTES * r->chunk, DIGEST_BYTES) == 0;
     int64_t start = r->offset + r->chunk * r->chunk_bytes;
     tell_chunk(c, r, right);
     r->chunk++;
     r->chunk_come = 0;
-    h->digest.reset(r->state);
     if (right && r->shows && r->shows->ready == start)
         raise_ready(r->shows, r->offset + r->position);
 }
@@ -84,7 +78,7 @@ static void came(conn *c, reading *r, int64_t nbytes) {
         int64_t part = nbytes;
         if (r->chunk_bytes) {
             part = least(part, least(r->chunk_bytes, r->nbytes - r->chunk * r->chunk_bytes) - r->chunk_come);
-            c->hub->digest.update(r->state, r->into + r->position, (size_t)part);
+            digest_update(r->digest, r->into + r->position, (size_t)part);
             r->chunk_come += part;
         }
         r->position += part;
@@ -264,7 +258,7 @@ void conn_forgive(conn *c, double now) {
     leave(h);
 }
 
-/* `digests`: 16 bytes for each chunk of `chunk_bytes`, the last maybe shorter. 0: no digests. */
+/* `digests`: DIGEST_BYTES for each chunk of `chunk_bytes`, the last maybe shorter. 0: no digests. */
 int64_t read_begin(conn *c, int64_t id, uint8_t *into, int64_t nbytes, int64_t priority,
                    int64_t chunk_bytes, const uint8_t *digests, region *shows, int64_t offset) {
     hub *h = c->hub;
@@ -276,17 +270,16 @@ int64_t read_begin(conn *c, int64_t id, uint8_t *into, int64_t nbytes, int64_t p
     r->priority = priority;
     enter(h);
     if (chunk_bytes) {
-        size_t size = 16 * (size_t)((nbytes + chunk_bytes - 1) / chunk_bytes);
+        size_t size = DIGEST_BYTES * (size_t)((nbytes + chunk_bytes - 1) / chunk_bytes);
         r->digests = malloc(size);
-        r->state = h->digest.create();
-        if (!r->digests || !r->state) {
-            let_go(r, h);
+        r->digest = digest_new(least(chunk_bytes, nbytes));
+        if (!r->digests || !r->digest) {
+            let_go(r);
             free(r);
             leave(h);
             return 0;
         }
         memcpy(r->digests, digests, size);
-        h->digest.reset(r->state);
         r->chunk_bytes = chunk_bytes;
         r->offset = offset;
         r->shows = shows;
@@ -306,7 +299,7 @@ void read_drop(conn *c, int64_t id) {
     reading *r = *find(c, id);
     if (r) {
         r->into = NULL;
-        let_go(r, c->hub);
+        let_go(r);
     }
     leave(c->hub);
 }

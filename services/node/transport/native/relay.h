@@ -8,17 +8,6 @@ typedef struct hub hub;
 typedef struct conn conn;
 typedef struct region region;
 
-typedef struct { uint64_t low, high; } hash128;
-
-/* The functions of the digest (xxh3-128), which the xxhash package exports. */
-typedef struct {
-    void *(*create)(void);
-    int (*release)(void *);
-    int (*reset)(void *);
-    int (*update)(void *, const void *, size_t);
-    hash128 (*digest)(const void *);
-} digest_calls;
-
 enum {
     EVENT_FRAME,  /* head: a prefix for Python, a: what its read has; the connection is paused */
     EVENT_LOST,   /* a: errno, 0 if the peer closed it */
@@ -33,7 +22,7 @@ typedef struct {
     uint8_t head[24];
 } event;
 
-hub *hub_new(double bytes_per_s, const uint8_t *heartbeat, const digest_calls *digest);
+hub *hub_new(double bytes_per_s, const uint8_t *heartbeat);
 void hub_free(hub *h);
 void hub_run(hub *h);
 void hub_stop(hub *h);

@@ -1,6 +1,8 @@
 """What the relay loop in C knows of the protocol is what wire.py says."""
 
 import ctypes
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.node import compiling
+from services.node.checkpoints.packing import digest
 from services.node.transport import native
 from services.node.transport.wire import (
     PREFIX_BYTES,
@@ -18,6 +21,7 @@ from services.node.transport.wire import (
     parse_prefix,
 )
 from shared.errors import ProtocolViolation
+from shared.layout import DIGEST_BYTES
 from tests.support.raw_peer import Node
 
 U32, U63 = (1 << 32) - 1, (1 << 63) - 1
@@ -105,15 +109,29 @@ async def test_without_a_compiler(
     await reads_all_the_same()
 
 
-async def test_with_an_xxhash_that_hides_its_functions(
-    unloaded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hidden() -> native.DigestCalls:
-        raise AttributeError("undefined symbol: XXH3_createState")
+SIZES = [0, 1, 64, 1023, 1024, 1025, 2048, 2049, 3072, 16384, 16385, 17408, 32768, 33024, 262144]
 
-    monkeypatch.setattr(native, "digest_calls", hidden)
-    assert native.load() is None
-    await reads_all_the_same()
+
+@given(
+    nbytes=st.one_of(st.sampled_from(SIZES), st.integers(0, 400_000)),
+    parts=st.lists(st.integers(1, 70_000), min_size=1, max_size=8),
+    seed=st.integers(0, U32),
+)
+def test_its_digest_is_that_of_python(
+    library: ctypes.CDLL, nbytes: int, parts: list[int], seed: int
+) -> None:
+    data = random.Random(seed).randbytes(nbytes)
+    found = ctypes.create_string_buffer(DIGEST_BYTES)
+    state = library.digest_new(nbytes)
+    for _ in range(2):  # the end of a digest begins a new one
+        position, sizes = 0, itertools.cycle(parts)
+        while position < nbytes:
+            part = data[position : position + next(sizes)]
+            library.digest_update(state, part, len(part))
+            position += len(part)
+        library.digest_end(state, found)
+        assert found.raw == digest(data)
+    library.digest_free(state)
 
 
 async def test_a_region_may_be_shown_after_its_transport_has_ended() -> None:
