@@ -45,14 +45,21 @@ class Sink(Protocol):
 
 
 class _Buffer:
-    """A sink that fills one buffer."""
+    """A sink that fills one buffer. The buffer grows as bytes come, at most to twice what has come:
+    a peer that announces much gets no memory for it."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "data")
 
-    def __init__(self, buffer: bytearray) -> None:
-        self._rest = memoryview(buffer)
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(min(nbytes, AT_ONCE))
+        self._rest = memoryview(self.data)
 
     def room(self, nbytes: int) -> memoryview:
+        if not self._rest:
+            self._rest.release()
+            came = len(self.data)
+            self.data += bytes(min(nbytes, came))
+            self._rest = memoryview(self.data)[came:]
         return self._rest
 
     def came(self, nbytes: int) -> None:
@@ -111,9 +118,9 @@ class Stream:
                 await asyncio.sleep(0)
 
     async def receive_exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        await self.receive(_Buffer(data), nbytes)
-        return data
+        buffer = _Buffer(nbytes)
+        await self.receive(buffer, nbytes)
+        return buffer.data
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """Does the TLS handshake, before anything else is sent."""

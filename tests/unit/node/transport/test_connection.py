@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -169,3 +171,31 @@ async def test_small_frames_leave_the_kernels_buffers_as_they_are(
     before = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     await connection.send([CANCEL])
     assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
+
+
+async def test_what_a_peer_only_announces_takes_no_memory(
+    peer: tuple[socket.socket, socket.socket],
+) -> None:
+    made = Connection(peer[0], "the peer", max_payload=0)
+    tracemalloc.start()
+    waiting = asyncio.ensure_future(made.receive_exactly(64 << 20))
+    peer[1].sendall(bytes(1000))
+    await asyncio.sleep(0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    made.close(PeerLost("the test is over"))
+    with pytest.raises(PeerLost):
+        await waiting
+    assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, 5_000_001])
+async def test_a_large_message_comes_whole(
+    nbytes: int, peer: tuple[socket.socket, socket.socket]
+) -> None:
+    made = Connection(peer[0], "the peer", max_payload=0)
+    data = Random(nbytes).randbytes(nbytes)
+    sending = asyncio.get_running_loop().run_in_executor(None, peer[1].sendall, data)
+    assert await made.receive_exactly(nbytes) == data
+    await sending
+    made.close(PeerLost("the test is over"))
