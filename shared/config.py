@@ -221,6 +221,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     tls_key: str = ""
     tls_authority: str = ""
     """PEM file with the authority whose certificates other nodes must show."""
+    secret_file: str = ""
+    """File with the cluster's secret: at least 32 bytes, which only its owner may read. Nodes that
+    have it connect only to nodes that have the same. Empty: whoever can reach a node may
+    connect."""
     mesh_peers: Size = 64
     """How many peers, nearest first, the node connects to before a plan needs them. It connects to
     others when they are needed."""

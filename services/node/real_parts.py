@@ -14,7 +14,7 @@ from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
 from services.node.parts import WorkerListener
-from services.node.transport import tls
+from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
 from services.node.transport.direct import Direct
 from services.node.transport.rdma import RdmaDirect
@@ -68,6 +68,7 @@ class RealParts:
             config.link_bytes_per_s,
             self._ways(memories, device.landing if device and config.device_direct else None),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
+            secret.load(config.secret_file),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct
+from services.node.transport.secret import Secret
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     PREFIX_BYTES,
@@ -61,6 +62,7 @@ class Node:
         handshake_s: float = SILENCE_S,
         rate: int = 0,
         ways: Sequence[Direct] = (),
+        secret: Secret | None = None,
     ) -> None:
         self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
@@ -81,6 +83,7 @@ class Node:
                 self.dialled.put_nowait,
             ),
             ways=ways,
+            secret=secret,
             silence_s=silence_s,
             handshake_s=handshake_s,
             max_payload=1 << 20,

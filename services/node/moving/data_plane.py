@@ -21,6 +21,7 @@ from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer, Transport
 from services.node.transport.direct import Direct
+from services.node.transport.secret import Secret
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.tls import Tls
 from shared import telemetry
@@ -45,6 +46,7 @@ class DataPlane:
         link_bytes_per_s: int,
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
+        secret: Secret | None = None,
         *,
         listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
@@ -59,6 +61,7 @@ class DataPlane:
             link_bytes_per_s=link_bytes_per_s,
             ways=ways,
             tls=tls,
+            secret=secret,
             listener=listener,
         )
         self._hears = listener

@@ -60,6 +60,8 @@ class Connection(Stream):
         self._posted: list[bytes] = []
         self._posting: asyncio.Future[None] | None = None
         """Done when a frame is posted."""
+        self.challenge = b""
+        """What the peer had to prove its knowledge of the cluster's secret with."""
         self.inward: Inward | None = None
         self.outward: Outward | None = None
         self._in_frame = False
@@ -83,6 +85,12 @@ class Connection(Stream):
         if prefix.kind is not Kind.HELLO:
             raise ProtocolViolation(f"{self.address}: {prefix.kind.name} before HELLO")
         return parse_hello(await self.receive_exactly(prefix.body))
+
+    async def receive_challenge(self) -> bytes:
+        prefix = await self.receive_prefix()
+        if prefix.kind is not Kind.CHALLENGE:
+            raise ProtocolViolation(f"{self.address}: {prefix.kind.name} before CHALLENGE")
+        return bytes(await self.receive_exactly(prefix.body))
 
     # --- sending ---------------------------------------------------------------
 

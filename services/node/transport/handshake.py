@@ -5,11 +5,20 @@ import secrets
 import socket
 from urllib.parse import urlsplit
 
+import msgspec
+
 from services.node.transport.connection import Connection
+from services.node.transport.secret import DIALLER, LISTENER, NONCE_BYTES, Secret
 from services.node.transport.sockets import DEEP, give_up_after, keep_alive, set_buffer
 from services.node.transport.tls import Tls
-from services.node.transport.wire import Hello, Purpose, encode_hello
-from shared.errors import BadInput, ConfigError, PeerLost
+from services.node.transport.wire import (
+    Hello,
+    Purpose,
+    encode_challenge,
+    encode_hello,
+    unproved,
+)
+from shared.errors import BadInput, ConfigError, PeerLost, ProtocolViolation
 
 SHALLOW = 64 * 1024
 """Receive buffer of a connection for reads on a paced link. It is small so that a busy receiver
@@ -27,6 +36,7 @@ class Handshake:
         host: str,
         port: int,
         tls: Tls | None,
+        secret: Secret | None,
         *,
         paced: bool,
         silence_s: float,
@@ -35,6 +45,7 @@ class Handshake:
     ) -> None:
         self._host, self._port = host, port
         self._tls = tls
+        self._secret = secret
         self._paced = paced
         self._silence_s = silence_s
         self._handshake_s = handshake_s
@@ -84,8 +95,7 @@ class Handshake:
                     if self._tls:
                         await connection.secure(self._tls.dialling)
                     own = Hello(purpose, self.instance, self.address, ways)
-                    await connection.send([encode_hello(own)])
-                    return connection, await connection.receive_hello()
+                    return connection, await self._exchange(connection, own)
                 except BaseException:
                     connection.close(PeerLost(f"{address}: not connected"))
                     raise
@@ -98,22 +108,50 @@ class Handshake:
         except OSError as error:
             raise PeerLost(f"{address}: cannot connect: {error.strerror}") from error
 
+    async def _exchange(self, connection: Connection, own: Hello) -> Hello:
+        """The listener's HELLO, for ours. With a secret, both have their proofs."""
+        if self._secret is None:
+            await connection.send([encode_hello(own)])
+            return await connection.receive_hello()
+        challenge = await connection.receive_challenge()
+        own = msgspec.structs.replace(own, nonce=secrets.token_bytes(NONCE_BYTES))
+        proof = self._secret.proof(DIALLER, challenge, unproved(own))
+        await connection.send([encode_hello(msgspec.structs.replace(own, proof=proof))])
+        peer = await connection.receive_hello()
+        if not self._secret.proves(peer.proof, LISTENER, challenge, own.nonce, unproved(peer)):
+            raise _unproved(connection)
+        return peer
+
     async def welcome(self, connection: Connection) -> Hello:
-        """What the peer that has dialled says of itself."""
+        """What the peer that has dialled says of itself. ProtocolViolation: it is not of our
+        cluster."""
         try:
             async with asyncio.timeout(self._handshake_s):
                 if self._tls:
                     await connection.secure(self._tls.listening)
-                peer = await connection.receive_hello()
+                peer = await self._welcomed(connection)
         except TimeoutError:
             raise PeerLost(f"{connection.address}: no HELLO within {self._handshake_s} s") from None
         self._tune(connection.sock, peer.purpose)
         connection.address = peer.address
         return peer
 
+    async def _welcomed(self, connection: Connection) -> Hello:
+        if self._secret is None:
+            return await connection.receive_hello()
+        connection.challenge = secrets.token_bytes(NONCE_BYTES)
+        await connection.send([encode_challenge(connection.challenge)])
+        peer = await connection.receive_hello()
+        if not self._secret.proves(peer.proof, DIALLER, connection.challenge, unproved(peer)):
+            raise _unproved(connection)
+        return peer
+
     async def answer(self, connection: Connection, peer: Hello, ways: dict[str, bytes]) -> None:
         """`ways`: the direct way that was chosen, if there is one."""
         own = Hello(peer.purpose, self.instance, self.address, ways)
+        if self._secret is not None:
+            said = connection.challenge, peer.nonce, unproved(own)
+            own = msgspec.structs.replace(own, proof=self._secret.proof(LISTENER, *said))
         await connection.send([encode_hello(own)])
 
     def _tune(self, sock: socket.socket, purpose: Purpose) -> None:
@@ -125,6 +163,13 @@ class Handshake:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SHALLOW)
             else:
                 set_buffer(sock, socket.SO_RCVBUF, DEEP)
+
+
+def _unproved(connection: Connection) -> ProtocolViolation:
+    return ProtocolViolation(
+        f"{connection.address} does not prove that it is of this cluster: "
+        "is node.secret_file the same everywhere?"
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:

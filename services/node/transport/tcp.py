@@ -28,6 +28,7 @@ from services.node.transport.pacing import MAX_GRANT, MIN_GRANT, Port
 from services.node.transport.pool import Pool
 from services.node.transport.reads import ReadChannel, Spawn, Way, Work
 from services.node.transport.regions import Regions
+from services.node.transport.secret import Secret
 from services.node.transport.serving import ReadServer
 from services.node.transport.sockets import readable
 from services.node.transport.tls import Tls
@@ -71,6 +72,7 @@ class TcpTransport:
         listener: Listener,
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
+        secret: Secret | None = None,
         silence_s: float = SILENCE_S,
         handshake_s: float = HANDSHAKE_S,
         max_payload: int = 64 << 20,
@@ -93,6 +95,7 @@ class TcpTransport:
             host,
             port,
             tls,
+            secret,
             paced=link_bytes_per_s > 0,
             silence_s=silence_s,
             handshake_s=handshake_s,
@@ -289,7 +292,11 @@ class TcpTransport:
             welcome.add_done_callback(partial(_close_with_task, connection))
 
     async def _welcome(self, connection: Connection) -> None:
-        peer = await self._handshake.welcome(connection)
+        try:
+            peer = await self._handshake.welcome(connection)
+        except ProtocolViolation as error:
+            self._accepted_ended(connection, error)
+            raise
         answer, way = self._accept_way(peer)
         try:
             await self._handshake.answer(connection, peer, answer)

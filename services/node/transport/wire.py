@@ -1,7 +1,9 @@
 """The bytes of the TCP data plane: pure encoding and parsing, no sockets.
 
 Every frame is a fixed prefix (kind, id, body length, payload length; big-endian), a body of that
-kind and a payload. A connection starts with HELLO from both ends and then carries, by its purpose:
+kind and a payload. A connection starts with HELLO from both ends. Where the cluster has a secret,
+the listener sends a CHALLENGE before, and each HELLO has a proof (see secret.py). Then the
+connection carries, by its purpose:
 
     READS      dialler -> listener: READ, TAKEN, CANCEL;  listener -> dialler: DATA, GRANT, FAULT
     MESSAGES   dialler -> listener: MESSAGE
@@ -21,11 +23,12 @@ from typing import Annotated
 import msgspec
 
 from services.node.transport.direct import Place
+from services.node.transport.secret import NONCE_BYTES
 from shared.errors import ProtocolViolation
 from shared.versions import beside, refusal
 
 MAGIC = b"LSDP"
-VERSION = 2
+VERSION = 3
 OLDEST = 2
 """The oldest version that is understood."""
 MAX_BODY = 1 << 20
@@ -51,6 +54,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 7
     GRANT = 8
     TAKEN = 9
+    CHALLENGE = 10
 
 
 class Purpose(enum.IntEnum):
@@ -75,6 +79,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The address at which the sender listens."""
     ways: dict[str, bytes] = {}
     """Way -> data: the dialler's offers for its reads, or the listener's answer to one of them."""
+    nonce: bytes = b""
+    """Drawn by the dialler, for the listener's proof."""
+    proof: bytes = b""
+    """That the sender knows the cluster's secret; over this HELLO without its proof, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,10 @@ class ReadRequest:
 _hello_encoder = msgspec.msgpack.Encoder()
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
-_WITH_BODY = frozenset({Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE, Kind.GRANT})
+_WITH_BODY = frozenset(
+    {Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE, Kind.GRANT, Kind.CHALLENGE}
+)
+_MOST_BODY = {Kind.HELLO: MAX_HELLO, Kind.CHALLENGE: NONCE_BYTES}
 _WITH_PAYLOAD = frozenset({Kind.DATA, Kind.MESSAGE})
 _WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT, Kind.GRANT, Kind.TAKEN})
 
@@ -109,7 +120,7 @@ def parse_prefix(data: bytes | bytearray | memoryview, *, max_payload: int) -> P
         kind = Kind(raw)
     except ValueError:
         raise ProtocolViolation(f"unknown frame kind {raw}") from None
-    if body > (MAX_HELLO if kind is Kind.HELLO else MAX_BODY) or (body and kind not in _WITH_BODY):
+    if body > _MOST_BODY.get(kind, MAX_BODY) or (body and kind not in _WITH_BODY):
         raise ProtocolViolation(f"{kind.name} frame with a body of {body} bytes")
     if payload > max_payload or (payload and kind not in _WITH_PAYLOAD):
         raise ProtocolViolation(f"{kind.name} frame with a payload of {payload} bytes")
@@ -138,6 +149,16 @@ def parse_hello(body: bytes | bytearray) -> Hello:
         return _hello_decoder.decode(memoryview(body)[_HELLO.size :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolViolation(f"malformed HELLO: {error}") from None
+
+
+def unproved(hello: Hello) -> bytes:
+    """What a HELLO's proof is over."""
+    return _hello_encoder.encode(msgspec.structs.replace(hello, proof=b""))
+
+
+def encode_challenge(nonce: bytes) -> bytes:
+    """The whole frame."""
+    return encode_prefix(Kind.CHALLENGE, body=len(nonce)) + nonce
 
 
 def encode_read(id: int, request: ReadRequest) -> bytes:

@@ -57,7 +57,7 @@ BEFORE_HELLO = {
     "http": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
     "not hello": encode_prefix(Kind.HEARTBEAT) + encode_prefix(Kind.CANCEL, id=1),
     "other magic": HELLO.replace(MAGIC, b"NOPE"),
-    "other version": HELLO.replace(MAGIC + b"\0\2", MAGIC + b"\0\4"),
+    "other version": HELLO.replace(MAGIC + b"\0\3", MAGIC + b"\0\5"),
     "oversize": encode_prefix(Kind.HELLO, body=MAX_BODY + 1),
     "endless": encode_prefix(Kind.HELLO, body=MAX_BODY),
 }
