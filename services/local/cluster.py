@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ READY_PER_NODE_S = 3.0
 """Seconds for each node to start: it imports torch, and all share the machine's cores."""
 POLL_S = 0.05
 GATEWAY = "gateway"
+SECRET = "secret"
+"""The file with which nodes prove that they are of this cluster."""
 SERVICES = ("registry", "planner", GATEWAY)
 ELECTED = ("registry", "planner")
 """Roles that one process has at a time, while others stand by."""
@@ -88,6 +92,15 @@ def node_id(number: int) -> NodeId:
     return NodeId(f"node-{number}")
 
 
+def make_secret(path: Path) -> None:
+    """Draws the cluster's secret, unless it is there."""
+    if path.exists():
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
+        made.write(secrets.token_hex(32))  # a temporary file is its owner's alone
+    Path(made.name).rename(path)
+
+
 class Cluster:
     """`start` starts a cluster and `stop` ends it. The running processes are written down at every
     step."""
@@ -116,6 +129,7 @@ class Cluster:
     async def _start_all(self, say: Callable[[str], None]) -> None:
         config = str(self.spec.config.absolute()) if self.spec.config else ""
         self._write(ClusterState(config=config))
+        make_secret(self.spec.directory / SECRET)
         count = self.spec.nats_servers
         say("starting nats-server" if count == 1 else f"starting {count} nats-servers")
         await self._start_nats(count)
@@ -189,13 +203,14 @@ class Cluster:
         """Starts a process of a node, possibly again. What its disk holds is still there, and what
         its keeper holds."""
         node = self.node_names[name]
+        configured = load(self.spec.config).node
         settings = {
             "LAMBDASCALE_NODE_ID": node,
             "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / node),
-            "LAMBDASCALE_NODE_KV_SHARE": str(
-                load(self.spec.config).node.kv_share / self.spec.nodes
-            ),
+            "LAMBDASCALE_NODE_KV_SHARE": str(configured.kv_share / self.spec.nodes),
         }
+        if not configured.secret_file:
+            settings["LAMBDASCALE_NODE_SECRET_FILE"] = str(self.spec.directory / SECRET)
         if self.spec.apart:
             settings["LAMBDASCALE_NODE_MACHINE"] = node
         self._spawn(name, "node", settings)
