@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.credentials import User
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.publishing import import_model
 from services.local.watch import Watch
@@ -26,6 +27,7 @@ from shared.messages import Ok
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
+from shared.permissions import Role
 
 ROUNDS = 300
 LIMIT_MS = 2.0
@@ -106,7 +108,12 @@ async def main() -> None:
 
 
 async def measure(cluster: Cluster, checkpoint: Path) -> None:
-    async with NatsBus(bus_config(cluster.state), "bench") as bus, aiohttp.ClientSession() as http:
+    as_gateway = bus_config(cluster.state, user=User(Role.GATEWAY))
+    async with (
+        NatsBus(bus_config(cluster.state), "bench") as bus,
+        NatsBus(as_gateway, "bench-gateway") as gateway_bus,
+        aiohttp.ClientSession() as http,
+    ):
         watch = Watch()
         await watch.follow(bus)
         record = await import_model(
@@ -114,7 +121,7 @@ async def measure(cluster: Cluster, checkpoint: Path) -> None:
         )
         while not watch.replicas:
             await watch.change()
-        direct = Direct(bus, record, watch)
+        direct = Direct(gateway_bus, record, watch)
         await direct.start()
         url = cluster.state.gateway_url
         pairs = [(await over_http(http, url), await direct.ask()) for _ in range(ROUNDS)]

@@ -36,6 +36,12 @@ class BusConfig(_Section, frozen=True, kw_only=True):
     url: str = "nats://127.0.0.1:4222"
     user: str = ""
     password: str = ""
+    credentials: str = ""
+    """Directory with the key of one NATS user, from `lambdascale init`: who this process is. Empty:
+    none, for a server that asks for none."""
+    tls_authority: str = ""
+    """PEM file with the authority that the server's certificate is from. NATS is then spoken to
+    with TLS only. Empty: without TLS."""
     connect_timeout_s: Positive = 5.0
     replicas: Count = 1
     """Copies that NATS keeps of durable state. 3 on a cluster of NATS servers."""
@@ -230,8 +236,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     others when they are needed."""
     share_compiled: bool = False
     """Whether the node gives its compiled C libraries to other nodes, and takes theirs in place of
-    compiling its own. Only if the bus asks for a password (`bus.user`), because whoever may speak
-    there can then give nodes native code."""
+    compiling its own. Only with `bus.credentials`, because whoever may speak as a node on the bus
+    can then give nodes native code."""
     evacuate_s: Seconds = 10.0
     """How long a node that is told to stop serves on, at most, until others have taken over what it
     serves, and another machine has the models of which it holds the only durable copy."""

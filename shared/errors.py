@@ -131,6 +131,12 @@ class NoResponders(BusError):
     code = "no_responders"
 
 
+class NotPermitted(BusError):
+    """The bus does not let this user say or hear that (`shared/permissions.py`)."""
+
+    code = "not_permitted"
+
+
 class BadMessage(BusError):
     """A message of an unknown kind or version, or that does not fit its schema."""
 

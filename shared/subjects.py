@@ -83,33 +83,38 @@ def candidate(holder: str) -> str:
     return f"{ROOT}.candidate.{holder}"
 
 
+def of_node(node: NodeId) -> str:
+    """What the subjects begin with at which a node gets what is meant for it alone."""
+    return f"{ROOT}.node.{node}."
+
+
 def node_plan(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.plan"
+    return f"{of_node(node)}plan"
 
 
 def node_release(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.release"
+    return f"{of_node(node)}release"
 
 
 def node_import(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.import"
+    return f"{of_node(node)}import"
 
 
 def node_keep(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.keep"
+    return f"{of_node(node)}keep"
 
 
 def node_drop(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.drop"
+    return f"{of_node(node)}drop"
 
 
 def node_report(node: NodeId) -> str:
     """ReportStatus, for one node."""
-    return f"{ROOT}.node.{node}.report"
+    return f"{of_node(node)}report"
 
 
 def node_ping(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.ping"
+    return f"{of_node(node)}ping"
 
 
 def compiled(name: str) -> str:
@@ -118,15 +123,15 @@ def compiled(name: str) -> str:
 
 
 def node_story(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.story"
+    return f"{of_node(node)}story"
 
 
 def node_submit(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.submit"
+    return f"{of_node(node)}submit"
 
 
 def node_cancel(node: NodeId) -> str:
-    return f"{ROOT}.node.{node}.cancel"
+    return f"{of_node(node)}cancel"
 
 
 def gateway_tokens(gateway: GatewayId) -> str:

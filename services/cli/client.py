@@ -47,7 +47,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nats",
         metavar="URL",
-        help="address of the bus of a cluster on servers; the user is from --config",
+        help="address of the bus of a cluster on servers; --config says who you are there",
     )
 
 

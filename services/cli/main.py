@@ -42,9 +42,34 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    from services.cli import bench, demo, events, keys, models, plan, pool, simulate, status, up
+    from services.cli import (
+        bench,
+        demo,
+        events,
+        init,
+        keys,
+        models,
+        plan,
+        pool,
+        simulate,
+        status,
+        up,
+    )
 
-    for module in (demo, up, status, pool, models, events, plan, simulate, bench, keys, self_test):
+    for module in (
+        demo,
+        up,
+        status,
+        pool,
+        models,
+        events,
+        plan,
+        simulate,
+        bench,
+        init,
+        keys,
+        self_test,
+    ):
         module.add_parser(commands)
 
 

@@ -7,7 +7,7 @@ lease taken. It then takes another, and whatever it said under its old id concer
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable
 from itertools import count
 
 from structlog.stdlib import BoundLogger
@@ -36,18 +36,18 @@ class GatewayLease:
 
     async def take(self) -> None:
         """Takes the first id that nobody holds. BusError: the store does not answer."""
-        while True:
-            held = {entry.key: entry for entry in await self._bucket.entries()}
-            ours = [entry for entry in held.values() if entry.value == self._holder]
-            if ours:  # a write that was not acknowledged has happened
-                self._key, self._revision = ours[0].key, ours[0].revision
+        for number in count(1):
+            self._key = f"{self._name}-{number}"
+            held = await self._bucket.get(self._key)
+            if held is None:
+                try:
+                    self._revision = await self._bucket.create(self._key, self._holder, ttl=LEASE_S)
+                except KeyExists:
+                    continue  # another gateway was faster
                 break
-            self._key = _first_free(self._name, held)
-            try:
-                self._revision = await self._bucket.create(self._key, self._holder, ttl=LEASE_S)
-            except KeyExists:
-                continue  # another gateway was faster
-            break
+            if held.value == self._holder:  # a write that was not acknowledged has happened
+                self._revision = held.revision
+                break
         self.id = GatewayId(f"{self._key}-{self._revision}")
         self._log.info("holds its id", id=self.id)
 
@@ -90,7 +90,3 @@ class GatewayLease:
 
     async def _renew(self, revision: int) -> None:
         self._revision = await self._bucket.update(self._key, self._holder, revision, ttl=LEASE_S)
-
-
-def _first_free(name: str, held: Container[str]) -> str:
-    return next(key for n in count(1) if (key := f"{name}-{n}") not in held)

@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.local import processes
+from services.local import credentials, processes
+from services.local.credentials import OPERATOR, User
 from services.local.nats_servers import HERE, NatsServers, Place, free_ports
+from services.local.private import private_directory
 from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
 from shared import subjects
 from shared.bus.base import Bus, On
@@ -27,6 +29,7 @@ from shared.errors import BusError
 from shared.ids import NodeId
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import PlannerQuery, PlannerState
+from shared.permissions import Role
 from shared.pool_pages import read_pool
 
 READY_S = 60.0
@@ -74,13 +77,21 @@ class Child:
     """The size of its log when it was started."""
 
 
-def bus_config(state: ClusterState, config: Path | None = None) -> BusConfig:
-    """How to reach the cluster's bus: its own URL, with the user of the configuration."""
+CREDENTIALS = "credentials"
+"""The directory with the credentials of the bus's users, in a cluster's directory."""
+
+
+def bus_config(state: ClusterState, config: Path | None = None, user: User = OPERATOR) -> BusConfig:
+    """How to reach the cluster's bus as one of its users."""
     if config is None and state.config:
         config = Path(state.config)
     bus = load(config).bus
     copies = state.nats_copies or bus.replicas
-    return msgspec.structs.replace(bus, url=state.nats_url, replicas=copies)
+    bus = msgspec.structs.replace(bus, url=state.nats_url, replicas=copies)
+    if not state.credentials:
+        return bus
+    own = str(Path(state.credentials) / user.directory)
+    return msgspec.structs.replace(bus, credentials=own, tls_authority="")
 
 
 def _port(url: str) -> int:
@@ -117,7 +128,8 @@ class Cluster:
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when every service answers. StartFailed names the service that does not, and
         why."""
-        self.spec.directory.mkdir(parents=True, exist_ok=True)
+        if not self.spec.directory.exists():
+            private_directory(self.spec.directory)
         holder = processes.record("up", "holder", os.getpid()) if self.spec.ends_by_signal else None
         self._lock = processes.claim(self.spec.directory, holder)
         try:
@@ -152,17 +164,21 @@ class Cluster:
         self._write(msgspec.structs.replace(self.state, gateway_urls=(url, *further)))
 
     async def _start_nats(self, count: int) -> None:
-        bus = bus_config(self.state)
+        directory = (self.spec.directory / CREDENTIALS).absolute()
+        nodes = [node_id(number) for number in range(self.spec.nodes)]
+        keys = credentials.make_users(directory, credentials.all_users(nodes))
         self._nats = NatsServers(
             self.spec.directory,
             count,
-            user=bus.user,
-            password=bus.password,
+            settings={"authorization": credentials.authorization(keys)},
             places=self.spec.places,
         )
         await self._nats.start()
         self.state = msgspec.structs.replace(
-            self.state, nats_url=self._nats.url, nats_copies=self._nats.copies
+            self.state,
+            nats_url=self._nats.url,
+            nats_copies=self._nats.copies,
+            credentials=str(directory),
         )
         for name in self._nats.names:
             self._note(processes.record(name, NATS, self._nats.pid(name)))
@@ -189,7 +205,8 @@ class Cluster:
         port = self._gateway_ports.get(name)
         if port is not None:
             settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
-        self._spawn(name, self.services[name], settings)
+        role = self.services[name]
+        self._spawn(name, role, User(Role(role)), settings)
 
     @property
     def node_names(self) -> dict[str, NodeId]:
@@ -213,18 +230,21 @@ class Cluster:
             settings["LAMBDASCALE_NODE_SECRET_FILE"] = str(self.spec.directory / SECRET)
         if self.spec.apart:
             settings["LAMBDASCALE_NODE_MACHINE"] = node
-        self._spawn(name, "node", settings)
+        self._spawn(name, "node", User(Role.NODE, NodeId(node)), settings)
 
-    def _spawn(self, name: str, role: str, settings: Mapping[str, str]) -> None:
+    def _spawn(self, name: str, role: str, user: User, settings: Mapping[str, str]) -> None:
         if name in self._children:
             self._children[name].process.wait(processes.STOP_S)  # the process before must be gone
         directory = self.spec.directory
+        private_directory(directory / "traces")
         log = processes.log_of(directory, name)
         log_from = log.stat().st_size if log.exists() else 0
         place = self.spec.places.get(name, HERE)
         merged = {
             **self.spec.settings,
             "LAMBDASCALE_BUS_URL": self.state.nats_url,
+            "LAMBDASCALE_BUS_CREDENTIALS": str(Path(self.state.credentials) / user.directory),
+            "LAMBDASCALE_BUS_TLS_AUTHORITY": "",
             "LAMBDASCALE_BUS_REPLICAS": str(self._nats_there.copies),
             "LAMBDASCALE_TELEMETRY_TRACE_DIR": str(directory / "traces"),
             **settings,

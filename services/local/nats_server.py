@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.parse import quote
 
 from services.local import processes
+from services.local.private import private_directory, write_private
 from services.local.processes import die_with_parent
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.errors import BusError, ConfigError
 
+ROUTES = "routes"
+"""The user as which nats-servers connect to each other."""
 _POLL_S = 0.01
 _STOP_S = 5.0
 
@@ -42,13 +43,15 @@ class Member:
     route_port: int
     routes: tuple[str, ...]
     """`host:port` of every member, at which they reach each other."""
+    secret: str
+    """Which members show each other, hexadecimal."""
 
 
 class NatsServer:
     """nats-server with JetStream. Its store, configuration and log are in `directory`.
 
     It listens on `host`; `port` 0 takes a free port. The server dies with this process (with the
-    thread that called `start`), whatever kills it. Every client must give `user` and `password`.
+    thread that called `start`), whatever kills it.
     """
 
     def __init__(
@@ -57,19 +60,18 @@ class NatsServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        user: str = "",
-        password: str = "",
+        settings: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         member: Member | None = None,
         within: tuple[str, ...] = (),
     ) -> None:
-        """`member`: None if it is on its own. `within`: the command that runs another command
+        """`settings`: what else its configuration says, such as who may connect (else, all may).
+        `member`: None if it is on its own. `within`: the command that runs another command
         where the server belongs, such as another network namespace."""
         self._directory = directory.absolute()
         self._host = host
         self._port = port
-        self._user = user
-        self._password = password
+        self._settings = dict(settings or {})
         self._environment = environment
         self._member = member
         self._within = within
@@ -147,7 +149,7 @@ class NatsServer:
         return self._directory / "nats-server.log"
 
     def _spawn(self, binary: str) -> subprocess.Popen[bytes]:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        private_directory(self._directory)
         config = self._write_config()
         with self._log.open("ab") as log:
             return subprocess.Popen(
@@ -161,8 +163,6 @@ class NatsServer:
             )
 
     def _write_config(self) -> Path:
-        """Writes the password to a file, because any user of the machine can read a command
-        line."""
         settings: dict[str, object] = {
             "host": self._host,
             "port": self._port or -1,
@@ -170,29 +170,21 @@ class NatsServer:
             "max_payload": MAX_PAYLOAD,
             "jetstream": {"store_dir": str(self._directory / "store")},
         }
-        if self._user:
-            settings["authorization"] = {"user": self._user, "password": self._password}
         if self._member:
             settings |= self._cluster(self._member)
         path = self._directory / "nats-server.conf"
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(settings, file, indent=2, ensure_ascii=False)
+        write_private(path, json.dumps(settings | self._settings, indent=2))
         return path
 
     def _cluster(self, member: Member) -> dict[str, object]:
-        """Routes take the user and the password of clients."""
         cluster: dict[str, object] = {
             "name": "lambdascale",
             "listen": f"{self._host}:{member.route_port}",
             "ping_interval": "1s",  # a server that is cut off is no way to a client for long
             "ping_max": 2,
+            "authorization": {"user": ROUTES, "password": member.secret},
+            "routes": [f"nats://{ROUTES}:{member.secret}@{route}" for route in member.routes],
         }
-        before = ""
-        if self._user:
-            cluster["authorization"] = {"user": self._user, "password": self._password}
-            before = f"{quote(self._user, safe='')}:{quote(self._password, safe='')}@"
-        cluster["routes"] = [f"nats://{before}{route}" for route in member.routes]
         return {"server_name": member.name, "cluster": cluster}
 
     async def _wait_for_url(self, process: subprocess.Popen[bytes]) -> str:

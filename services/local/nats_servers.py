@@ -2,6 +2,7 @@
 state."""
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,13 +44,12 @@ class NatsServers:
         directory: Path,
         count: int,
         *,
-        user: str,
-        password: str,
+        settings: Mapping[str, object] | None = None,
         places: Mapping[str, Place],
     ) -> None:
+        """`settings`: what else their configurations say, such as who may connect."""
         self._directory = directory
-        self._user = user
-        self._password = password
+        self._settings = settings
         self._places = {name: places.get(name, HERE) for name in names(count)}
         self._members = self._form_cluster() if count > 1 else {}
         self._servers: dict[str, NatsServer] = {}
@@ -90,8 +90,7 @@ class NatsServers:
             self._directory / name,
             host=place.address,
             port=urlsplit(self._urls.get(name, "")).port or 0,
-            user=self._user,
-            password=self._password,
+            settings=self._settings,
             environment=processes.environment(self._directory, place.settings),
             member=self._members.get(name),
             within=place.within,
@@ -114,8 +113,10 @@ class NatsServers:
             f"{place.address}:{port}"
             for place, port in zip(self._places.values(), ports, strict=True)
         )
+        secret = secrets.token_hex(16)
         return {
-            name: Member(name, port, routes) for name, port in zip(self._places, ports, strict=True)
+            name: Member(name, port, routes, secret)
+            for name, port in zip(self._places, ports, strict=True)
         }
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.local.private import private_directory, write_private
 from services.node.keeper.messages import HOLDER
 from shared.errors import Conflict, LambdaScaleError, NotFound
 
@@ -73,7 +74,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     gateway_urls: tuple[str, ...] = ()
     """Empty until everything is up."""
     config: str = ""
-    """The file that the cluster was started with, in which commands find the bus's user."""
+    """The file that the cluster was started with."""
+    credentials: str = ""
+    """The directory with the credentials of its bus's users; empty: as configured."""
     processes: tuple[ProcessRecord, ...] = ()
 
     @property
@@ -116,9 +119,8 @@ def read_state(directory: Path) -> ClusterState:
 
 
 def write_state(directory: Path, state: ClusterState) -> None:
-    temporary = directory / f".{STATE_FILE}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2))
-    temporary.rename(directory / STATE_FILE)
+    text = msgspec.json.format(msgspec.json.encode(state), indent=2).decode()
+    write_private(directory / STATE_FILE, text)
 
 
 def claim(directory: Path, holder: ProcessRecord | None = None) -> int:
@@ -234,7 +236,7 @@ def spawn(
     where it belongs.
     """
     path = log_of(directory, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(path.parent)
     with path.open("ab") as log:
         return subprocess.Popen(
             [*within, sys.executable, "-m", "services.cli", role, *arguments],

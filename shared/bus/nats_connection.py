@@ -6,8 +6,10 @@ not know. A new client then takes over with the same subscriptions.
 
 import asyncio
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from random import random
 from typing import Any, TypeVar
 
@@ -17,9 +19,11 @@ import structlog
 from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
+from shared.bus.credentials import read_credentials
 from shared.bus.delivery import MAX_PAYLOAD, Tasks
 from shared.config import BusConfig
-from shared.errors import BusError, BusTimeout, NoResponders
+from shared.errors import BusError, BusTimeout, ConfigError, NoResponders, NotPermitted
+from shared.permissions import inbox_of
 
 CALL_TIMEOUT_S = 5.0
 _OLDEST_VERSION = (2, 11)
@@ -33,6 +37,8 @@ _LOST_PINGS = 2
 """A server that does not answer this many pings is left for another server, or connected to
 anew. So one that hangs is left within 4 s."""
 _CONNECT_S = 1
+_VIOLATION = re.compile('permissions violation for (publish|subscription) to "([^"]*)"')
+"""What NATS says, in the client's lower case, when a user does what its role may not."""
 
 T = TypeVar("T")
 Receive = Callable[[Msg], Awaitable[None]]
@@ -83,10 +89,16 @@ class _Call:
     """One exchange with the server, while it lasts."""
 
     scope: asyncio.Timeout
+    refused = False
+    """Whether NATS does not permit it."""
     dies = False
     """Whether it ends with the connection."""
     lost = False
     """Whether it ended so."""
+
+    def __init__(self, subjects: tuple[str, ...]) -> None:
+        """`subjects`: what it publishes or subscribes to."""
+        self.subjects = subjects
 
     def end(self) -> None:
         if not self.scope.expired():
@@ -122,7 +134,7 @@ class Connection:
         except TimeoutError as error:
             raise BusError(
                 f"no NATS server at {self._config.url} within {timeout} s{self._why()}: "
-                "start one, or set bus.url, bus.user and bus.password"
+                "start one, or set bus.url"
             ) from error
         finally:
             self._opening = False
@@ -158,16 +170,18 @@ class Connection:
             raise BusError(f"{self._name}: the bus is not open")
 
     @asynccontextmanager
-    async def call(self, what: str, timeout: float = CALL_TIMEOUT_S) -> AsyncIterator[None]:
+    async def call(
+        self, what: str, timeout: float = CALL_TIMEOUT_S, on: tuple[str, ...] = ()
+    ) -> AsyncIterator[None]:
         """Wraps one exchange with the server: it begins when connected, never hangs, and raises
-        typed errors.
+        typed errors: NotPermitted at once if NATS refuses what is said or heard `on` a subject.
 
         If the connection is lost, a call of up to CALL_TIMEOUT_S ends at once: its answer would be
         there in a moment, so it is lost as well, and the caller can ask again. The answer to a
         longer call may still come over the next connection.
         """
         self.check_open()
-        call = _Call()
+        call = _Call(tuple(subject.lower() for subject in on))
         try:
             with _cancellation_kept():
                 async with asyncio.timeout(timeout) as call.scope:
@@ -178,8 +192,12 @@ class Connection:
                         yield
                     finally:
                         self._calls.discard(call)
+            if call.refused:
+                raise _not_permitted(what)
         except TimeoutError as error:
             self.check_open()
+            if call.refused:
+                raise _not_permitted(what) from error
             if call.lost:
                 why = "the connection to NATS was lost before an answer came"
             else:
@@ -196,16 +214,18 @@ class Connection:
             self.check_open()
             raise BusError(f"{what}: {error}") from error
 
-    async def until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks the server, again and again while its cluster has no leader. `ask` must do no harm
-        when it is called twice. BusError if there is no leader for long."""
+    async def until_answered(
+        self, what: str, on: tuple[str, ...], ask: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Asks the server `on` these subjects, again and again while its cluster has no leader.
+        `ask` must do no harm when it is called twice. BusError if there is no leader for long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LEADER_S
         while True:
             async with self.call(what):
                 pass  # the connection is up
             try:
-                async with self.call(what, _ANSWER_S):
+                async with self.call(what, _ANSWER_S, on):
                     return await ask()
             except (BusTimeout, NoResponders):
                 if loop.time() >= deadline:
@@ -215,26 +235,31 @@ class Connection:
     async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
         """Subscribes. Once this returns, the server knows of it."""
         subscription = NatsSubscription(self, subject, queue, receive)
-        async with self.call(f"subscribe {subject}"):
-            await subscription.bind(self.client)
-            self._subscriptions.add(subscription)
-            # The client writes a PING after everything that it still has to write. When the first
-            # PING is answered the subscription is written; the answer to the second comes after it.
-            await self.client.flush()
-            await self.client.flush()
+        try:
+            async with self.call(f"subscribe {subject}", on=(subject,)):
+                await subscription.bind(self.client)
+                self._subscriptions.add(subscription)
+                # The client writes a PING after everything that it still has to write. When the
+                # first PING is answered the subscription is written; the answer to the second
+                # comes after it.
+                await self.client.flush()
+                await self.client.flush()
+        except NotPermitted:
+            await subscription.close()
+            raise
         return subscription
 
     def forget(self, subscription: NatsSubscription) -> None:
         self._subscriptions.discard(subscription)
 
     async def _connect(self) -> Client:
+        identity = _identity(self._config)
         client = Client()
         try:
             await client.connect(
                 servers=self._config.url.split(","),
                 name=self._name,
-                user=self._config.user or None,
-                password=self._config.password or None,
+                **identity,
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=_RECONNECT_WAIT_S,
@@ -276,12 +301,23 @@ class Connection:
         self._last_error = error
         if self._opening and "authorization violation" in str(error).lower():
             config = self._config
-            user = f"user {config.user!r}" if config.user else "a client without a user"
+            given = f"the key in {config.credentials}" if config.credentials else "no credentials"
             raise BusError(  # out of the client's connect: trying again would change nothing
-                f"NATS at {config.url} refuses {user}: set bus.user and bus.password"
+                f"NATS at {config.url} refuses a client with {given}: set bus.credentials to a "
+                "directory that `lambdascale init` made for this cluster"
             )
+        if violation := _VIOLATION.search(str(error)):
+            self._on_violation(*violation.groups())
+            return
         if self._up.is_set():
             self.log.warning("NATS error", error=repr(error))
+
+    def _on_violation(self, what: str, subject: str) -> None:
+        self.log.error("NATS does not permit this", what=what, subject=subject)
+        for call in self._calls:
+            if subject in call.subjects:
+                call.refused = True
+                call.end()
 
     async def _on_disconnected(self) -> None:
         if self._open and self._up.is_set():
@@ -329,6 +365,41 @@ def _cancellation_kept() -> Iterator[None]:
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
+
+
+def opening(stream: str) -> tuple[str, ...]:
+    """What is asked to find the stream of a bucket, or to make it."""
+    return f"$JS.API.STREAM.INFO.{stream}", f"$JS.API.STREAM.CREATE.{stream}", "$JS.API.INFO"
+
+
+def _identity(config: BusConfig) -> dict[str, Any]:
+    """How the client says who it is, and makes sure of the server."""
+    identity: dict[str, Any] = {}
+    if config.user:
+        identity |= {"user": config.user, "password": config.password}
+    if config.credentials:
+        credentials = read_credentials(Path(config.credentials))
+        identity |= {
+            "nkeys_seed_str": credentials.seed,
+            "inbox_prefix": inbox_of(credentials.key),
+        }
+    if config.tls_authority:
+        # TLS before the server has said anything: a server without TLS gets no word.
+        identity |= {"tls": _tls(config.tls_authority), "tls_handshake_first": True}
+    return identity
+
+
+def _tls(authority: str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except OSError as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"bus.tls_authority: {authority} cannot be used: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _not_permitted(what: str) -> NotPermitted:
+    return NotPermitted(f"{what}: NATS does not permit this to the user of bus.credentials")
 
 
 def _address(client: Client) -> str:

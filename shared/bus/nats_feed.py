@@ -17,7 +17,7 @@ from nats.js import api
 
 from shared.bus.base import KvEntry, KvOp
 from shared.bus.nats_connection import Connection
-from shared.errors import BusError
+from shared.errors import BusError, NotPermitted
 
 _HEARTBEAT_S = 2.0
 _SILENCE_S = 3 * _HEARTBEAT_S
@@ -100,7 +100,8 @@ class Feed:
         connection = self._connection
         gone = False
         try:
-            async with connection.call(f"watch {self._stream}"):
+            making = f"$JS.API.CONSUMER.CREATE.{self._stream}"
+            async with connection.call(f"watch {self._stream}", on=(making,)):
                 inbox = connection.client.new_inbox()
                 self._subscription = await connection.client.subscribe(inbox, cb=self._receive)
                 try:
@@ -113,6 +114,8 @@ class Feed:
                     self._pending = int(consumer.num_pending)
                 except nats.js.errors.NotFoundError:
                     gone = True
+        except NotPermitted:
+            raise
         except BusError as error:
             connection.check_open()
             raise FeedLost(str(error)) from error

@@ -14,7 +14,7 @@ from nats.js import api
 
 from shared.bus.base import KvEntry, KvOp
 from shared.bus.delivery import check_key, check_size, check_ttl
-from shared.bus.nats_connection import LEADER_S, Connection
+from shared.bus.nats_connection import LEADER_S, Connection, opening
 from shared.bus.nats_feed import Feed, FeedLost, is_marker
 from shared.errors import BusError, KeyExists
 
@@ -47,7 +47,7 @@ class NatsKeyValue:
                 await connection.jetstream.create_key_value(config)
                 return await connection.jetstream.stream_info(f"KV_{bucket}")
 
-        info = await connection.until_answered(f"bucket {bucket}", ask)
+        info = await connection.until_answered(f"bucket {bucket}", opening(f"KV_{bucket}"), ask)
         if not (info.config.allow_msg_ttl and info.config.subject_delete_marker_ttl):
             raise BusError(f"bucket {bucket} was made without expiry of single keys: delete it")
         return cls(connection, bucket, info.created)
@@ -131,7 +131,8 @@ class NatsKeyValue:
 
     async def _last(self, key: str) -> KvEntry | None:
         """The last entry of the key, which may be a marker."""
-        async with self._connection.call(f"{self._bucket}/{key}"):
+        asked = f"$JS.API.STREAM.MSG.GET.{self._stream}"
+        async with self._connection.call(f"{self._bucket}/{key}", on=(asked,)):
             try:
                 message = await self._connection.jetstream.get_msg(
                     self._stream, subject=f"{self._prefix}{key}"
@@ -146,7 +147,7 @@ class NatsKeyValue:
     ) -> int:
         subject = f"{self._prefix}{check_key(key)}"
         lifetime = None if ttl is None else check_ttl(ttl)
-        async with self._connection.call(f"{self._bucket}/{key}"):
+        async with self._connection.call(f"{self._bucket}/{key}", on=(subject,)):
             try:
                 ack: Any = await self._connection.jetstream.publish(
                     subject, check_size(value, key), headers=headers or None, msg_ttl=lifetime

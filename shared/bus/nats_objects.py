@@ -7,7 +7,7 @@ from typing import Any, Self
 import nats.js.errors
 from nats.js import api
 
-from shared.bus.nats_connection import Connection
+from shared.bus.nats_connection import Connection, opening
 from shared.errors import BusError, NotFound
 
 _TIMEOUT_S = 60.0
@@ -32,7 +32,7 @@ class NatsObjectStore:
                     bucket, config=api.ObjectStoreConfig(replicas=replicas)
                 )
 
-        await connection.until_answered(f"objects {bucket}", ask)
+        await connection.until_answered(f"objects {bucket}", opening(f"OBJ_{bucket}"), ask)
         return cls(connection, bucket)
 
     async def put(self, data: bytes) -> str:
@@ -59,7 +59,8 @@ class NatsObjectStore:
 
     async def _chunks(self, nuid: str, count: int) -> bytes:
         """Reads chunk after chunk by requests: unlike a consumer's stream, a request cannot stall
-        unnoticed."""
+        unnoticed. Not by direct requests: NATS would send the bare bytes to whatever subject the
+        request names for its answer, so that who may store and ask could forge any message."""
         chunks: list[bytes] = []
         sequence = 0
         for _ in range(count):
@@ -68,7 +69,6 @@ class NatsObjectStore:
                 seq=sequence + 1,
                 subject=f"$O.{self._bucket}.C.{nuid}",
                 next=True,
-                direct=True,
             )
             chunks.append(message.data)
             sequence = message.seq

@@ -12,20 +12,25 @@ from subprocess import Popen
 
 import pytest
 
+from services.local.credentials import all_users, authorization, make_users
 from services.local.nats_server import NatsServer
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+from shared.ids import NodeId
 from tests.support.cluster import LIMIT_S
 
-USER, PASSWORD = "nodes", "a password"
+NODES = tuple(map(NodeId, ("compiler", "first", "second")))
 
 
 @asynccontextmanager
-async def served(directory: Path, *, password: bool = True) -> AsyncIterator[BusConfig]:
-    user, secret = (USER, PASSWORD) if password else ("", "")
-    async with NatsServer(directory / "nats", user=user, password=secret) as server:
-        yield BusConfig(url=server.url, user=user, password=secret)
+async def served(directory: Path, *, credentials: bool = True) -> AsyncIterator[BusConfig]:
+    """Yields the way of the registry to the bus, which sees the nodes join."""
+    users = directory / "credentials"
+    keys = make_users(users, all_users(NODES))
+    settings = {"authorization": authorization(keys)} if credentials else {}
+    async with NatsServer(directory / "nats", settings=settings) as server:
+        yield BusConfig(url=server.url, credentials=str(users / "registry") if credentials else "")
 
 
 @contextmanager
@@ -35,8 +40,9 @@ def node(directory: Path, name: str, bus: BusConfig, **changes: str) -> Iterator
     settings = {
         "XDG_CACHE_HOME": str(cache),
         "LAMBDASCALE_BUS_URL": bus.url,
-        "LAMBDASCALE_BUS_USER": bus.user,
-        "LAMBDASCALE_BUS_PASSWORD": bus.password,
+        "LAMBDASCALE_BUS_CREDENTIALS": (
+            str(directory / "credentials" / "nodes" / name) if bus.credentials else ""
+        ),
         "LAMBDASCALE_NODE_ID": name,
         "LAMBDASCALE_NODE_DATA_DIR": str(directory / name),
         "LAMBDASCALE_NODE_ARENA_BYTES": str(1 << 20),
@@ -110,12 +116,12 @@ async def test_a_new_node_compiles_nothing_unless_sharing_is_off(
     assert ("no C compiler" in log) is bool(changed)
 
 
-async def test_nothing_is_shared_over_a_bus_that_asks_for_no_password(
+async def test_nothing_is_shared_over_a_bus_that_asks_for_no_credentials(
     compiled: Path, tmp_path: Path
 ) -> None:
     nothing = tmp_path / "no-compiler"
     nothing.mkdir()
-    async with served(tmp_path, password=False) as bus:
+    async with served(tmp_path, credentials=False) as bus:
         with node_that_has(compiled, tmp_path, "first", bus):
             await joined(bus, "first")
             with node(tmp_path, "second", bus, PATH=str(nothing)) as second:

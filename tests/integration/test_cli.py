@@ -19,10 +19,6 @@ from tests.support.models import TINY
 
 KEY = "sk-of-the-test"
 CONFIG = f"""
-[bus]
-user = "operator"
-password = "open sesame"
-
 [gateway]
 api_keys = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
 port = 0

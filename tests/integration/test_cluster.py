@@ -112,7 +112,7 @@ async def drain(up: Running, node: str) -> None:
 async def operate(up: Running, action: str, node: str) -> str:
     """What `lambdascale node ACTION NODE` tells the operator."""
     directory = up.cluster.spec.directory
-    ran = await run("node", action, node, "--nats", up.cluster.state.nats_url, cwd=directory)
+    ran = await run("node", action, node, "--data", directory, cwd=directory)
     assert ran.code == 0, ran.err
     return ran.err
 

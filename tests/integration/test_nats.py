@@ -9,6 +9,7 @@ from pathlib import Path
 import nats
 import pytest
 
+from services.local.credentials import OPERATOR, authorization, make_users
 from services.local.nats_server import NatsServer
 from shared import subjects
 from shared.bus.base import Bus, KvEntry, KvOp, On
@@ -287,14 +288,17 @@ async def test_a_bus_waits_for_a_server_that_starts_late(tmp_path: Path) -> None
         await bus.__aexit__(None, None, None)
 
 
-async def test_the_password_is_asked_for(tmp_path: Path) -> None:
-    async with NatsServer(tmp_path / "nats", user="bus", password='s"e\\c$ret é') as server:
-        good = BusConfig(url=server.url, user="bus", password='s"e\\c$ret é')
+async def test_credentials_are_asked_for(tmp_path: Path) -> None:
+    keys = make_users(tmp_path / "ours", [OPERATOR])
+    make_users(tmp_path / "others", [OPERATOR])
+    only_ours = {"authorization": authorization(keys)}
+    async with NatsServer(tmp_path / "nats", settings=only_ours) as server:
+        good = BusConfig(url=server.url, credentials=str(tmp_path / "ours" / "operator"))
         async with NatsBus(good, "good") as bus:
-            await bus.publish("subject", Ok())
-        for user, password in (("", ""), ("bus", "wrong")):
-            bad = BusConfig(url=server.url, user=user, password=password)
-            with pytest.raises(BusError, match=r"refuses .*: set bus\.user and bus\.password"):
+            await bus.publish(subjects.POOL_REPORT, Ok())
+        for credentials in ("", str(tmp_path / "others" / "operator")):
+            bad = BusConfig(url=server.url, credentials=credentials)
+            with pytest.raises(BusError, match=r"refuses .*: set bus\.credentials to"):
                 async with NatsBus(bad, "bad"):
                     pass
 

@@ -15,16 +15,15 @@ from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import BusError, Conflict
 
-PASSWORD = 's"e\\c$ret @é'
 WAIT_S = 60.0
 
 
 def servers(directory: Path, count: int = 3) -> NatsServers:
-    return NatsServers(directory, count, user="bus", password=PASSWORD, places={})
+    return NatsServers(directory, count, places={})
 
 
 def bus_to(them: NatsServers) -> NatsBus:
-    config = BusConfig(url=them.url, user="bus", password=PASSWORD, replicas=them.copies)
+    config = BusConfig(url=them.url, replicas=them.copies)
     return NatsBus(config, "one")
 
 
@@ -40,7 +39,7 @@ async def written(bucket: KeyValue, key: str, value: bytes) -> None:
 
 
 async def leader_of(them: NatsServers, stream: str) -> str:
-    raw = await nats.connect(them.url.split(","), user="bus", password=PASSWORD)
+    raw = await nats.connect(them.url.split(","))
     try:
         cluster = (await raw.jetstream().stream_info(stream)).cluster
     finally:

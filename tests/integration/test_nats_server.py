@@ -115,7 +115,8 @@ def command_line(pid: int) -> bytes:
 
 
 async def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
-    async with NatsServer(tmp_path, user="bus", password="hidden") as server:
+    settings = {"authorization": {"user": "bus", "password": "hidden"}}
+    async with NatsServer(tmp_path, settings=settings) as server:
         holders = files_with(b"hidden", tmp_path)
         assert holders
         assert all(path.stat().st_mode & 0o077 == 0 for path in holders)

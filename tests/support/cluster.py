@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.credentials import User
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
@@ -28,6 +29,7 @@ from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus
 from shared.messages.scaling import ImportModel
 from shared.messages.serving import Sampling, Submit, Tokens
+from shared.permissions import Role
 from shared.pool_pages import read_pool
 
 MODEL = ModelName("tiny")
@@ -156,8 +158,6 @@ class Running:
                 if token.finish:
                     over.set()
 
-        subject = subjects.gateway_tokens(gateway)
-        subscription = await self.bus.subscribe(subject, On(Tokens, receive))
         submit = Submit(
             request=RequestId(gateway),
             attempt=0,
@@ -171,10 +171,11 @@ class Running:
             stop_ids=(),
             sampling=Sampling(),
         )
-        await self.bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=60.0)
-        async with asyncio.timeout(LIMIT_S):
+        as_gateway = bus_config(self.cluster.state, user=User(Role.GATEWAY))
+        async with NatsBus(as_gateway, gateway) as bus, asyncio.timeout(LIMIT_S):
+            await bus.subscribe(subjects.gateway_tokens(gateway), On(Tokens, receive))
+            await bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=60.0)
             await over.wait()
-        await subscription.close()
         return got
 
     async def moved(self) -> int:

@@ -32,14 +32,14 @@ def test_variables_are_converted_to_the_type_of_the_key() -> None:
             "LAMBDASCALE_PLANNER_IDLE_S": "1.5",
             "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "9000000",
             "LAMBDASCALE_GATEWAY_API_KEYS": "aa,bb",
-            "LAMBDASCALE_BUS_PASSWORD": "123",
+            "LAMBDASCALE_BUS_CREDENTIALS": "123",
         },
     )
     assert config.telemetry.log_json is True
     assert config.planner.idle_s == 1.5
     assert config.node.link_bytes_per_s == 9_000_000
     assert config.gateway.api_keys == ("aa", "bb")
-    assert config.bus.password == "123"
+    assert config.bus.credentials == "123"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""The users of a cluster's bus: a directory for each, with the secret half of its key.
+
+    authority/users.json   the public halves, by directory: who may connect
+    registry/bus.seed      one role's secret half; also planner/, gateway/, operator/
+    nodes/ID/bus.seed      a node's
+
+A machine needs the directories of what runs there, and no other. What there is already stays.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import nkeys
+
+from services.local.private import private_directory, write_private
+from shared.bus.credentials import SEED, public_half, read_credentials
+from shared.errors import ConfigError
+from shared.ids import NodeId, check_name
+from shared.permissions import ANSWER_WITHIN, Role, inbox_of, permissions
+
+AUTHORITY = "authority"
+USERS = "users.json"
+NODES = "nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    role: Role
+    node: NodeId | None = None
+    """Which node it is, if it is one."""
+
+    @property
+    def directory(self) -> str:
+        return f"{NODES}/{self.node}" if self.node else str(self.role)
+
+    @classmethod
+    def of_directory(cls, name: str) -> Self:
+        """ConfigError: no user's directory is called so."""
+        node = name.removeprefix(f"{NODES}/")
+        try:
+            if node != name:
+                return cls(Role.NODE, NodeId(check_name("node", node)))
+            return cls(Role(name))
+        except ValueError as error:
+            raise ConfigError(f"there is no user {name!r}") from error
+
+
+OPERATOR = User(Role.OPERATOR)
+Keys = dict[User, str]
+"""The public half of each user's key."""
+
+
+def all_users(nodes: Iterable[NodeId]) -> list[User]:
+    """A user for each role, and for each of the nodes."""
+    roles = [User(role) for role in Role if role is not Role.NODE]
+    return [*roles, *(User(Role.NODE, node) for node in nodes)]
+
+
+def make_users(directory: Path, users: Collection[User]) -> Keys:
+    """Makes a key for each of the users that has none yet, and returns the keys of all that the
+    directory knows. ConfigError if what is there cannot be used."""
+    for needed in (directory, directory / NODES):
+        private_directory(needed)
+    keys = read_users(directory)
+    for user in users:
+        private = directory / user.directory
+        if user in keys:
+            continue
+        if (private / SEED).exists():
+            keys[user] = read_credentials(private).key
+            continue
+        seed = bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)).decode()
+        private_directory(private)
+        write_private(private / SEED, seed + "\n")
+        keys[user] = public_half(seed)
+    write_users(directory, keys)
+    return keys
+
+
+def read_users(directory: Path) -> Keys:
+    """Whoever has a key so far. ConfigError if the file is damaged."""
+    path = directory / AUTHORITY / USERS
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    return {User.of_directory(name): key for name, key in found.items()}
+
+
+def write_users(directory: Path, keys: Keys) -> None:
+    private_directory(directory / AUTHORITY)
+    text = json.dumps({user.directory: key for user, key in keys.items()}, indent=2, sort_keys=True)
+    write_private(directory / AUTHORITY / USERS, text + "\n")
+
+
+def forget(directory: Path, user: User) -> None:
+    """Takes the user's key: it may connect no longer, once the nats-servers have heard of it."""
+    keys = read_users(directory)
+    keys.pop(user, None)
+    write_users(directory, keys)
+    shutil.rmtree(directory / user.directory, ignore_errors=True)
+
+
+def authorization(keys: Keys) -> dict[str, object]:
+    """What a nats-server's configuration says of who may connect, and may do what then."""
+    return {"users": [_entry(user, key) for user, key in keys.items()]}
+
+
+def _entry(user: User, key: str) -> dict[str, object]:
+    may = permissions(user.role, user.node, inbox_of(key))
+    granted: dict[str, object] = {
+        "publish": {"allow": list(may.publish)},
+        "subscribe": {"allow": list(may.subscribe)},
+    }
+    if may.answers:
+        granted["allow_responses"] = {"max": 1, "expires": ANSWER_WITHIN}
+    return {"nkey": key, "permissions": granted}
